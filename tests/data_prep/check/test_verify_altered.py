@@ -295,7 +295,7 @@ def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
         ),
         (
             lambda rows: rows["crc32c"].__setitem__(slice(None), 0),
-            r"3 rows of val-00000.tar, .*: crc32c is 0, but the tar gives ",
+            r"wrong values in 3 rows of val-00000.tar, .*: crc32c is 0, but the tar gives ",
         ),
     ],
     ids=["one flipped bit", "all unknown"],

@@ -134,7 +134,7 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
     ),
     (
         lambda root: line_of_idx(root / "train-00006.idx", "v1.2 ", "v1.2 1"),
-        [r"train-00006.idx: line 1: 'v1.2 1"],
+        [r"train-00006.idx: line 1 is 'v1.2 1"],
     ),
     (
         lambda root: edit(root / "val-00000.idx", lambda data: data.extend(b"jpg 1 2 x\n")),
@@ -206,7 +206,7 @@ TOO_FEW_CLASSES: list[tuple[Callable[[Path], object], list[str]]] = [
         [
             r"train: \d+ labels outside 0 to 1: 2",
             r"val: \d+ labels? outside 0 to 1: 2",
-            "_info.json: class names, keys or labels are not",
+            "_info.json: class names, keys or labels have changed",
         ],
     )
 ]
@@ -309,7 +309,7 @@ def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
         ),
     )
     assert verify(root) == 1
-    assert "class names, keys or labels are not those" in capsys.readouterr().out
+    assert "class names, keys or labels have changed" in capsys.readouterr().out
 
 
 def test_leftovers_are_notes(root, capsys):
