@@ -1,4 +1,4 @@
-# Two commands from a fresh clone: `make demo` and `make test`. The first call makes .venv; later calls install nothing.
+# For a fresh clone, run `make demo` and `make test`. The first call creates .venv. Later calls install nothing.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -10,7 +10,7 @@ DOCS_INSTALLED := .venv/.installed_docs
 LOCK_INSTALLED := .venv/.installed_lock
 PAGES := README.md CONTRIBUTING.md LICENSE docs slurm/README.md deploy/kube deploy/sky.yaml deploy/Dockerfile benchmarks/README.md benchmarks/results tests/project/seeds.md \
 	$(wildcard vit/*.py vit/distributed/exact/*.py benchmarks/*.py)
-# Number of ranks of the demo; by default launch/demo.sh chooses it.
+# Number of ranks of the demo. launch/demo.sh chooses the default.
 RANKS ?=
 # One more than two cores, because tests wait for processes, signals and servers a third of the time.
 TESTS_AT_ONCE ?= 3
@@ -26,12 +26,12 @@ demo: $(INSTALLED)
 test: $(TESTS_INSTALLED)
 	$(AT_ONCE) -m "not full"
 
-# Adds repetitions: more kills and seeds, full-size models, all CPU kernels, Slurm.
+# Runs `test`, and then more kills and seeds, full-size models, all CPU kernels and Slurm.
 test-all: test
 	$(AT_ONCE) -m full --ignore=tests/slurm
 	$(BIN)/python -m pytest tests/slurm  # without other tests, because its jobs have time limits of seconds
 
-# Checks style, format and types: a minute the first time, then seconds.
+# Checks style, format and types. The first call takes a minute, later calls take seconds.
 lint: $(TESTS_INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,23 +40,23 @@ lint: $(TESTS_INSTALLED)
 check: lint
 	$(AT_ONCE) -m "not slow and not full"
 
-# Tests kills, signals, stops and leaks, one line each, in less than an hour on two cores. COUNT is the number of kills; PARTS selects parts.
+# Tests kills, signals, stops and leaks, with one line each, in less than an hour on two cores. COUNT is the number of kills. PARTS selects parts.
 soak: $(TESTS_INSTALLED)
 	$(BIN)/python tests/faults/soak.py $(if $(COUNT),--count $(COUNT)) $(if $(PARTS),--parts $(PARTS))
 
-# Kills and resumes runs with random settings and ranks for MINUTES. Each line has the command to repeat it; OUT gets JSON lines.
+# Kills and resumes runs with random settings and ranks for MINUTES. Each line has the command to repeat it. OUT receives JSON lines.
 fuzz: $(TESTS_INSTALLED)
 	$(BIN)/python tests/faults/fuzz.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
-# Tests every promise on this machine's GPUs in at most ten minutes. Writes to benchmarks/results.
+# Tests every guarantee on this machine's GPUs in at most ten minutes. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)
 	$(BIN)/python launch/gpu_check.py
 
-# Writes deploy/requirements.lock: all packages of all extras, with file hashes, for `pip install --require-hashes`.
+# Writes deploy/requirements.lock, which lists all packages of all extras with file hashes, for `pip install --require-hashes`.
 lock: $(LOCK_INSTALLED)
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command "make lock" --quiet -o deploy/requirements.lock
 
-# Lists known vulnerabilities of the locked packages; needs PyPI's own service, which mirrors lack.
+# Lists known vulnerabilities of the locked packages. Needs PyPI's own service, because mirrors lack the data.
 audit: $(LOCK_INSTALLED)
 	$(BIN)/pip-audit --requirement deploy/requirements.lock --require-hashes --disable-pip
 
@@ -64,7 +64,7 @@ $(LOCK_INSTALLED): $(INSTALLED)
 	$(PIP) -e .[lock]
 	@touch $@
 
-# Builds the pages as a site in build/site under the repository's paths, so that links work in both. A broken link is an error.
+# Builds the pages as a site in build/site. It keeps the repository's paths, so links work in both. A broken link is an error.
 docs: $(DOCS_INSTALLED)
 	rm -rf build/pages build/site
 	mkdir -p build/pages

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the optional part in C, and what else goes into a wheel."""
+"""Build steps that pyproject.toml cannot express: the optional C code and extra wheel files."""
 
 import hashlib
 import shutil
@@ -13,10 +13,10 @@ NATIVE = Extension(
     "vit._native",
     sources=[str(path) for path in FILES if path.suffix == ".c"],
     depends=[str(path) for path in FILES],
-    # vit/data/decode/native.py (stamp_of) compares it with the files that it finds
+    # stamp_of in vit/data/decode/native.py compares this hash with the source files that it finds
     define_macros=[("VIT_NATIVE_SOURCES", f'"{STAMP}"')],
-    # Many builds of Python add -fwrapv to all extensions, with which decoding takes 4 % longer. The
-    # code has no signed overflow: tests/native/fuzz.py would end at it.
+    # Many Python builds add -fwrapv to all extensions, which makes decoding 4 % slower. The code
+    # has no signed overflow: tests/native/fuzz.py would fail on one.
     extra_compile_args=["-O3", "-g0", "-fno-wrapv"],
     optional=True,
 )
@@ -30,7 +30,7 @@ ADDED = [
 
 
 class BuildWithCommands(build_py):
-    """Puts launch/ and configs/ into the installed `vit`; vit/__main__.py runs them."""
+    """A build step that copies launch/ and configs/ into `vit`, where vit/__main__.py runs them."""
 
     def run(self) -> None:
         super().run()
@@ -41,13 +41,13 @@ class BuildWithCommands(build_py):
                 shutil.copy(path, target)
 
     def get_source_files(self) -> list[str]:
-        """Return what an sdist contains."""
+        """Return the files of an sdist."""
         return [*super().get_source_files(), *map(str, ADDED), *map(str, FILES)]
 
 
 setup(
     ext_modules=[NATIVE],
     cmdclass={"build_py": BuildWithCommands},
-    # By dates alone a checkout of older files would build nothing.
+    # Always build, because a checkout of older files has older modification dates.
     options={"build_ext": {"force": True}},
 )

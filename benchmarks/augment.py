@@ -1,11 +1,11 @@
-"""Compare the current augmentation with that of another commit, on the same images and draws.
+"""Compare the augmentation's speed with another commit, on the same images and random numbers.
 
     python benchmarks/augment.py                 compare with the previous commit
     python benchmarks/augment.py --against v1.2  compare with any other commit
 
-Each version runs in a separate process with one thread; they take turns. A figure is images per
-second of processor time, which other programs disturb least. Both must give the same bits. Needs
-git, and a commit whose augmentation has the same interface.
+Each version runs in a separate process with one thread, and the versions take turns. A figure is
+images per second of CPU time, which other programs disturb least. Both versions must give identical
+bits. Requires git, and a commit whose augmentation has the same interface.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Version:
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
         if not answer:
-            raise SystemExit("a version ended: its message is above")
+            raise SystemExit("a version failed: see its message above")
         return answer
 
     def images_per_cpu_s(self, policy: str, num_images: int) -> float:
@@ -71,7 +71,7 @@ class Version:
         return num_images / json.loads(self._ask(json.dumps([policy, num_images])))[0]
 
     def digest(self, policy: str, num_images: int) -> str:
-        """Return a hash of all bits of the result."""
+        """Return a hash of all bits of the augmented batch."""
         digest: str = json.loads(self._ask(json.dumps([policy, num_images])))[1]
         return digest
 
@@ -81,7 +81,7 @@ class Version:
 
 
 def serve() -> None:
-    """Answer each line of stdin, with the package on this process's path."""
+    """Answer each line of stdin, using the package on this process's path."""
     import numpy as np
     import torch
 
@@ -124,7 +124,7 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     assert __doc__ is not None
     parser = create_parser(__doc__, "augment")
     parser.add_argument("--against", default="HEAD~1", metavar="COMMIT", help="default: HEAD~1")

@@ -1,19 +1,19 @@
-"""Train the same small ViT by this project and by a plain loop of timm's parts.
+"""Train the same small ViT with this project and with a plain loop of timm's parts.
 
     python -m data_prep.digits --out data/digits
     python benchmarks/convergence.py --data data/digits --work build/convergence
 
-Both read the same shards with the same settings: `configs/demo.yaml` with RandAugment, MixUp
-and drop path (`SETTINGS`), overridden by the command line. Each program draws its own random
-numbers: initial weights, order, crops, mixing. The plain loop (`timm_loop.py`) has timm's model,
-transforms, Mixup, loss, optimizer and schedule, and torch's DataLoader. This project also draws
-initial weights by timm's rule (`model.weight_init`).
+Both programs read the same shards with the same settings: `configs/demo.yaml` with RandAugment,
+MixUp and drop path (`SETTINGS`), overridden by the command line. Initial weights, order, crops and
+mixing come from each program's own random numbers. The plain loop (`timm_loop.py`) uses timm's
+model, transforms, Mixup, loss, optimizer and schedule, and torch's DataLoader. This project also
+initializes weights by timm's rule (`model.weight_init`).
 
-Each training is a separate process with one thread and no workers; the two take turns, seed by
-seed. Images per second of processor time count whole trainings with their evaluations, without
-imports. The same command resumes an interrupted comparison.
+Each training is a separate process with one thread and no workers. The programs alternate, seed by
+seed. Images per second of CPU time include evaluations but exclude imports. Run the same command
+again to resume an interrupted comparison.
 
-FILE.json gets all figures, FILE.md the tables, FILE.png the curves.
+FILE.json contains all figures, FILE.md the tables, and FILE.png the curves.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ SETTINGS = (
     "model.depth=3",
     "model.num_heads=2",
     "model.drop_path_rate=0.1",
-    "model.weight_init=timm",  # another start is ten points after six epochs (docs/experiments/)
+    "model.weight_init=timm",  # another init differs by ten points at epoch 6 (docs/experiments/)
     "augment.randaugment_layers=1",
-    # At magnitude 9 timm may posterize to 0 bits, which newer Pillows refuse.
+    # At magnitude 9, timm may posterize to 0 bits, which newer Pillow versions reject.
     "augment.randaugment_magnitude=7",
     "augment.mixup_alpha=0.2",
     "augment.mix_group_size=64",
@@ -69,7 +69,7 @@ LINES = {"ours": (BLUE, "-"), "timm": (ORANGE, ":")}
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     assert __doc__ is not None
     parser, args = read_command_line(__doc__, num_seeds=3)
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def main() -> None:
     settings = [*SETTINGS, f"data.root={args.data}", "train.device=cpu", *args.overrides]
     try:
         config = load_config(CONFIG, settings)
-        check_known(config)  # before the training, not after its first minute
+        check_known(config)  # fail before the first training
     except ValueError as error:
         parser.error(str(error))
     done: dict[str, list[Training]] = {name: [] for name in CONTESTANTS}
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def images_trained(config: Config, data: Path) -> int:
-    """Return the number of images in a training; both programs use only full batches."""
+    """Return the number of images in a training. Both programs use only full batches."""
     from vit.data.shards.data_set import open_split
 
     batch = config.data.global_batch_size
@@ -117,7 +117,7 @@ def images_trained(config: Config, data: Path) -> int:
 def tables(
     done: Mapping[str, Sequence[Training]], gap: Difference, num_images: int
 ) -> dict[str, list[list[str]]]:
-    """Return the tables of accuracy by seed and of images per processor second, with heads."""
+    """Return tables of accuracy by seed and of images per CPU second."""
     seeds = range(len(done["ours"]))
     accuracy = [["top-1 at the end, %", *(f"seed {seed}" for seed in seeds), "mean, 95 %"]]
     for name, trainings in done.items():
@@ -132,7 +132,7 @@ def tables(
         if not any(training.figures.was_cut for training in pair)
     ]
     if not whole:
-        print("every pair of trainings was interrupted: no figures of speed", file=sys.stderr)
+        print("every pair of trainings was interrupted: no speed figures", file=sys.stderr)
         return all_tables
     rates = {name: [num_images / pair[i].cpu_s for pair in whole] for i, name in enumerate(done)}
     speed = as_result("Speed", "images/CPU-s", rates, ["timm"])

@@ -2,13 +2,14 @@
 
     python benchmarks/exact.py [--ranks 1 2 4] [--leaves 2] [--rounds 5] [section.key=value ...]
 
-Runs the same short training with and without `train.exact_over_ranks`, in turn, on each number of
-ranks: a ViT-Ti/16 at 96 px on the demo's digits, on the CPU with a thread per rank. All runs have
-the same global batch, so a rank has `--leaves` micro-batches at the largest number of ranks and
-more at smaller numbers. Rates are measured between two lines of the record, without the start:
-images per processor second of all ranks, which other programs disturb least, and per second. "peak"
-is the largest resident set of a rank. "hashes" is the number of different final states: 1 for exact
-runs, one for each number of ranks for plain runs. FILE.json gets every round, FILE.md the tables.
+The same short training runs alternately with and without `train.exact_over_ranks`, on each number
+of ranks: a ViT-Ti/16 at 96 px on the demo's digits, on the CPU with one thread per rank. All runs
+have the same global batch. A rank has `--leaves` micro-batches at the largest number of ranks, and
+more at smaller numbers. Rates are measured between two lines of metrics.jsonl, excluding startup:
+images per CPU second of all ranks, which other programs disturb least, and images per second.
+"peak" is the largest resident set of a rank. "hashes" is the number of different final states: 1
+for exact runs, one per number of ranks for plain runs. FILE.json contains every round, FILE.md the
+tables.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from vit.loggers.record import read_lines, read_metrics
 ROOT = Path(__file__).parents[1]
 LEAF_ROWS = 8
 EVERY_STEPS = 5
-"""The steps between two lines of the record."""
+"""The number of steps between two lines of metrics.jsonl."""
 FIRST = 10
-"""The step at which measuring begins, when allocators and caches have seen all shapes."""
+"""The first measured step, after allocators and caches have warmed up."""
 STEPS = 30
 SMALL = (
     "model.name=vit_ti16",
@@ -60,12 +61,12 @@ CONTESTANTS = {"DDP": "false", "exact over ranks": "true"}
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
-    parser.add_argument("--leaves", type=int, default=2, help="a rank, at the largest number")
+    parser.add_argument("--leaves", type=int, default=2, help="micro-batches at the most ranks")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -94,8 +95,8 @@ def main() -> None:
                     runs_by_ranks.setdefault(ranks, {}).setdefault(name, []).append(training)
     report = {
         "machine": about,
-        "data": f"{' '.join([*SMALL, *args.overrides])} over configs/demo.yaml, {batch} images a"
-        f" step in leaves of {LEAF_ROWS}.",
+        "data": f"{' '.join([*SMALL, *args.overrides])} over configs/demo.yaml, {batch} images per"
+        f" step in micro-batches of {LEAF_ROWS}.",
         "rounds": args.rounds,
         "load": load,
         "runs": {
@@ -113,7 +114,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """The figures of one training."""
+    """The measurements of one training."""
 
     images_per_cpu_s: float
     images_per_s: float
@@ -168,7 +169,7 @@ def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Train
     began_s, cpu_began_s, _ = cost_at(FIRST, run_dir, process)
     ended_s, cpu_ended_s, peak_mib = cost_at(last, run_dir, process)
     if process.wait():
-        raise SystemExit(f"{run_dir}: the training has failed, see above")
+        raise SystemExit(f"{run_dir}: the training failed, see above")
     num_images = (last - FIRST) * batch
     lines = read_metrics(run_dir / "metrics.jsonl")
     [sha256] = [line["sha256"] for line in lines if line["kind"] == "checkpoint"]
@@ -178,17 +179,17 @@ def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Train
 
 
 def cost_at(step: int, run_dir: Path, process: subprocess.Popen) -> tuple[float, float, float]:
-    """Wait for `step` in the record, and return the cost so far.
+    """Wait until metrics.jsonl has `step`, and return the cost up to then.
 
-    The cost is the time, the processor seconds of all ranks, and the largest resident set of a
-    rank in MiB.
+    The cost is the time, the CPU seconds of all ranks, and the largest resident set of a rank in
+    MiB.
     """
     path = run_dir / "metrics.jsonl"
     while not path.exists() or not any(
         line["kind"] == "train" and line["step"] >= step for line in read_lines(path)[0]
     ):
         if process.poll() is not None:
-            raise SystemExit(f"{run_dir}: the training has ended before step {step}, see above")
+            raise SystemExit(f"{run_dir}: the training ended before step {step}, see above")
         time.sleep(0.02)
     now_s = time.perf_counter()
     cpu_s = 0.0

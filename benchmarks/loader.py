@@ -1,13 +1,13 @@
 """Measure the path from JPEGs to batches: this loader, its peers, and the limits of decoding.
 
-    python benchmarks/loader.py --quick                               a minute: does it run?
-    python benchmarks/loader.py --only ours "torchvision v1" FFCV     these alone
+    python benchmarks/loader.py --quick                               a smoke test of one minute
+    python benchmarks/loader.py --only ours "torchvision v1" FFCV     only these contestants
     python benchmarks/loader.py [--rounds N] [--data FOLDER] [--workers N ...] [--out FILE.json]
 
-JPEGs of ImageNet's sizes are made once and stay in FOLDER (benchmarks/inputs/loader_data.py). Each
-contestant (benchmarks/peers.py) runs in separate processes. They are stopped (SIGSTOP) between
-their turns, so that a contestant cannot prepare batches during another's turn. The report lists
-peers that are not installed. FILE.json gets every round, FILE.md tables, FILE.png bars.
+JPEGs of ImageNet's sizes are made once and kept in FOLDER (benchmarks/inputs/loader_data.py). Each
+contestant (benchmarks/peers.py) runs in separate processes, which are stopped (SIGSTOP) between
+turns so that no contestant prepares batches during another's turn. The report lists peers that are
+not installed. FILE.json contains every round, FILE.md tables, and FILE.png bars.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SCALED = (f"{OURS}, pip only", OURS_MARKED, WHOLE)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WALL = "images/s"
 CPU = "images/CPU-s"
-"""The units. CPU-s: seconds of processor time of all processes and threads of a contestant."""
+"""The unit: images per second of CPU time of all processes and threads of a contestant."""
 
 
 class Failed(Exception):
-    """A contestant ended; the message has the reason."""
+    """A contestant failed. The message has the reason."""
 
 
 class Server:
-    """A contestant in a separate process group, which is stopped between its turns."""
+    """A contestant in a separate process group, which is stopped between turns."""
 
     def __init__(self, name: str, data: Data, workers: int, batch_size: int):
         self.name = name
@@ -57,8 +57,8 @@ class Server:
             workers,
             batch_size,
         ]
-        # One thread per process, as in a worker. A group instead of a session, because the kernel
-        # wakes and ends a stopped group if this process dies.
+        # One thread per process, as in a worker. The kernel wakes and ends a stopped process group,
+        # but not a session, if this process dies.
         environment = (
             os.environ
             | {"OMP_NUM_THREADS": "1"}
@@ -81,7 +81,7 @@ class Server:
     def ask(self, task: str, num_batches: int) -> None:
         os.killpg(self.process.pid, signal.SIGCONT)
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; `answer` raises
+        with contextlib.suppress(BrokenPipeError):  # the process has exited, so `answer` raises
             self.process.stdin.write(f"{task} {num_batches}\n")
             self.process.stdin.flush()
 
@@ -98,7 +98,7 @@ class Server:
         return json.loads(line)
 
     def turn(self, task: str, num_batches: int) -> tuple[float, float]:
-        """Run a task, and return images per second of processor time and per second."""
+        """Run a task, and return images per second of CPU time and of wall time."""
         before = self.cpu_s()
         self.ask(task, num_batches)
         answer = self.answer()
@@ -109,23 +109,23 @@ class Server:
     def processes(self) -> Iterator[tuple[Path, list[str]]]:
         """Yield each process of the group: its folder in /proc, and `stat` from field 3 on."""
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just exited
                 stat = (folder / "stat").read_text().rpartition(")")[2].split()
                 if int(stat[2]) == self.process.pid and stat[0] != "Z":
                     yield folder, stat
 
     def cpu_s(self) -> float:
-        """Return the processor time of all processes, including ended children."""
+        """Return the CPU time of all processes, including finished children."""
         total_s = 0.0
         for folder, stat in self.processes():
-            # The clock of clock_getcpuclockid(3), which counts nanoseconds; `stat` counts
-            # hundredths of a second.
+            # The clock of clock_getcpuclockid(3) counts nanoseconds, while `stat` counts hundredths
+            # of a second.
             clock = (~int(folder.name) << 3) | 2
             total_s += time.clock_gettime(clock) + sum(map(int, stat[13:15])) / TICKS_PER_S
         return total_s
 
     def memory_bytes(self) -> int:
-        """Return the private and shared memory of the processes, without pages of files."""
+        """Return the private and shared memory of the processes, excluding file pages."""
         total_kib = 0
         for folder, _ in self.processes():
             total_kib += sum(
@@ -141,7 +141,7 @@ class Server:
         return total_kib << 10
 
     def close(self) -> None:
-        """End the contestant: it has 10 s to exit and its children 5 s, then all are killed."""
+        """Give the contestant 10 s and its children 5 s to exit, then kill the rest."""
         with contextlib.suppress(ProcessLookupError, BrokenPipeError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGCONT)
             self.process.communicate(timeout=10)
@@ -157,7 +157,7 @@ class Server:
 
 
 class Benchmark:
-    """The benchmark of contestants on the same images, for `rounds` rounds."""
+    """A benchmark of contestants on the same images, for `rounds` rounds."""
 
     def __init__(self, data: Data, batch_size: int, num_batches: int, rounds: int):
         self.data = data
@@ -165,13 +165,13 @@ class Benchmark:
         self.num_batches = num_batches
         self.rounds = rounds
         self.failures: dict[str, str] = {}
-        """The reason for each contestant that failed."""
+        """The error message of each failed contestant."""
         self.facts: dict[str, dict[str, str]] = {}
-        """The type of images and the memory of each contestant."""
+        """The image type and the memory of each contestant."""
 
     @contextlib.contextmanager
     def serving(self, names: Sequence[str], workers: int) -> Iterator[list[Server]]:
-        """Start the contestants and yield those that work, warmed up."""
+        """Start and warm up the contestants, and yield those that work."""
         servers = list[Server]()
 
         def start(name: str) -> None:
@@ -205,7 +205,7 @@ class Benchmark:
                 list(pool.map(Server.close, servers))
 
     def turns(self, title: str) -> Iterator[bool]:
-        """Yield for each round whether it counts; the first round does not."""
+        """Yield for each round whether it counts. The first round is a warm-up."""
         for turn in range(self.rounds + 1):
             print(f"{title}: round {turn} of {self.rounds}", file=sys.stderr, flush=True)
             yield turn > 0
@@ -213,7 +213,7 @@ class Benchmark:
     def measure(
         self, title: str, task: str, servers: Sequence[Server], num_batches: int
     ) -> list[Result]:
-        """Return the results by processor time and by the clock."""
+        """Return the results by CPU time and by wall time."""
         running = [server for server in servers if task in CONTESTANTS[server.name].tasks]
         cpu, wall = ({server.name: list[float]() for server in running} for _ in range(2))
         for counts in self.turns(title):
@@ -232,7 +232,7 @@ class Benchmark:
         return [as_result(title, CPU, cpu, bases), as_result(title, WALL, wall, bases)]
 
     def measure_scaling(self, name: str) -> list[Result]:
-        """Compare one of `CORES` independent processes, like ranks of a host, with one alone.
+        """Compare one of `CORES` independent processes, like the ranks of a host, with one alone.
 
         Returns [] if a process failed.
         """
@@ -261,7 +261,7 @@ class Benchmark:
 def rows_of_both(
     cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str]]
 ) -> list[list[str]]:
-    """Return one table, with processor time first, because other programs disturb it least."""
+    """Return one table, with CPU time first, because other programs disturb it least."""
     short = {V1: "x v1", FFCV: "x FFCV", WHOLE: "x limit"}
     rows = [
         [
@@ -281,7 +281,7 @@ def rows_of_both(
             f"{shown(row['min'])} - {shown(row['max'])}",
             *(f"{ratio:.2f}" for ratio in row["ratios"].values()),
         ]
-        # Its processes end between turns, and their processor time is lost with them.
+        # This contestant's processes exit between turns, and their CPU time is lost.
         if row["min"] <= 0:
             by_cpu = ["not known"] + ["-"] * (len(by_cpu) - 1)
         by_clock = wall["rows"][name]
@@ -294,7 +294,7 @@ def rows_of_both(
 
 
 def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Return a table of the rate of one of several processes, relative to one alone."""
+    """Return a table of the rate of one of several processes, relative to a single process."""
     rows = [["", f"{WALL} alone", f"each of {CORES}", "ratio"]]
     for result in results:
         alone, among = result["rows"].values()
@@ -310,7 +310,7 @@ def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def draw_bars(path: Path, result: Result, named: str) -> None:
-    """Draw a bar for each contestant; this project is coloured, limits are pale."""
+    """Draw a bar for each contestant, with this project in color and limits in pale gray."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -393,7 +393,7 @@ def main() -> None:
     for workers in args.workers:
         kinds = {"train": f"Training: random-resized crop and flip, {workers or 'no'} workers"}
         kinds |= (
-            {} if workers else {"eval": "Evaluation: resize to 256 and centre crop, no workers"}
+            {} if workers else {"eval": "Evaluation: resize to 256 and center crop, no workers"}
         )
         names = [
             name for name in installed if not (workers and CONTESTANTS[name].only_without_workers)

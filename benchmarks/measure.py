@@ -1,8 +1,8 @@
-"""Run the contestants of a benchmark in turn, compare them, and write their figures.
+"""Run the contestants of a benchmark alternately, compare them, and write the figures.
 
-In each round all contestants are called one after the other, so that other load on the machine
-affects all of them. A figure is the median of the rounds, a ratio the median of the ratios within a
-round. FILE.json gets every round, FILE.md next to it the tables.
+Each round calls all contestants one after the other, so that other load on the machine affects all
+of them. A figure is the median over rounds, and a ratio is the median of the ratios within rounds.
+FILE.json contains every round, and FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def take_turns(
     rounds: int,
     bases: Sequence[str] = (),
 ) -> Result:
-    """Return the values of each contestant, usually rates. An additional first round is dropped."""
+    """Return each contestant's values, usually rates. A first warm-up round is dropped."""
     values_by_name: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         print(f"{title}: round {turn} of {rounds}", file=sys.stderr, flush=True)
@@ -52,7 +52,7 @@ def take_turns(
 def as_result(
     title: str, unit: str, values_by_name: Mapping[str, Sequence[float]], bases: Sequence[str] = ()
 ) -> Result:
-    """values_by_name: values of each round. bases: contestants with which all are compared."""
+    """Return a table. values_by_name: the values by round. bases: contestants to compare with."""
     rows = {}
     for name, values in values_by_name.items():
         ratios = {
@@ -67,7 +67,7 @@ def as_result(
 
 
 def machine(place: Path, packages: Sequence[str]) -> dict[str, Any]:
-    """Return hardware and versions, to record with the figures. place: folder of the files."""
+    """Return hardware and versions for the report. place: the folder of the files."""
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -89,12 +89,12 @@ def machine(place: Path, packages: Sequence[str]) -> dict[str, Any]:
 
 
 def shown(value: float) -> str:
-    """Format a value with three or more digits."""
+    """Format a value with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def rows_of(result: Result) -> list[list[str]]:
-    """Return head and rows of a table."""
+    """Return the header and the rows of a table."""
     rows = [["", result["unit"], "from", "to", *(f"ratio to {base}" for base in result["bases"])]]
     for name, row in result["rows"].items():
         ratios = [f"{ratio:.2f}" for ratio in row["ratios"].values()]
@@ -103,21 +103,21 @@ def rows_of(result: Result) -> list[list[str]]:
 
 
 def show(title: str, rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first row is its head."""
+    """Print a table, whose first row is the header."""
     table = Table(title=title, title_justify="left")
     for column, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if column else "left", no_wrap=not column)
     for row in rows[1:]:
         table.add_row(*row)
     console = Console()
-    console.width = max(console.width, 140)  # a narrow terminal wraps lines instead of cutting
+    console.width = max(console.width, 140)  # lets a narrow terminal wrap lines instead of cutting
     console.print(table)
 
 
 def as_markdown(
     title: str, paragraphs: Sequence[str], tables: Mapping[str, Sequence[Sequence[str]]]
 ) -> str:
-    """Return a page of tables; the first row of each is its head."""
+    """Return a page of tables, whose first rows are headers."""
     parts = [f"# {title}", *paragraphs]
     for heading, rows in tables.items():
         head, *body = [f"| {' | '.join(cells)} |" for cells in rows]
@@ -126,12 +126,12 @@ def as_markdown(
 
 
 def create_parser(description: str, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of each benchmark: --quick, --rounds, --data, --out."""
+    """Return a parser with the options of every benchmark: --quick, --rounds, --data, --out."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="little data and one round: the figures mean nothing"
+        "--quick", action="store_true", help="little data and one round; figures are meaningless"
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     place = Path(tempfile.gettempdir(), f"vit-benchmark-{name}")
@@ -153,10 +153,10 @@ def keep(
     report: Mapping[str, Any],
     tables: Mapping[str, Sequence[Sequence[str]]],
 ) -> Path:
-    """Print the tables, and write `out` (.json) and the tables next to it (.md).
+    """Print the tables, and write `out` (.json) and a .md file with the tables.
 
-    report: at least machine, data, rounds and load, the load average at the start. Returns `out`
-    or, if it is None, the default path.
+    report: at least machine, data, rounds and load, which is the load average at the start. Returns
+    `out`, or the default path if `out` is None.
     """
     for title, rows in tables.items():
         show(title, rows)

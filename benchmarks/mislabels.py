@@ -3,16 +3,16 @@
     python -m data_prep.digits --out data/digits
     python benchmarks/mislabels.py --data data/digits --work build/mislabels [--rates 0.01 0.03 0.1]
 
-Wrong labels are planted in the demo's digits: a share of the *originals* gets another class, with
-all their renderings, so that correct renderings of an original do not reveal it. One training gives
-the losses and margins by which `launch/samples.py` ranks. Confident learning (Northcutt et al.
-2021; cleanlab's `get_label_quality_scores` and `find_label_issues`) needs predictions for images
-that the model has not seen: `--folds` further trainings, folded by original. For comparison it also
-gets the predictions of the first training's last weights, which cost nothing. The same command
-resumes an interrupted benchmark.
+Wrong labels are planted in the demo's digits. A fraction of the *originals* gets another class with
+all of its renderings, so that correct renderings of an original do not reveal the error. One
+training gives the losses and margins that `launch/samples.py` ranks by. Confident learning
+(Northcutt et al. 2021; cleanlab's `get_label_quality_scores` and `find_label_issues`) needs
+predictions for images that the model has not seen, so `--folds` further trainings are split by
+original. For comparison, it also gets the predictions of the first training's last weights, which
+cost nothing. Run the same command again to resume an interrupted benchmark.
 
-Printed for each share: the area under the ROC curve, and the precision among the k images ranked
-first, k being the number of planted ones.
+For each fraction, the benchmark prints the area under the ROC curve, and the precision of the k
+top-ranked images, where k is the number of planted labels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def plant(source: Path, out: Path, rate: float, seed: int) -> NDArray[np.bool_]:
-    """Copy the data with wrong labels for `rate` of the originals of its training split.
+    """Copy the data with wrong labels for a fraction `rate` of the training originals.
 
     Returns a mask (N,) of the samples with wrong labels.
     """
@@ -61,7 +61,7 @@ def plant(source: Path, out: Path, rate: float, seed: int) -> NDArray[np.bool_]:
 
 
 def train(root: Path, run_dir: Path, overrides: list[str]) -> None:
-    """Train the demo's model; a finished run is not repeated."""
+    """Train the demo's model unless the run is already finished."""
     line = [sys.executable, str(ROOT / "launch" / "train.py"), "--config"]
     line += [str(ROOT / "configs" / "demo.yaml"), f"data.root={root}", f"run.dir={run_dir}"]
     line += ["log.wandb=off", "log.report=false", *overrides]
@@ -82,7 +82,7 @@ def probabilities(run_dir: Path) -> NDArray[np.float64]:
 
 
 def out_of_fold(root: Path, work: Path, folds: int, overrides: list[str]) -> NDArray[np.float64]:
-    """Return probabilities (N, classes) by models that have not seen the image's original."""
+    """Return probabilities (N, classes) from models that have not seen the image's original."""
     split = open_split(root, "train")
     keys = [split.key(i) for i in range(len(split))]
     fold_of = np.array([int(key[5:9]) % folds for key in keys])
@@ -106,7 +106,7 @@ def measure(wrong: NDArray[np.bool_], suspicion: NDArray[np.float64]) -> dict[st
 def compare(
     data: Path, work: Path, rate: float, folds: int, overrides: list[str], score: bool
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of each method at one share of wrong labels."""
+    """Return the figures of each method for one fraction of wrong labels."""
     root = work / f"data_{rate:g}"
     wrong = plant(data, root, rate, seed=0)
     run_dir = work / f"run_{rate:g}"
@@ -146,8 +146,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.01, 0.03, 0.1])
     parser.add_argument("--folds", type=int, default=3)
-    parser.add_argument("--train-only", action="store_true", help="where cleanlab is not installed")
-    parser.add_argument("overrides", nargs="*", help="settings, as section.key=value")
+    parser.add_argument("--train-only", action="store_true", help="only train, without cleanlab")
+    parser.add_argument("overrides", nargs="*", help="settings such as section.key=value")
     args = parser.parse_intermixed_args()
     results = {}
     for rate in args.rates:

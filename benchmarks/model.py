@@ -1,13 +1,13 @@
-"""Compare this ViT with timm's, torchvision's, Hugging Face's, lucidrains' and the machine's limit.
+"""Compare this ViT with timm, torchvision, Hugging Face, lucidrains and the hardware limit.
 
     python benchmarks/model.py [--model vit_s16] [--batch-size 8] [--rounds 5] [--quick]
 
 All models have the same sizes, number format and images, and take turns. A cell is a training step
-(forward, loss, backward, fused AdamW) or inference, fp32 or bf16 by autocast, eager or compiled
-block by block as in `train.compile`. *limit: matrix products* is the rate of a model that consists
-only of products of square matrices, whose rate is measured in the same round. On a CPU one thread
-computes, and figures are images per second of its processor time, which other programs disturb
-least; on a GPU they are images per second.
+(forward, loss, backward, fused AdamW) or inference, in fp32 or bf16 autocast, eager or compiled per
+block as in `train.compile`. *limit: matrix products* is the rate of a model that consists only of
+square matrix products, which are measured in the same round. On a CPU, one thread computes, and
+figures are images per second of its CPU time, which other programs disturb least. On a GPU, figures
+are images per second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vit.training.model_summary import count_parameters, flops_per_image
 
 NUM_CLASSES = 1000
 PASSES = {"training": 3, "inference": 1}
-"""The operations of a training step and of inference, in forward passes."""
+"""The operations of a training step and of inference, in units of forward passes."""
 GEMM_SIDE = {"cpu": 1024, "cuda": 8192}
 OURS = "ours"
 LIMIT = "limit: matrix products"
@@ -42,7 +42,7 @@ LIMIT = "limit: matrix products"
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of all contestants."""
+    """The model sizes of all contestants."""
 
     image_px: int
     patch_px: int
@@ -102,7 +102,7 @@ def from_transformers(sizes: Sizes) -> Contestant:
 
 
 def from_lucidrains(sizes: Sizes) -> Contestant:
-    """Return lucidrains' ViT; it has norms around the patch embedding, and no biases in q, k, v."""
+    """Return lucidrains' ViT, which has norms around the patch embedding and no q, k, v biases."""
     from vit_pytorch import ViT
 
     model = ViT(
@@ -125,11 +125,11 @@ PEERS: dict[str, tuple[str, Callable[[Sizes], Contestant]]] = {
     "Hugging Face": ("transformers", from_transformers),
     "lucidrains": ("vit-pytorch", from_lucidrains),
 }
-"""The package of each contestant, and the function that makes it."""
+"""The package of each contestant, and the function that creates its model."""
 
 
 def create_contestants(name: str, fields: dict[str, Any], image_px: int) -> dict[str, Contestant]:
-    """Return this model and all installed peers, of equal sizes, with random weights."""
+    """Return this model and all installed peers, with equal sizes and random weights."""
     model: Any = create_model(name, image_px, NUM_CLASSES, **fields)
     hidden = model.blocks[0].mlp.fc1.out_features
     heads = model.blocks[0].attn.num_heads
@@ -139,7 +139,7 @@ def create_contestants(name: str, fields: dict[str, Any], image_px: int) -> dict
         try:
             contestants[peer] = make(sizes)
         except ImportError:
-            print(f"{peer} takes no part: pip install {package}")
+            print(f"{peer} is skipped: pip install {package}")
     expected = count_parameters(model)
     for peer, contestant in contestants.items():
         number = count_parameters(contestant.model)
@@ -151,7 +151,7 @@ def create_contestants(name: str, fields: dict[str, Any], image_px: int) -> dict
 
 
 def now_s(device: torch.device) -> float:
-    """Return the time by the clock of `images_per_s`."""
+    """Return the current time of the clock that `images_per_s` uses."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -166,7 +166,7 @@ def logits_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 def images_per_s(
     model: nn.Module, images: torch.Tensor, work: str, precision: str, steps: int
 ) -> float:
-    """Return the rate of `steps` training steps or forward passes, after one untimed step."""
+    """Return the rate of `steps` training steps or forward passes, after one warm-up step."""
     device = images.device
     labels = torch.arange(len(images), device=device) % NUM_CLASSES
     model.train(work == "training")
@@ -192,7 +192,7 @@ def images_per_s(
 
 
 def gemm_images_per_s(device: torch.device, precision: str, flops: int) -> float:
-    """Return the rate of images of `flops` operations at the speed of a product of matrices."""
+    """Return images/s for images of `flops` operations at the speed of a matrix product."""
     side = GEMM_SIDE[device.type]
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
     a = torch.randn(side, side, device=device).to(dtype)
@@ -206,7 +206,7 @@ def gemm_images_per_s(device: torch.device, precision: str, flops: int) -> float
 def measure_cell(
     contestants: dict[str, Contestant], images: torch.Tensor, cell: tuple[str, str, str], args: Any
 ) -> Result:
-    """Return one table: all contestants, and their ratios to peers and limit."""
+    """Return one table with all contestants, and their ratios to peers and limit."""
     mode, precision, work = cell
     flops = PASSES[work] * flops_per_image(contestants[OURS].model)
     turns: dict[str, Callable[[], float]] = {
@@ -226,7 +226,7 @@ def measure_cell(
 
 
 def compile_all(contestants: dict[str, Contestant]) -> None:
-    """Compile all models block by block, as `train.compile` does; blocks may share a graph."""
+    """Compile all models per block, like `train.compile`. Blocks may share a graph."""
     torch._dynamo.reset()
     for name, contestant in contestants.items():
         if name == OURS:
@@ -237,7 +237,7 @@ def compile_all(contestants: dict[str, Contestant]) -> None:
 
 
 def overview(results: list[Result]) -> list[list[str]]:
-    """Return a row for each cell: this model, the best peer, and the shares of the limit."""
+    """Return a row per cell: this model, the best peer, and their fractions of the limit."""
     rows = [["", "ours", "best peer", "", "ours / best", "ours / limit", "best / limit"]]
     for result in results:
         ours = result["rows"][OURS]
@@ -260,10 +260,16 @@ def overview(results: list[Result]) -> list[list[str]]:
 def parse_args() -> argparse.Namespace:
     parser = create_parser(__doc__ or "", "model")
     parser.add_argument("--model", default="vit_s16", metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--depth", type=int, metavar="N", help="blocks; default: the model's")
-    parser.add_argument("--image-size", type=int, default=224, metavar="PIXELS", help="default 224")
+    parser.add_argument(
+        "--depth", type=int, metavar="N", help="number of blocks (default: the model's)"
+    )
+    parser.add_argument(
+        "--image-size", type=int, default=224, metavar="PIXELS", help="(default: 224)"
+    )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="per turn; default: 4")
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="steps per turn (default: 4)"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     for name, choices in (
         ("modes", ("eager", "compiled")),
@@ -300,8 +306,8 @@ def main() -> None:
     packages = ["torch", *(package for peer, (package, _) in PEERS.items() if peer in contestants)]
     depth = "" if args.depth is None else f" with {args.depth} block{'s' * (args.depth > 1)}"
     data = (
-        f"{args.model}{depth} at {args.image_size} px, {args.batch_size} images a step,"
-        f" {args.steps} steps a turn."
+        f"{args.model}{depth} at {args.image_size} px, {args.batch_size} images per step,"
+        f" {args.steps} steps per turn."
     )
     report = {
         "machine": machine(Path.cwd(), packages),

@@ -1,11 +1,11 @@
-"""Measure the time of an update with each optimizer, and the cost of undoing updates on the device.
+"""Measure the update time of each optimizer, and the cost of undoing updates on the device.
 
     python benchmarks/optimizers.py [--model vit_s16] [--device cpu] [--updates 3] [--rounds 5]
 
-Contestants take turns to update a model's weights with gradients of ones: each optimizer as
-training makes it, and optimizers that can undo updates (`vit.optim.skipping`) also without that, by
-`found_inf=None`. Prints a table of milliseconds per update: processor time on a CPU, so that other
-programs do not count, and wall time on a GPU.
+Contestants alternately update a model's weights with gradients of ones. Every optimizer is created
+as in training. Optimizers that can undo updates (`vit.optim.skipping`) are also measured with
+`found_inf=None`, which disables undoing. The command prints a table of milliseconds per update, in
+CPU time on a CPU, so that other programs do not count, and in wall time on a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIGS: dict[str, OptimConfig] = {
 def milliseconds(
     optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None, updates: int
 ) -> float:
-    """Return the milliseconds of an update, as a mean over `updates`."""
+    """Return the mean milliseconds per update over `updates`."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     on_gpu = optimizer.param_groups[0]["params"][0].is_cuda
@@ -58,10 +58,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="vit_s16", help="a name of vit/model.py")
+    parser.add_argument("--model", default="vit_s16", help="a model name of vit/model.py")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--updates", type=int, default=3, help="in a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
+    parser.add_argument("--updates", type=int, default=3, help="updates per turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns per optimizer")
     args = parser.parse_args()
     contestants: dict[str, Callable[[], float]] = {}
     zero = torch.zeros((), device=args.device)

@@ -1,19 +1,19 @@
-"""Compare techniques in pairs, over seeds and images, each side with a tuned learning rate.
+"""Compare techniques in pairs over seeds and images, with a tuned learning rate on each side.
 
     python -m data_prep.digits --out data/digits
     python benchmarks/pairs.py --data data/digits --work build/pairs
 
-Both sides of a pair are the same small ViT (`configs/demo.yaml` with `SETTINGS`) except for the
-technique (`ARMS`). All learning rates are tuned with the same budget: each rate of an arm's grid
-once, by the accuracy on a fifth of the *training* originals, which that training does not see
-(`TUNING_SEED`). The comparison then trains on all training images, with other seeds, and uses the
-evaluation images only at the end. Drop path and averaging take the rate of the arm that they
-change.
+Both sides of a pair use the same small ViT (`configs/demo.yaml` with `SETTINGS`) and differ only in
+the technique (`ARMS`). All learning rates are tuned with the same budget. Each rate in an arm's
+grid is tried once and scored on a fifth of the *training* originals, which that training does not
+see (`TUNING_SEED`). The comparison then trains on all training images with other seeds, and uses
+the evaluation images only at the end. Drop path and averaging use the learning rate of the arm that
+they modify.
 
-The interval is over seeds and originals, both random (`trainings.difference`). The same command
-resumes an interrupted comparison.
+The interval treats both seeds and originals as random (`trainings.difference`). Run the same
+command again to resume an interrupted comparison.
 
-FILE.json gets all figures, FILE.md the tables, FILE.png the differences.
+FILE.json contains all figures, FILE.md the tables, and FILE.png the differences.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ SETTINGS = (
     "train.device=cpu",
 )
 TUNING_SEED = 1000
-"""The seed for tuning, far from the seeds of the comparison, which count from 0."""
+"""The seed for tuning, far from the seeds of the comparison, which start at 0."""
 TUNING_PART = 5
-"""The reciprocal share of training originals that are held out for tuning: one of 5."""
+"""One of this many training originals is held out for tuning."""
 
 
 class Arm(NamedTuple):
@@ -66,12 +66,12 @@ class Arm(NamedTuple):
 
     settings: tuple[str, ...]
     lrs: tuple[float, ...] = ()
-    """The grid of learning rates; without a grid the arm has the rate of `like`."""
+    """The grid of learning rates. Without a grid, the arm uses the rate of `like`."""
     like: str = ""
 
 
 class Pair(NamedTuple):
-    """A comparison of two sides, each with an arm and the kind of its weights."""
+    """A comparison of two sides, each with an arm and the type of its weights."""
 
     name: str
     first: tuple[str, str]
@@ -81,8 +81,8 @@ class Pair(NamedTuple):
 ARMS = {
     "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
-    # The bias to which the sigmoids of ten classes converge, as in big_vision for a thousand
-    # classes. Without it, runs this short learn little else.
+    # The bias to which the sigmoids of ten classes converge, like big_vision's for a thousand
+    # classes. Without this bias, such short runs learn little else.
     "LAMB + BCE": Arm(
         ("optim.name=lamb", "loss.name=bce", "model.init_head_bias=-2.2"), (1e-2, 2e-2, 4e-2, 8e-2)
     ),
@@ -158,7 +158,7 @@ class Bench:
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     assert __doc__ is not None
     parser, args = read_command_line(__doc__, num_seeds=5)
     torch.set_num_threads(1)
@@ -192,7 +192,7 @@ def tables(
     done: Mapping[str, Sequence[Training]],
     gaps: Sequence[Difference],
 ) -> dict[str, list[list[str]]]:
-    """Return the tables of differences, arms and tuning, with heads."""
+    """Return the tables of differences, arms and tuning."""
     pairs = [["pair", "points, 95 %", *(f"seed {i}" for i in range(len(gaps[0].by_seed)))]]
     for pair, gap in zip(PAIRS, gaps, strict=True):
         pairs.append([pair.name, str(gap), *(f"{each:+.2f}" for each in gap.by_seed)])
@@ -218,7 +218,7 @@ def tables(
 
 
 def draw(gaps: Sequence[Difference], picture: Path) -> None:
-    """Draw the difference of each pair: seeds as dots, mean and interval as a bar."""
+    """Draw the difference of each pair, with seeds as dots, and mean and interval as a bar."""
     with drawing(picture, 1.1 + 0.5 * len(gaps), layout="constrained") as figure:
         axes = figure.subplots()
         axes.axvline(0, color=GREY, linewidth=1)

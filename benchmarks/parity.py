@@ -1,11 +1,12 @@
-"""Convert weights to other programs and back, and compare bits and logits, as a table.
+"""Convert weights to other programs and back, and print a table comparing bits and logits.
 
     python benchmarks/parity.py                     B/16, L/16 and H/14 at 224 px, 1,000 classes
     python benchmarks/parity.py --models vit_b16 --programs timm npz
 
-The model of each program gets this project's random weights under its names, by its strict loading,
-and sees the same images; then the names are converted back. "logits" is the largest difference as a
-share of the largest logit: kernels that sum in another order differ in float32's last digits.
+The model of each program gets this project's random weights under the program's names, loaded
+strictly, and sees the same images. The names are then converted back. "logits" is the largest
+difference relative to the largest logit. Kernels that sum in another order differ in float32's last
+digits.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> None:
     for name in args.models:
         torch.manual_seed(0)
         model: Any = create_model(name, args.image_size, 1000).eval()
-        with torch.no_grad():  # the head starts at zero: all logits would be equal
+        with torch.no_grad():  # a zero head would make all logits equal
             for parameter in model.parameters():
                 spread = 0.5 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
                 parameter.normal_(0, spread)

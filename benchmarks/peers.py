@@ -1,11 +1,11 @@
-"""Contestants of benchmarks/loader.py; each makes batches of 224 px as its documentation shows.
+"""The contestants of benchmarks/loader.py, which make 224 px batches as their docs show.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
-A contestant runs in a separate process and waits. A line "train 5" or "eval 5" requests 5 batches;
-the answer is a line of JSON with the number of images, the seconds, and the type. Training is a
-random-resized crop and a flip, evaluation a resize to 256 and a centre crop, bilinear and
-antialiased. A contestant's data format is written at the first request.
+A contestant runs in a separate process and waits for requests. A line "train 5" or "eval 5"
+requests 5 batches, and the answer is a JSON line with the number of images, the seconds and the
+type. Training uses a random-resized crop and a flip. Evaluation uses a resize to 256 and a center
+crop, bilinear and antialiased. A contestant's data format is written at the first request.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Batches = Iterator[tuple[Any, Any]]
 
 
 class Task(NamedTuple):
-    """The data, the parallelism and the kind of batches."""
+    """The data, the parallelism and the type of batches."""
 
     data: Data
     workers: int
-    """The number of worker processes, or threads if the contestant uses threads."""
+    """The number of worker processes or threads."""
     batch_size: int
     train: bool
 
@@ -55,7 +55,7 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
 def ours(task: Task, shards: str, copies: int = 1) -> Batches:
     """Yield the batches of `vit.train` and `vit.evaluation.evaluate`.
 
-    copies: copies of each image in a training batch, with different augmentation.
+    copies: the number of augmented versions of each image in a training batch.
     """
     from vit.config.schema import AugmentConfig, EvalConfig
     from vit.data.batches import EvalBatches, TrainBatches
@@ -85,7 +85,7 @@ marked = partial(ours, shards="marked")
 marked_copies = partial(ours, shards="marked", copies=2)
 
 
-# ---- torchvision and what is built on it ---------------------------------------------------------
+# ---- torchvision, and loaders based on torchvision -----------------------------------------------
 
 
 def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
@@ -100,7 +100,7 @@ def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
 
 
 def crop(transforms: Any, train: bool) -> list[Any]:
-    """transforms: torchvision.transforms, or its v2."""
+    """Return the crop and flip. transforms: torchvision.transforms, or its v2."""
     if train:
         return [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
     return [transforms.Resize(RESIZE), transforms.CenterCrop(SIZE)]
@@ -133,7 +133,7 @@ def torchvision_v2(task: Task) -> Batches:
 
 
 def torchvision_tensor(task: Task) -> Batches:
-    """Yield batches that torchvision decodes to uint8 tensors; the device would normalize them."""
+    """Yield uint8 batches decoded by torchvision, which the device would have to normalize."""
     from torchvision.io import ImageReadMode, decode_jpeg, read_file
     from torchvision.transforms import v2
 
@@ -181,7 +181,7 @@ def opencv(task: Task) -> Batches:
     import torch
     from torchvision.transforms import RandomResizedCrop
 
-    cv2.setNumThreads(0)  # as is usual in worker processes
+    cv2.setNumThreads(0)  # the usual setting in worker processes
 
     def load(path: str) -> Any:
         pixels = cv2.imread(path, cv2.IMREAD_COLOR_RGB)
@@ -190,7 +190,7 @@ def opencv(task: Task) -> Batches:
             top, left, h, w = RandomResizedCrop.get_params(
                 torch.empty(3, height, width), (0.08, 1.0), (3 / 4, 4 / 3)
             )
-            # INTER_AREA, because it is antialiased.
+            # INTER_AREA is antialiased.
             pixels = cv2.resize(
                 pixels[top : top + h, left : left + w], (SIZE, SIZE), interpolation=cv2.INTER_AREA
             )
@@ -208,7 +208,7 @@ def opencv(task: Task) -> Batches:
     return image_folder(task, loader=load)
 
 
-# ---- with formats of their own -------------------------------------------------------------------
+# ---- loaders with their own formats --------------------------------------------------------------
 
 
 def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
@@ -217,7 +217,7 @@ def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
 
 
 def with_pixels(dataset: type, train: bool) -> type:
-    """Return a data set class of `encoded_samples` that are decoded by Pillow and transformed."""
+    """Return a data set class of `encoded_samples` that decodes with Pillow and transforms."""
     from PIL import Image
 
     transform = transform_v1(train)
@@ -252,7 +252,7 @@ def litdata(task: Task) -> Batches:
 
     def write(out: Path) -> None:
         out.mkdir()
-        # The writer that `litdata.optimize` runs in its processes.
+        # `litdata.optimize` uses this writer in its processes.
         writer = BinaryWriter(str(out), chunk_bytes="64MB")
         for number, sample in enumerate(encoded_samples(task.data)):
             writer[number] = sample
@@ -336,7 +336,7 @@ def dali(task: Task) -> Batches:
     )
 
 
-# ---- limits: decoding alone, of bytes in memory --------------------------------------------------
+# ---- limits: only decoding, from bytes in memory -------------------------------------------------
 
 
 def decoded(encoded: list[bytes], batch_size: int) -> Batches:
@@ -357,7 +357,7 @@ def whole_jpegs(task: Task) -> Batches:
 def windows(task: Task) -> Batches:
     """Yield decoded JPEGs that contain only the blocks of a training window.
 
-    A decoder like libjpeg-turbo cannot need fewer bits.
+    This is the minimum number of bits for a decoder like libjpeg-turbo.
     """
     folder = task.data.made("windows", partial(cut_windows, task.data))
     return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)
@@ -373,11 +373,11 @@ class Contestant(NamedTuple):
     module: str
     """The module that must be importable."""
     package: str
-    """The name on PyPI."""
+    """The package name on PyPI."""
     tasks: tuple[str, ...] = ("train", "eval")
     only_without_workers: bool = False
     pip_only: bool = False
-    """Whether it runs without the native decoder."""
+    """True if the contestant runs without the native decoder."""
 
 
 V1 = "torchvision v1"
@@ -407,7 +407,7 @@ CONTESTANTS = {
 
 
 def version(name: str) -> str | None:
-    """Return the version of the contestant's package; None if it is not installed."""
+    """Return the version of the contestant's package, or None if it is not installed."""
     contestant = CONTESTANTS[name]
     if contestant.module == "vit._native" and not native.AVAILABLE:
         return None
@@ -415,14 +415,14 @@ def version(name: str) -> str | None:
         if importlib.util.find_spec(contestant.module) is None:
             return None
         return importlib.metadata.version(contestant.package)
-    except ImportError:  # of the parent package, or PackageNotFoundError
+    except ImportError:  # from the parent package, or PackageNotFoundError
         return None
 
 
 def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print to stdout, which must not mix with the answers
+    os.dup2(2, 1)  # keeps the prints of libraries out of the answers on stdout
     running: dict[str, Batches] = {}
     for request in sys.stdin:
         kind, num_batches = request.split()

@@ -1,16 +1,16 @@
-"""Fine-tuning by configs/photos.yaml beside training from scratch, on crops of a few photos.
+"""Compare fine-tuning by configs/photos.yaml with training from scratch, on crops of a few photos.
 
     pip install scikit-image
     python benchmarks/photos_pair.py --work build/photos_pair [--seeds 3]
 
-Eighteen pictures of scikit-image and scikit-learn, none of them downloaded, are made grey. Crops of
-ten of them stand for the photos of the world: a small ViT learns to tell these ten pictures apart.
-Crops of the other eight are somebody's own photos, one class for each picture. Crops for training
-come from the left three fifths of a picture, those for validation from the rest, so that no pixel
-is in both. From scratch, the rate is that of the pre-training and the same for all layers.
+Eighteen pictures that are part of scikit-image and scikit-learn are converted to gray. A small ViT
+is pre-trained to classify crops of ten of them. Crops of the other eight represent a user's own
+photos, with one class per picture. Training crops come from the left three fifths of a picture, and
+validation crops from the rest, so they share no pixel. Training from scratch uses the learning rate
+of the pre-training, equal for all layers.
 
-Printed for each side: accuracy on the same images, its mean and range over seeds, and processor
-seconds of a training with its start. The same command again continues.
+For each side, the benchmark prints the mean and range of the accuracy over seeds on the same
+images, and the CPU seconds of a training including startup. Run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ OWN = (
 )
 """Pictures for fine-tuning."""
 TRAIN_SHARE = 0.6
-"""Of the width of a picture, from the left."""
+"""The training fraction of a picture's width, from the left."""
 SIDES = (48, 96)
-"""Smallest and largest side of a crop, in pixels."""
+"""The smallest and largest side of a crop in pixels."""
 SETTINGS = {
     "model.name": "vit_ti8",
     "model.image_size": 64,
@@ -73,7 +73,7 @@ def picture(name: str) -> NDArray[np.uint8]:
 
 
 def write_crops(names: tuple[str, ...], folder: Path, num_train: int, num_val: int) -> None:
-    """Write `folder`/train and `folder`/val with a folder of crops for each picture."""
+    """Write `folder`/train and `folder`/val with one folder of crops per picture."""
     rng = np.random.default_rng(0)
     for name in names:
         pixels = picture(name)
@@ -92,14 +92,14 @@ def write_crops(names: tuple[str, ...], folder: Path, num_train: int, num_val: i
 
 
 def run(*words: object) -> None:
-    """Run a command of ours on one core; raise CalledProcessError if it fails."""
+    """Run a command of this project on one core. Raises CalledProcessError if it fails."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, *map(str, words)]
     subprocess.run(line, check=True, env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def prepared(names: tuple[str, ...], folder: Path, num_train: int, num_val: int) -> Path:
-    """Return the folder of shards with crops of the pictures `names`, made at the first call."""
+    """Return the folder of shards with crops of the pictures `names`, created on the first call."""
     shards = folder / "shards"
     if not shards.exists():
         write_crops(names, folder / "images", num_train, num_val)
@@ -108,7 +108,7 @@ def prepared(names: tuple[str, ...], folder: Path, num_train: int, num_val: int)
 
 
 def train(folder: Path, settings: dict[str, object]) -> dict[str, float]:
-    """Train by configs/photos.yaml with `settings`; return top-1 in percent, and CPU seconds."""
+    """Train by configs/photos.yaml with `settings`, and return top-1 in percent and CPU seconds."""
     file = folder / "found.json"
     if not file.exists():
         words = [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]
@@ -127,7 +127,7 @@ def train(folder: Path, settings: dict[str, object]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prepare, pre-train once, train both sides with each seed, and print a table."""
+    """Prepare the data, pre-train once, train both sides with each seed, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("build/photos_pair"))
     parser.add_argument("--seeds", type=int, default=3)
@@ -136,7 +136,7 @@ def main() -> None:
     world = prepared(WORLD, work / "world", 150, 20)
     own = prepared(OWN, work / "own", 30, 50)
     base = {**SCRATCH, "data.root": world, "train.epochs": 12}
-    print(f"pre-training: {train(work / 'base', base)['top1']:.1f} % of its validation crops")
+    print(f"pre-training: {train(work / 'base', base)['top1']:.1f} % on its validation crops")
     sides = {
         "fine-tuned by `configs/photos.yaml`": {"init.checkpoint": work / "base"},
         "from scratch": SCRATCH,

@@ -1,17 +1,17 @@
-"""Compare prediction of many files with its two limits: the loader alone and the model alone.
+"""Compare prediction of many files with its two limits: only the loader and only the model.
 
     python benchmarks/predict.py [--rounds 5] [--images 1000] [--workers N] [--quick]
 
 The files are the JPEGs of `loader.py`, in the page cache. Contestants take turns:
 
-    loader alone   the same batches from the same workers, thrown away
-    model alone    forward passes on one batch in memory, as many as the images need
-    predict        the loop of `launch/predict.py`, with its CSV
+    loader alone   the same batches from the same workers, discarded
+    model alone    the same number of forward passes on one batch in memory
+    predict        the loop of `launch/predict.py`, including its CSV
 
 If loader and model compute on the same cores, prediction cannot reach either limit, because their
-processor times add up. So each model has two tables: images per second, with the slower of both as
-the limit on a GPU; and images per processor second, including workers, with the limit
-1 / (1 / loader + 1 / model) on a CPU, in the last line.
+CPU times add up. Each model therefore has two tables. The first gives images per second, limited on
+a GPU by the slower of both. The second gives images per CPU second, including workers, limited on a
+CPU by 1 / (1 / loader + 1 / model), in the last line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PREDICT = "predict"
 
 
 def create_trained(model: dict[str, object], device: torch.device) -> Trained:
-    """Return a model with fresh weights, which is as fast as a trained one."""
+    """Return a model with random weights, which is as fast as a trained one."""
     values = {"model": model, "data": {"root": "."}, "train": {"steps": 1, "precision": "fp32"}}
     config = config_io.from_dict(values, "benchmark")
     network = create_model(config.model, num_classes=NUM_CLASSES).to(device).eval()
@@ -71,13 +71,13 @@ def create_trained(model: dict[str, object], device: torch.device) -> Trained:
 
 
 def processor_s() -> float:
-    """Return the processor seconds of this process and of its ended children."""
+    """Return the CPU seconds of this process and of its finished children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def load_only(trained: Trained, places: list[Place], batch_size: int, workers: int) -> None:
-    """Make all batches and throw them away."""
+    """Make all batches and discard them."""
     preprocess = trained.preprocess
     batches = PlaceBatches(places, preprocess.image_format, preprocess.view, batch_size)
     with Loader(batches, 0, len(batches), num_workers=workers, device=trained.device) as loader:
@@ -96,7 +96,7 @@ def compute_only(trained: Trained, num_images: int, batch_size: int) -> None:
 
 
 def predict_all(trained: Trained, places: list[Place], batch_size: int, workers: int) -> None:
-    """Predict all files as the command does, and write the CSV."""
+    """Predict all files like the command, and write the CSV."""
     with tempfile.TemporaryDirectory() as folder:
         with csv_file(Path(folder, "out.csv"), 5) as writer:
             for predictions in predict(
@@ -108,7 +108,7 @@ def predict_all(trained: Trained, places: list[Place], batch_size: int, workers:
 def measured(
     title: str, contestants: Mapping[str, Callable[[], None]], num_images: int, rounds: int
 ) -> list[Result]:
-    """Return images per second and per processor second of contestants that take turns."""
+    """Return images per second and per CPU second of contestants that take turns."""
     per_s: dict[str, list[float]] = {name: [] for name in contestants}
     per_cpu_s: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
@@ -116,7 +116,7 @@ def measured(
             began_s = time.perf_counter()
             used_s = processor_s()
             contestant()
-            if turn:  # the first round is not counted
+            if turn:  # skip the warm-up round
                 per_s[name].append(num_images / (time.perf_counter() - began_s))
                 per_cpu_s[name].append(num_images / (processor_s() - used_s))
     pairs = zip(per_cpu_s[LOADER], per_cpu_s[MODEL], strict=True)
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--images", type=int, default=1000, metavar="N")
     parser.add_argument("--workers", type=int, default=CORES, metavar="N")
-    parser.add_argument("--quick", action="store_true", help="few images: figures mean nothing")
+    parser.add_argument("--quick", action="store_true", help="few images; figures are meaningless")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     place = Path(tempfile.gettempdir(), "vit-benchmark-loader")
     parser.add_argument("--data", type=Path, default=place, metavar="FOLDER")
@@ -153,7 +153,7 @@ def main() -> None:
     device = torch.device(args.device)
     for title, model in MODELS.items():
         trained = create_trained(dict(model), device)
-        # Fewer images for a model that is a thousand times slower than the loader.
+        # Use fewer images for a model that is a thousand times slower than the loader.
         chosen = places if device.type == "cuda" or model["image_size"] == 32 else places[:160]
         batch_size = 32 if device.type == "cpu" else 256
         contestants = {

@@ -1,12 +1,12 @@
 """Compare data preparation with peers and limits: writing, checking, listing archives, memory.
 
-    python benchmarks/prep.py --quick                       a minute: does it run?
+    python benchmarks/prep.py --quick                       a smoke test of one minute
     python benchmarks/prep.py --rows 1281167 100000000      100 million: minutes, 8 GB of disk
     python benchmarks/prep.py [--rounds N] [--data FOLDER] [--out FILE.json]
 
-Photos with grain, of ImageNet's sizes, are made once and stay in FOLDER: as a tree of class
-folders, and as a tar of 100 tars like ILSVRC2012_img_train.tar. Contestants take turns
-(benchmarks/measure.py). FILE.json gets every round, FILE.md the tables.
+Grainy photos of ImageNet's sizes are made once and kept in FOLDER, as class folders and as a tar of
+100 tars like ILSVRC2012_img_train.tar. Contestants take turns (benchmarks/measure.py). FILE.json
+contains every round, and FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from data_prep.write.shard import Work, write_shard
 ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)
 IN_MEMORY = Path("/dev/shm")
-"""A file system in memory, on which writing costs only processor time."""
+"""A file system in memory, on which writing costs only CPU time."""
 STARTING_S = 4.0
-"""The time in which a worker process starts and warms up."""
+"""The time that a worker process needs to start and warm up."""
 WARM_UP = 100
 DD = "dd of the same bytes"
 SHARD_WRITER = "webdataset ShardWriter <- nested tar"
@@ -67,10 +67,10 @@ def quiet() -> Iterator[None]:
 
 
 def span(function: Callable[[Any], tuple[float, float]], parts: Sequence[Any]) -> float:
-    """Return the seconds in which worker processes, one per part, do all parts; starts excluded.
+    """Return the seconds that one worker process per part needs for all parts, without startup.
 
-    function: called with (part, time to begin); returns start and end by the clock that all
-    processes share.
+    function: called with (part, begin time), returns start and end on a clock that all processes
+    share.
     """
     begin_at = time.monotonic() + STARTING_S
     jobs = [(function, (part, begin_at), number) for number, part in enumerate(parts)]
@@ -86,20 +86,20 @@ def wait_until(begin_at: float) -> float:
 def warm_memory(num_bytes: int) -> None:
     """Allocate and free `num_bytes`, so that the next contestant does not wait for memory.
 
-    A virtual machine returns free memory to its host within seconds. The next use waits for each
-    page, several times longer than writing takes, and would depend on the previous contestant.
+    A virtual machine returns free memory to its host within seconds. The next use then waits for
+    each page, which takes several times longer than writing and depends on the previous contestant.
     """
     np.ones(num_bytes, np.uint8)
 
 
 def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
-    """Write a few images to warm up, then these shards; runs in a worker process."""
+    """Write a few images to warm up, then these shards, in a worker process."""
     works, begin_at = job
     first = works[0]
     write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
     num_bytes = sum(sample.size for work in works for sample in work.samples())
     wait_until(begin_at)
-    warm_memory(num_bytes)  # after the wait, in which the host would take the memory back
+    warm_memory(num_bytes)  # after the wait, during which the host would reclaim the memory
     start = time.monotonic()
     for work in works:
         write_shard(work)
@@ -108,7 +108,7 @@ def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def planned(data: Data, workers: int, check: str, out: Path) -> Iterator[WritePlan]:
-    """List the archive and check some images, and yield the plan."""
+    """List the archive, check some images, and yield the plan."""
     settings = Settings(num_shards=NUM_SHARDS, workers=workers, policy=ImagePolicy(check=check))
     with quiet():
         source = imagenet.source([data.archive], allow_partial=True)
@@ -117,7 +117,7 @@ def planned(data: Data, workers: int, check: str, out: Path) -> Iterator[WritePl
 
 
 def ours(data: Data, workers: int, check: str, out: Path) -> float:
-    """Return the seconds from archive and catalogue to shards and index, without starts."""
+    """Return the seconds from archive and catalogue to shards and index, without startup."""
     with planned(data, workers, check, out) as plan:
         work = plan.work()
         return span(write_some, [work[worker::workers] for worker in range(workers)])
@@ -130,7 +130,7 @@ def timed(function: Callable[[Path], object], out: Path) -> float:
 
 
 def our_command(data: Data, workers: int, out: Path) -> None:
-    """Run the complete command, from the shell's prompt to the data set's card."""
+    """Run the complete command, from Python's start to the data set's card."""
     options = f"--partial --check headers --workers {workers} --num-shards {NUM_SHARDS}".split()
     command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out)]
     subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
@@ -153,7 +153,7 @@ def samples_of_tar(data: Data) -> Iterator[tuple[str, bytes, str]]:
 
 
 def shard_writer(samples: Iterator[tuple[str, bytes, str]], num_images: int, out: Path) -> None:
-    import webdataset  # imported here, because it imports torch, which workers do not need
+    import webdataset  # also imports torch, which workers do not need
 
     pattern = f"{out}/train-%06d.tar"
     per_shard = math.ceil(num_images / NUM_SHARDS)
@@ -173,13 +173,13 @@ def dd(data: Data, out: Path) -> None:
 
 
 def hashing(data: Data, out: Path) -> None:
-    """Hash the archive, which is the work of the writer's second thread: a sha256 per shard."""
+    """Hash the archive, which is the work of the writer's second thread: one sha256 per shard."""
     with open(data.archive, "rb") as file:
         hashlib.file_digest(file, "sha256")
 
 
 def decode_some(job: tuple[tuple[list[Path], str], float]) -> tuple[float, float]:
-    """Decode images that are already in memory; runs in a worker process."""
+    """Decode images that are already in memory, in a worker process."""
     (files, decoder), begin_at = job
     encoded = [file.read_bytes() for file in files]
     decoders: dict[str, Callable[[bytes], object]] = {
@@ -232,7 +232,7 @@ def bring_to_disk(folder: Path) -> None:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Make the next read of `path` come from the disk."""
+    """Make the next read of `path` come from disk."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -277,7 +277,7 @@ def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
     }
     results = []
     for title, measure in kinds.items():
-        # From disk, only archives take part: folders stay in the page cache.
+        # Measure only archives from disk, because folders stay in the page cache.
         taking_part = {
             name: partial(measure, write)
             for name, write in contestants.items()
@@ -314,7 +314,7 @@ def measure_command(data: Data, place: Path, rounds: int) -> Result:
 
 
 def measure_decoding(data: Data, rounds: int) -> Result:
-    """Measure the images per second with all cores."""
+    """Measure images per second with all cores."""
 
     def bare(decoder: str) -> float:
         return len(data.files) / span(
@@ -335,7 +335,7 @@ def measure_decoding(data: Data, rounds: int) -> Result:
 
 
 def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
-    """Measure the members per second."""
+    """Measure archive members per second."""
 
     def listed() -> float:
         with empty_folder(place) as out:
@@ -355,7 +355,7 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
 
 
 def memory_of(job: tuple[int, Path]) -> dict[str, float]:
-    """Make a catalogue of this many rows, and return seconds and memory; runs in a new process."""
+    """Return time and memory of creating a catalogue of this many rows, in a new process."""
     num_rows, place = job
     filled_at = 0.0
     own_mb = list[float]()
@@ -412,7 +412,7 @@ def main() -> None:
         nargs="*",
         default=[1_281_167, 10_000_000],
         metavar="N",
-        help="of simulated catalogues (default: %(default)s)",
+        help="number of rows of simulated catalogues (default: %(default)s)",
     )
     args = parser.parse_args()
     num_images, num_tiny, rounds = (300, 20_000, 1) if args.quick else (3000, 200_000, args.rounds)

@@ -1,19 +1,20 @@
-"""Measure the time until a killed run trains again, part by part.
+"""Measure the time until a killed run trains again, by part.
 
     python benchmarks/recovery.py [--config configs/vit_b16.yaml] [--ranks 2] [--rounds 5]
         [section.key=value ...]
 
-A run of the config's network on tiny shards saves its state, and each rank and torchrun get
-SIGKILL; the same command starts again at once. Parts from the kill to the end of the first step:
+A run of the config's network on tiny shards saves its state. All ranks and torchrun then get
+SIGKILL, and the same command starts again immediately. The parts between the kill and the end of
+the first step are:
 
-    launch        until torchrun has started the ranks: Python, and torch in torchrun itself
+    launch        until torchrun has started the ranks: Python, and torch in torchrun
     import        Python and torch in a rank, and the config
     ranks ...     the parts in the run's `ready` line: ranks, data, checkpoint, model, record, and
                   workers with the first batch
-    first step    until the record has the next step
+    first step    until metrics.jsonl has the next step
 
-Images have 32 px, so that a step is short; the state is as large as at full size. "Ours" is the
-time without launch, import and first step. FILE.json gets every round, FILE.md the table.
+Images have 32 px to make steps short, but the state has its full size. "Ours" is the time without
+launch, import and first step. FILE.json contains every round, and FILE.md the table.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ NOT_OURS = ("launch", "import", "first step")
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -139,13 +140,13 @@ class Killable:
         return read_lines(self._record)[0][first:]
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks that torchrun has started."""
+        """Return the process IDs of the ranks that torchrun has started."""
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         return [int(child) for child in children.split()]
 
     def wait_for(self, kind: str) -> dict[str, Any]:
-        """Return the first line of this kind that this attempt adds to the record."""
+        """Return the first metrics.jsonl line of this kind in the current attempt."""
         deadline = time.monotonic() + LONGEST_S
         while time.monotonic() < deadline and self._process.poll() is None:
             for line in self._lines(self._num_old_lines):
@@ -154,7 +155,7 @@ class Killable:
             time.sleep(POLL_S)
         if self._process.poll() is None:
             self.kill()
-        raise SystemExit(f"the run came to no {kind!r} line; what it printed says why")
+        raise SystemExit(f"the run wrote no {kind!r} line: see the output of the run")
 
     def kill(self) -> float:
         """Kill torchrun and all ranks with SIGKILL, and return the time."""
@@ -165,7 +166,7 @@ class Killable:
         return killed_at
 
     def parts(self, killed_at: float) -> dict[str, float]:
-        """Return the seconds of each part from the previous attempt's kill to the end of a step."""
+        """Return the seconds of each part, from the last kill to the end of the first step."""
         while not self.ranks() and self._process.poll() is None:
             time.sleep(POLL_S)
         launched_at = time.time()

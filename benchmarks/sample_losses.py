@@ -1,10 +1,10 @@
-"""Measure the cost of recording loss and margin of each image, in processor seconds of a step.
+"""Measure the cost of logging each image's loss and margin, in CPU seconds per step.
 
     python benchmarks/sample_losses.py [--rounds 12] [--steps 6]
 
-The models are the demo's and a ViT-Ti/16 at 64 px with 1,000 classes, on one thread. One process
-runs in turn the real step, whose losses and margins go to `SampleLosses`, and a step without
-margins, which returns only sums. Prints medians of the rounds, and of their ratios.
+The models are the demo's, and a ViT-Ti/16 at 64 px with 1,000 classes, on one thread. One process
+alternates between the real step, whose losses and margins go to `SampleLosses`, and a step without
+margins that returns only sums. The command prints medians over rounds, and of the ratios.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES = {
 
 @contextmanager
 def without_losses() -> Iterator[None]:
-    """Make steps return only sums, as before losses were recorded."""
+    """Make steps return only sums, without the loss of each image."""
     plain = StepResult.__init__
 
     def sums_only(result: StepResult, sums, norm, size=1, rows=()) -> None:  # type: ignore[no-untyped-def]
@@ -64,7 +64,7 @@ def without_losses() -> Iterator[None]:
 def measure(
     step: TrainStep, batch: Batch, steps: int, samples: SampleLosses | None, first: int
 ) -> float:
-    """Return the processor seconds of a step."""
+    """Return the CPU seconds per step."""
     began = time.process_time()
     for number in range(first, first + steps):
         values = step(batch, number).read()

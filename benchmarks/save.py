@@ -1,12 +1,13 @@
-"""Measure how long a save stops training, compared with a copy in memory and a synchronous write.
+"""Measure how long a save stops training, compared with a copy in memory and a blocking write.
 
     python benchmarks/save.py [--config configs/vit_b16.yaml] [--rounds 5] [section.key=value]
 
 Contestants take turns to save the state of a model with its average and its optimizer (1.4 GB for
-ViT-B): a copy of as many bytes into allocated memory; a save until training continues, and until
-its thread has written everything; and the method before that thread existed: weights, average and
-state by the safetensors package, each flushed, and the state read back for its hash. Prints a table
-of seconds. Needs three times the state of memory and four times of disk.
+ViT-B). The first copies as many bytes into allocated memory. The second saves with the background
+thread and is timed until training continues, and until the thread has written everything. The third
+writes weights, average and state with the safetensors package, flushes each file, and reads the
+state back for its hash. The command prints a table of seconds. It requires memory for three copies
+of the state and disk space for four.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from vit.training.reduce import DataParallel
 
 
 def create_train_step(config: Config) -> TrainStep:
-    """Return a step with everything that is saved, on the CPU, without parts only for training."""
+    """Return a CPU step with everything that is saved, without parts needed only for training."""
     device = torch.device("cpu")
     model = create_model(config.model, num_classes=1000)
     decay = config.train.ema_decay
@@ -67,13 +68,13 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def copy(tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
-    """Copy every tensor, which every save has to do."""
+    """Copy every tensor, which every save must do."""
     for name, tensor in tensors.items():
         copies[name].copy_(tensor)
 
 
 def write_at_once(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write weights, average and state, each flushed to the disk, and hash the state's file."""
+    """Write weights, average and state, flush each to disk, and hash the state's file."""
     for prefix in ("model.", "ema."):
         part = {name: value for name, value in tensors.items() if name.startswith(prefix)}
         _write(part, folder / f"{prefix}safetensors")
@@ -89,7 +90,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Measure how well orders mix classes: this project's and webdataset's, over the same tar shards.
+"""Measure how well this project and webdataset mix classes, over the same tar shards.
 
     python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]   three minutes; a table
 
-Tar shards of --per-class samples each, labels without images, are written twice: sorted by class,
-as a folder of images is listed, and dealt at random, as by data_prep. webdataset reads them from
-beginning to end; this project's order gives some batches, as at the start of training. Everything
-runs in one process, because with several each webdataset process would mix only its own shards.
+Tar shards of --per-class samples each, with labels but no images, are written twice: sorted by
+class, like a listed folder of images, and shuffled, like data_prep's shards. webdataset reads them
+from beginning to end. This project reads some batches, as at the start of training. Everything runs
+in one process, because each of several webdataset processes would mix only its own shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUFFERS = (1000, 5000)
 
 
 def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> list[str]:
-    """Write shards whose samples are named by their place in storage, and return the paths."""
+    """Write shards whose samples are named by storage position, and return the paths."""
     folder.mkdir()
     paths = []
     for first in range(0, len(labels), per_shard):
@@ -46,7 +46,7 @@ def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> lis
 def webdataset_batches(
     paths: list[str], buffer: int, shuffle_shards: bool, batch_size: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the sample ids of the full batches of one epoch.
+    """Yield the sample IDs of the full batches of one epoch.
 
     shuffle_shards: shuffle all shards, which is more than webdataset's usual buffer of 100.
     """
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--classes", type=int, default=300)
     parser.add_argument(
-        "--per-class", type=int, default=1000, help="samples of a class, and of a shard"
+        "--per-class", type=int, default=1000, help="samples per class and per shard"
     )
     parser.add_argument("--batch", type=int, default=1024)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""A plain training loop of timm's parts, for the settings of a config of this project.
+"""A plain training loop of timm's parts, for the settings of this project's configs.
 
     tars -> torch's DataLoader with timm's transforms -> timm's Mixup -> timm's model and loss
          -> timm's optimizer and schedule; after each epoch all images are evaluated
 
-The loop combines timm's parts as timm's train.py does on a CPU (`--no-prefetcher`, schedule on
-updates), with the config's values; this project's code computes nothing. Settings that the loop
+The loop combines timm's parts like timm's train.py on a CPU (`--no-prefetcher`, schedule by
+updates), with the config's values. This project's code computes nothing. Settings that the loop
 does not support must have their default.
 """
 
@@ -78,11 +78,11 @@ KNOWN = {
 }
 """The settings that the loop reads, and settings that do not affect training."""
 ONE_WAY = {"train.precision": "fp32", "data.num_workers": 0, "eval.every_epochs": 1}
-"""The settings that the loop supports with only one value."""
+"""The settings for which the loop supports only one value."""
 
 
 class Place(NamedTuple):
-    """The place of an image in a tar."""
+    """The location of an image in a tar."""
 
     tar: int
     offset: int
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 class TarImages(Dataset[tuple[Tensor, int]]):
-    """The images of tars with `<key>.jpg` and `<key>.cls`, read at their offset."""
+    """The images of tars with `<key>.jpg` and `<key>.cls`, read at their offsets."""
 
     def __init__(self, tars: list[Path], transform: Callable[[Image.Image], Tensor]):
         self.transform = transform
@@ -119,7 +119,7 @@ class TarImages(Dataset[tuple[Tensor, int]]):
 
 
 def timm_loop(config: Config) -> Outcome:
-    """Train by timm's parts in this process. Raises ValueError for unsupported settings."""
+    """Train with timm's parts in this process. Raises ValueError for unsupported settings."""
     check_known(config)
     assert config.train.epochs is not None, "checked: whole epochs"
     assert config.run.dir is not None, "load_config names it"
@@ -179,18 +179,18 @@ def check_known(config: Config) -> None:
     )
     values = to_dict(config)
     problems = [
-        f"{key}: the plain loop has no such setting, leave its default"
+        f"{key}: the plain loop has no such setting: keep the default"
         for key in sorted(differences(to_dict(plain), values).keys() - KNOWN)
     ]
     needed = {**ONE_WAY, "augment.mix_group_size": config.data.global_batch_size}
     for key, only_value in needed.items():
         section, _, name = key.partition(".")
         if values[section][name] != only_value:
-            problems.append(f"{key}={values[section][name]}: the plain loop does {only_value} only")
+            problems.append(f"{key}={values[section][name]}: the plain loop requires {only_value}")
     if config.schedule.warmup_lr is None:
-        problems.append("schedule.warmup_lr: timm's schedule has one, give it")
+        problems.append("schedule.warmup_lr is missing: timm's schedule requires a value")
     if not float(config.train.epochs or 0.5).is_integer():
-        problems.append("train.epochs: the plain loop trains whole epochs")
+        problems.append("train.epochs: the plain loop trains only whole epochs")
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -230,7 +230,7 @@ def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
 
 
 def _model(config: Config, num_classes: int) -> nn.Module:
-    """Make timm's network with the sizes of the config and timm's random weights."""
+    """Create timm's network with the sizes of the config and timm's random weights."""
     sizes = config.model
     model: nn.Module = create_model(
         "vit_tiny_patch16_224",
@@ -250,7 +250,7 @@ def _model(config: Config, num_classes: int) -> nn.Module:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: DataLoader[Any]) -> NDArray[np.bool_]:
-    """Return whether each image is classified correctly, (N,), in the order of the shards."""
+    """Return whether each image is classified correctly, (N,), in shard order."""
     model.eval()
     is_right = [model(images).argmax(1) == labels for images, labels in loader]
     return torch.cat(is_right).numpy()

@@ -1,12 +1,12 @@
 """Run trainings as processes, and compare them with paired intervals.
 
-    config, settings -> a forked process trains -> its folder: `found.json` (curve, processor
-    seconds), `right.npz` (correct images)
+    config, settings -> a forked process trains -> its folder: `found.json` (curve, CPU seconds),
+    `right.npz` (correct images)
     right of A, right of B, over seeds -> `Difference`
 
 A folder with both files is finished, and a repeated command skips it. An interrupted training
-resumes from its checkpoint, or starts again without one; its processor seconds are then incomplete,
-and medians of time omit it.
+resumes from its checkpoint, or restarts without one. Its CPU seconds are then incomplete, and
+median times exclude it.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ RIGHT_FILE = "right.npz"
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a training."""
+    """The measurements of a training."""
 
     cpu_s: float
-    """The processor seconds of all threads, with evaluations and without imports."""
+    """The CPU seconds of all threads, including evaluations and excluding imports."""
     wall_s: float
     was_cut: bool
-    """Whether the training was resumed, so that its seconds are those of the last part."""
+    """True if the training was resumed, so that `cpu_s` covers only the last part."""
     curve: list[tuple[float, float]]
-    """The (epoch, top-1 in percent) of each evaluation."""
+    """(epoch, top-1 in percent) of each evaluation."""
 
     @property
     def top1(self) -> float:
-        """The top-1 at the end, in percent."""
+        """The final top-1 in percent."""
         return self.curve[-1][1]
 
 
 def read_command_line(
     description: str, num_seeds: int
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Return the parser, to report errors found later, and the flags of a comparison."""
+    """Return the parser, which can report later errors, and the flags of a comparison."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,7 +74,7 @@ def read_command_line(
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
     if args.seeds < 2:
-        parser.error(f"--seeds {args.seeds}: at least 2, for an interval over seeds")
+        parser.error(f"--seeds {args.seeds}: expected at least 2, for an interval over seeds")
     return parser, args
 
 
@@ -95,7 +95,7 @@ class Training(NamedTuple):
 
 
 def ours(config: Config) -> Outcome:
-    """Train by this project's loop in this process."""
+    """Train with this project's loop in this process."""
     world = join_world(config.train.device)
     run = build_run(config, world)
     if train(run) != "finished":
@@ -119,14 +119,14 @@ def trained(
 ) -> Training:
     """Train in a separate process unless `folder` has the result.
 
-    The output of the process goes to `folder`.log. Raises SystemExit if the process fails.
+    The process writes its output to `folder`.log. Raises SystemExit if the process fails.
     """
     overrides = [*settings, f"run.dir={folder}", "log.wandb=off", "log.report=false"]
     if not (folder / RIGHT_FILE).exists():
         config = load_config(config_file, overrides)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Import before the fork, because imports take seconds and a training a minute. These two
-        # modules are otherwise imported when optimizers are made.
+        # Import before the fork, because imports take seconds and a training takes a minute.
+        # Creating optimizers would import these two modules in each process.
         importlib.import_module("torch._dynamo")
         importlib.import_module("timm.optim")
         process = multiprocessing.get_context("fork").Process(
@@ -154,7 +154,7 @@ def _in_child(contestant: Callable[[Config], Outcome], config: Config, folder: P
     folder.mkdir(exist_ok=True)
     (folder / FOUND_FILE).write_text(json.dumps(asdict(figures)))
     np.savez(folder / "unfinished.npz", allow_pickle=False, **right)
-    (folder / "unfinished.npz").rename(folder / RIGHT_FILE)  # last: its presence means done
+    (folder / "unfinished.npz").rename(folder / RIGHT_FILE)  # written last, to mark completion
 
 
 # ---- intervals -----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _in_child(contestant: Callable[[Config], Outcome], config: Config, folder: P
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference in top-1, second minus first, in points, with its 95 % interval."""
+    """The difference in top-1 points, second minus first, with its 95 % interval."""
 
     points: float
     low: float
@@ -174,7 +174,7 @@ class Difference:
 
 
 def rights(trainings: Sequence[Training], weights: str = "model") -> NDArray[np.bool_]:
-    """Return the correct images of each training, (S, N), with its last weights or `ema`."""
+    """Return each training's correct images, (S, N), with its last weights or `ema`."""
     return np.stack([each.right[weights] for each in trainings])
 
 
@@ -183,12 +183,13 @@ def difference(
 ) -> Difference:
     """Compare two sides over seeds and images. first, second: (S, N), whether an image is right.
 
-    groups: (N,) the original of each image. Seeds and originals are both samples: other seeds and
-    other digits would give another mean. So the differences are a table of seeds by originals with
-    both effects random (Cornfield & Tukey 1956, Annals of Mathematical Statistics 27, 907-949). The
-    mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O) and Satterthwaite's degrees of
-    freedom (1946, Biometrics Bulletin 2, 110-114). The estimate can fall below the variance of
-    seeds alone or of originals alone, so the largest of the three is used.
+    groups: (N,) the original of each image. Seeds and originals are both random samples, because
+    other seeds and other digits would give another mean. The differences are therefore a table of
+    seeds by originals with two random effects (Cornfield & Tukey 1956, Annals of Mathematical
+    Statistics 27, 907-949). The mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O),
+    with Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2, 110-114). This estimate
+    can fall below the variance of seeds alone or of originals alone, so the largest of the three is
+    used.
     """
     table = second.astype(np.float64) - first
     num_seeds, num_images = table.shape
@@ -228,7 +229,7 @@ def difference(
 
 
 def originals(root: str | Path, split_name: str) -> NDArray[np.int64]:
-    """Return the number of each image's original, (N,); `digit0012_03` belongs to `digit0012`.
+    """Return the number of each image's original, (N,). `digit0012_03` is part of `digit0012`.
 
     A key without such an ending is its own original.
     """

@@ -1,9 +1,9 @@
-"""Data preparation: a command for each source of images, over one writer."""
+"""Prepare data sets: one command for each source of images, and one writer of shards."""
 
 import importlib.util
 import sys
 
-# Before an import fails because of an older Python.
+# Check the Python version before an import fails with a less helpful error.
 if sys.version_info < (3, 11):  # noqa: UP036
     print(
         f"error: Python 3.11 or newer is needed, {sys.executable} is"

@@ -1,4 +1,4 @@
-"""List the commands of this package: `python -m data_prep`."""
+"""List the data preparation commands: `python -m data_prep`."""
 
 import ast
 from pathlib import Path
@@ -10,4 +10,4 @@ for name in COMMANDS:
         ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""
     )
     print(f"python -m data_prep.{name:<12} {docstring.splitlines()[0]}")
-print("Each has --help; the guide is docs/data.md.")
+print("Every command has --help. The guide is docs/data.md.")

@@ -1,20 +1,19 @@
-"""Shards of Animals-10 (Kaggle, alessiocorrado99/animals10): 26,179 photographs of ten animals.
+"""Write shards of Animals-10 (Kaggle, alessiocorrado99/animals10), 26,179 photos of ten animals.
 
     python -m data_prep.animals10 SOURCE --out ROOT [--fractions 0.85 0.15] [--split-seed N]
     python -m data_prep.animals10 FOLDER --out ROOT --download
 
-SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The ten class folders
-(`cane`, `cavallo`, ... or `dog`, `horse`, ...) may be at any depth, because unpacking and moving
-often adds a folder or drops raw-img; other files, such as translate.py, are ignored. Labels are
-positions among the sorted English names, keys `dog_<file>`. Animals-10 has no official split: each
-class gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to
-`test` if three fractions are given.
+SOURCE is Kaggle's zip, or a folder into which it was unpacked. The zip is read in place. The ten
+class folders (`cane`, `cavallo`, ... or `dog`, `horse`, ...) may be at any depth. Other files, such
+as translate.py, are ignored. Labels are positions in the sorted list of English names, and keys
+have the form `dog_<file>`. Animals-10 has no official split. Within each class, the keys with the
+smallest hash of (split seed, key) become `val`, and then `test` if three fractions are given.
 
---download fetches the zip from Kaggle into FOLDER first, continued if it was interrupted. Kaggle
-gives public data sets without a login; if it wants one, KAGGLE_USERNAME and KAGGLE_KEY are sent to
-it, or what ~/.netrc has for www.kaggle.com.
+--download first fetches the zip from Kaggle into FOLDER and resumes an interrupted download. Kaggle
+serves public data sets without a login. If Kaggle requires one, the command sends KAGGLE_USERNAME
+and KAGGLE_KEY, or the entry for www.kaggle.com in ~/.netrc.
 
-The data set's translate.py lacks the translation of `ragno` to spider; the table here has all ten.
+The data set's translate.py does not translate `ragno` (spider). ENGLISH below has all ten names.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ OFFICIAL = {
     "chicken": 3098,
     "squirrel": 1862,
 }
-"""Images of each class in Kaggle's zip."""
+"""The number of images of each class in Kaggle's zip."""
 URL = "https://www.kaggle.com/api/v1/datasets/download/alessiocorrado99/animals10"
-"""The address that Kaggle's own client uses; it redirects to the zip."""
+"""The download address of Kaggle's own client, which redirects to the zip."""
 FRACTIONS = (0.85, 0.15)
 SPLITS = ("train", "val", "test")
 
@@ -71,16 +70,17 @@ SPLITS = ("train", "val", "test")
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
-    """Return the outermost folder on an image's path that has the name of a class."""
+    """Return the outermost folder on an image's path that is named after a class."""
     parts = PurePosixPath(path).parts
     depth = next((depth for depth, part in enumerate(parts[:-1]) if part.lower() in CLASS_OF), None)
     return None if depth is None else PurePosixPath(*parts[: depth + 1])
 
 
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
-    """Return (numbers of the images of each class, paths outside the class folders).
+    """Return the indices of each class's images, and the paths outside the class folders.
 
-    Raises PrepError for missing or repeated classes, and for other folders next to the classes.
+    Raises PrepError if a class is missing, a class has two folders, or an unknown folder is next to
+    the class folders.
     """
     by_folder: dict[PurePosixPath, list[int]] = defaultdict(list)
     outside = []
@@ -94,7 +94,7 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
     for folder in by_folder:
         folders[CLASS_OF[folder.name.lower()]].append(folder)
     problems = [
-        f"{name} is there {len(copies)} times ({', '.join(map(str, copies))})"
+        f"{name} has {len(copies)} folders ({', '.join(map(str, copies))})"
         for name, copies in folders.items()
         if len(copies) > 1
     ]
@@ -105,19 +105,17 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
         parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1
     }
     if unknown and by_folder:
-        problems.append(
-            f"folders next to the class folders that are not classes: {some(sorted(unknown))}"
-        )
+        problems.append(f"unknown folders next to the class folders: {some(sorted(unknown))}")
     if problems:
         raise PrepError(
-            f"{source}: {'; '.join(problems)}. Expected the ten class folders of Animals-10, such"
-            f" as raw-img/{next(iter(ENGLISH))}, once"
+            f"{source}: {'; '.join(problems)}: provide each of the ten class folders of Animals-10,"
+            f" such as raw-img/{next(iter(ENGLISH))}, exactly once"
         )
     return {name: by_folder[of_class[0]] for name, of_class in folders.items()}, outside
 
 
 def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
-    """Return the parts of a path below `root`; () for a path elsewhere."""
+    """Return the parts of `path` below `root`, or () if `path` is not below `root`."""
     parts = PurePosixPath(path).parts
     above = root.parts
     return parts[len(above) :] if parts[: len(above)] == above else ()
@@ -127,11 +125,11 @@ def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
 
 
 def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int = 0) -> Source:
-    """Return the images of Kaggle's zip or of a folder.
+    """Return the source of Kaggle's zip or of an unpacked folder.
 
-    fractions: train and val, or train, val and test, of each class; they sum to 1. split_seed:
-    draws the split. Raises PrepError for a missing path and wrong fractions. Listing raises it
-    unless the ten classes exist.
+    fractions: the fractions of each class for train and val, or for train, val and test. They sum
+    to 1. split_seed: the seed of the split. Raises PrepError if the path does not exist or the
+    fractions are invalid. Listing the images raises it unless all ten classes exist.
     """
     if not path.exists():
         raise PrepError(
@@ -144,8 +142,8 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
         or abs(sum(fractions) - 1) > 1e-6
     ):
         raise PrepError(
-            f"--fractions {' '.join(map(str, fractions))}: expected two (train, val) or three"
-            " (train, val, test) between 0 and 1 that sum to 1"
+            f"--fractions {' '.join(map(str, fractions))}: expected two fractions (train, val) or"
+            " three (train, val, test) between 0 and 1 that sum to 1"
         )
     options = {"fractions": list(fractions), "split_seed": split_seed}
     tree = open_tree(path)
@@ -172,7 +170,7 @@ def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Buil
 def _note_differences(
     name: str, counts: dict[str, int], outside: Sequence[str], builder: Builder
 ) -> None:
-    """Print and record how the source `name` differs from Kaggle's zip, which is not an error."""
+    """Print and record how the source `name` differs from Kaggle's zip, without an error."""
     if counts != OFFICIAL:
         total = f"{sum(counts.values()):,} images, Kaggle's zip has {sum(OFFICIAL.values()):,}"
         differences = [
@@ -182,7 +180,7 @@ def _note_differences(
         ]
         builder.report(f"{name}: {total}: {', '.join(differences)}")
     if outside:
-        builder.report(  # recorded in _info.json: other words are other bytes
+        builder.report(  # _info.json records this text, so rewording it changes the output bytes
             f"{name}: {len(outside):,} images outside the class folders are left out:"
             f" {some(sorted(outside))}"
         )
@@ -219,21 +217,21 @@ main = source_command(
             "default": FRACTIONS,
             "metavar": "F",
             "help": (
-                "fractions of each class for train and val, or train, val and test (default: 0.85"
-                " 0.15)"
+                "fractions of each class for train and val, or for train, val and test (default:"
+                " 0.85 0.15)"
             ),
         },
         "--split-seed": {
             "type": int,
             "default": 0,
             "metavar": "N",
-            "help": "draws the split (default: %(default)s)",
+            "help": "seed of the split (default: %(default)s)",
         },
         "--download": {
             "action": "store_true",
-            "help": "fetch Kaggle's zip into the folder SOURCE first (about 600 MB)",
+            "help": "first fetch Kaggle's zip (about 600 MB) into the folder SOURCE",
         },
-        "--url": {"metavar": "URL", "help": "of the zip elsewhere; implies --download"},
+        "--url": {"metavar": "URL", "help": "another address of the zip; implies --download"},
     },
     _source,
 )

@@ -1,13 +1,13 @@
-"""A data set's card: what is in it, in numbers, text and pictures.
+"""Write a data set's card, which describes it in numbers, text and pictures.
 
     python -m data_prep.card ROOT
 
-Every source's command ends with it; this one draws it again for a finished or indexed data set.
+Every source command writes the card last. This command rewrites it for an existing data set.
 
     <root>/
-      dataset.md            splits, image sizes, colours, conversions, source, options, all classes
-      contact_sheet.png     1,400 pixels wide at most
-      README.md             if there is none yet: the shards of each split, for Hugging Face
+      dataset.md            splits, image sizes, colors, conversions, source, options, all classes
+      contact_sheet.png     sample images, at most 1,400 pixels wide
+      README.md             the shards of each split for Hugging Face, if no README.md exists yet
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from data_prep.write.card_page import write_card
 
 def _run(args: argparse.Namespace) -> None:
     write_card(args.root)
-    print(f"look at {args.root}/contact_sheet.png and dataset.md")
+    print(f"card written: see {args.root}/contact_sheet.png and dataset.md")
 
 
 main = command_line(
     "card",
     __doc__,
-    {"": {"root": {"metavar": "ROOT", "help": "finished data set, a folder or a URL"}}},
+    {"": {"root": {"metavar": "ROOT", "help": "folder or URL of a finished data set"}}},
     _run,
-    "start it again",
+    "run the command again",
 )
 
 

@@ -1,19 +1,19 @@
-"""Shards of CIFAR-10 or CIFAR-100, from the binary version.
+"""Write shards of CIFAR-10 or CIFAR-100 from the binary version.
 
     python -m data_prep.cifar SOURCE --out ROOT [--classes 10|100] [--download]
 
-SOURCE is cifar-10-binary.tar.gz or cifar-100-binary.tar.gz, or a folder that holds the archive or
-its .bin files. The 50,000 training images become `train`, the 10,000 test images `val`; keys are
-data_batch_1-00000 and so on, after file and position. CIFAR-100's labels are the 100 fine ones.
---download fetches the archive into SOURCE first and compares its md5.
+SOURCE is cifar-10-binary.tar.gz or cifar-100-binary.tar.gz, or a folder with the archive or its
+.bin files. The 50,000 training images become `train` and the 10,000 test images become `val`. A key
+is the file name and the position in the file, such as data_batch_1-00000. For CIFAR-100, labels are
+the 100 fine classes. --download first fetches the archive into SOURCE and checks its md5.
 
-An image is 32x32 RGB and becomes a JPEG of quality 100 without chroma subsampling: on photographs
-shrunk to this size it differs from the original by at most 4 of 255 levels, 51 dB (quality 95: 19
-levels, 41 dB; with the usual subsampling 37 dB at any quality). Extracted files are read in place,
-those of an archive are unpacked temporarily.
+Each 32x32 RGB image becomes a JPEG of quality 100 without chroma subsampling. On photos shrunk to
+this size, the JPEG differs from the original by at most 4 of 255 levels (51 dB). Quality 95 differs
+by 19 levels (41 dB), and the usual subsampling gives 37 dB at any quality. Extracted files are read
+in place. Files in an archive are unpacked temporarily.
 
-The Python version (cifar-10-python.tar.gz) is not read: it is made of pickles, and reading a pickle
-runs the code in it.
+The Python version (cifar-10-python.tar.gz) is not supported, because it consists of pickles and
+loading a pickle can run arbitrary code.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ PIXEL_BYTES = 3 * SIDE * SIDE
 URL = "https://www.cs.toronto.edu/~kriz/"
 MAX_MEMBERS = 100
 MAX_MEMBER_BYTES = 200_000_000
-"""Limits for an archive; CIFAR-100's train.bin, the largest member, has 153,700,000 bytes."""
+"""The largest member, CIFAR-100's train.bin, has 153,700,000 bytes."""
 
 
 class Kind(NamedTuple):
-    """One of the two data sets; the format: https://www.cs.toronto.edu/~kriz/cifar.html."""
+    """CIFAR-10 or CIFAR-100, in the format of https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     name: str
     folder: str
     archive: str
     md5: str
-    """The archive's md5; CIFAR-10's is on the page above, CIFAR-100's in torchvision's source."""
+    """The archive's md5, from the web page (CIFAR-10) and torchvision's source (CIFAR-100)."""
     num_classes: int
     class_names: str
     label_bytes: int
-    """Bytes of a record before its pixels; the last one is the label."""
+    """The number of label bytes before the pixels of a record. The last one is the label."""
     files: Mapping[str, tuple[str, int]]
-    """Split and records of each file."""
+    """The split and the number of records of each file."""
 
 
 KINDS = {
@@ -85,10 +85,10 @@ KINDS = {
 
 
 def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
-    """Return which data set `source` holds, and the folder or archive of its files.
+    """Find the data set in `source`, and the folder or archive that contains its files.
 
-    Extracted files come before an archive. classes: 10 or 100, if `source` may hold both. Raises
-    PrepError if it holds none, or more than one.
+    Extracted files are preferred over an archive. classes: 10 or 100, if `source` may contain both
+    data sets. Raises PrepError unless exactly one data set matches.
     """
     kinds = [KINDS[classes]] if classes else list(KINDS.values())
     expected = " or ".join(f"{kind.archive} or its {', '.join(kind.files)}" for kind in kinds)
@@ -109,8 +109,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
         if len(matches) > 1:
             several = " and ".join(f"{kind.name} in {place}" for kind, place in matches)
             raise PrepError(
-                f"{source}: there are {several}; give the one that is meant as SOURCE, or use"
-                " --classes"
+                f"{source}: contains {several}: give one of these paths as SOURCE, or use --classes"
             )
         if matches:
             return matches[0]
@@ -118,7 +117,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
 
 
 def _names(place: Path) -> set[str]:
-    """Return the names of the files in a folder, or in any folder of an archive."""
+    """Return the names of all files in a folder or an archive, without their directories."""
     if place.is_dir():
         return {path.name for path in place.iterdir() if path.is_file()}
     return {name for name, _ in _members(place)}
@@ -132,9 +131,9 @@ def _members(path: Path, needed: tuple[str, ...] = ()) -> Iterator[tuple[str, by
 
 
 def source(path: Path, classes: int | None = None) -> Source:
-    """Return the images of an archive or a folder. classes: 10 or 100, if `path` may hold both.
+    """Return the source of an archive or a folder. classes: 10 or 100, if `path` may contain both.
 
-    Raises PrepError as `find_place` does.
+    Raises PrepError like `find_place`.
     """
     kind, place = find_place(path, classes)
     records = partial(_records, kind, place)
@@ -142,7 +141,7 @@ def source(path: Path, classes: int | None = None) -> Source:
 
 
 def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
-    """Yield the records of each file: label bytes, then 1,024 each of red, green and blue."""
+    """Yield each file's records: label bytes, then 1,024 bytes each of red, green and blue."""
     needed = (*kind.files, kind.class_names)
     folder = place
     if not place.is_dir():
@@ -153,14 +152,13 @@ def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
                 (folder / name).write_bytes(content)
     if missing := [name for name in needed if not (folder / name).is_file()]:
         raise PrepError(
-            f"{place}: {kind.name}'s {', '.join(missing)} are missing; the archive {kind.archive}"
-            " has them"
+            f"{place}: missing files: {', '.join(missing)}; extract the files from {kind.archive}"
         )
     class_names = (folder / kind.class_names).read_text(errors="replace").split()
     if not len(class_names) == len(set(class_names)) == kind.num_classes:
         raise PrepError(
             f"{place / kind.class_names}: {len(class_names)} names, {len(set(class_names))} of them"
-            f" different; expected those of {kind.num_classes} classes, one a line"
+            f" different; expected the names of {kind.num_classes} classes, one per line"
         )
     builder.classes(class_names)
     record_bytes = kind.label_bytes + PIXEL_BYTES
@@ -169,8 +167,8 @@ def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
         size = path.stat().st_size
         if size != count * record_bytes:
             raise PrepError(
-                f"{place / name}: {size:,} bytes; expected {count:,} records of {record_bytes:,},"
-                f" that is {count * record_bytes:,}; fetch it again"
+                f"{place / name}: {size:,} bytes; expected {count * record_bytes:,} ({count:,}"
+                f" records of {record_bytes:,} bytes): download it again"
             )
         records = np.memmap(path, np.uint8, "r").reshape(count, record_bytes)
         yield Records(
@@ -193,7 +191,7 @@ def _source(args: argparse.Namespace) -> Source:
         kind = KINDS[args.classes]
         download_if_asked(args, {kind.archive: kind.md5}, URL)
     elif args.download or args.url:
-        raise PrepError("--download needs --classes 10 or --classes 100")
+        raise PrepError("--download requires --classes 10 or --classes 100")
     return source(args.source, args.classes)
 
 
@@ -204,12 +202,12 @@ main = source_command(
         "source": {
             "type": Path,
             "metavar": "SOURCE",
-            "help": "the archive, or a folder with it or with its .bin files",
+            "help": "the archive, or a folder with the archive or its .bin files",
         },
         "--classes": {
             "type": int,
             "choices": tuple(KINDS),
-            "help": "which data set (default: the one that is there)",
+            "help": "10 or 100 classes (default: the data set found in SOURCE)",
         },
         **download_flags("the archive", "170 MB"),
     },

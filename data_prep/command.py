@@ -1,4 +1,4 @@
-"""The part that all commands of `data_prep` share: flags, the plan of a dry run, exit statuses."""
+"""Shared code of all `data_prep` commands: flags, dry-run plan and exit statuses."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from vit.system.host import num_cores
 from vit.system.meter import duration
 
 Flags = Mapping[str, Mapping[str, Any]]
-"""Name of a flag -> the keyword arguments of its `add_argument`."""
+"""The keyword arguments of `add_argument` for each flag name."""
 Main = Callable[..., int]
-"""Runs a command line, by default that of the process, and returns the exit status."""
+"""A function that runs a command line, `sys.argv` by default, and returns the exit status."""
 VAL_FRACTION = 0.1
-"""Fraction of each class that becomes val if a source has no validation split."""
+"""The default fraction of each class that becomes val if the source has no validation split."""
 
 
 class Parser(OneLineParser):
-    """The project's parser; a mistake ends the process."""
+    """The project's argument parser, which exits the process on a usage error."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the line and end with status 2."""
+        """Print the error in one line and exit with status 2."""
         try:
             super().error(message)
         except ValueError as error:
@@ -70,7 +70,7 @@ VAL_FRACTION_FLAG: Flags = {
         "type": fraction,
         "metavar": "F",
         "help": (
-            "fraction of each class that becomes val, if SOURCE has no val of its own (default:"
+            "fraction of each class that becomes val, if SOURCE has no validation split (default:"
             f" {VAL_FRACTION})"
         ),
     }
@@ -81,8 +81,8 @@ WORKERS_FLAG: Flags = {
         "default": num_cores(),
         "metavar": "N",
         "help": (
-            "processes; the result does not depend on it (default: the cores that this process may"
-            " use, %(default)s)"
+            "number of worker processes, which does not affect the output (default: the available"
+            " CPU cores, %(default)s)"
         ),
     }
 }
@@ -92,8 +92,8 @@ MAX_UNREADABLE_FLAG: Flags = {
         "default": Settings().max_unreadable,
         "metavar": "F",
         "help": (
-            "stop with an error if more than this fraction of the images, and more than 5, cannot"
-            " be read; fewer are left out and listed in quarantine.jsonl; 0: none may (default:"
+            "stop with an error if more than 5 images, and more than this fraction, cannot be read;"
+            " otherwise skip them and list them in quarantine.jsonl; 0 allows none (default:"
             " %(default)s)"
         ),
     }
@@ -103,51 +103,50 @@ SHARDS_FLAGS: Flags = {
         "required": True,
         "metavar": "ROOT",
         "help": (
-            "folder of the shards, or an s3:// or gs:// URL; existing shards are kept, missing ones"
-            " are written"
+            "output folder, or an s3:// or gs:// URL; existing shards are kept and only missing"
+            " ones are written"
         ),
     },
     "--num-shards": {
         "type": positive,
         "metavar": "N",
         "help": (
-            "shards of the training split, the other splits get as many in proportion (default: by"
-            " size)"
+            "number of training shards; other splits get a proportional number (default: by size)"
         ),
     },
     "--shard-mib": {
         "type": positive,
         "metavar": "MIB",
         "help": (
-            f"target size of a shard, as long as there are {MIN_SHARDS} (default:"
+            f"target size of a shard, if that gives at least {MIN_SHARDS} shards (default:"
             f" {SHARD_BYTES >> 20})"
         ),
     },
     "--shards": {
         "metavar": "A-B|I/N",
         "help": (
-            "write only these shards, numbered from 0 over all splits, train first: from A to B, or"
-            " part I (from 0) of N; so several machines can share the work, in any order; the one"
-            " that finds all shards complete finishes the data set (default: all)"
+            "write only shards A to B, or part I of N with I from 0, to divide the work among"
+            " machines; shards are numbered from 0 over all splits, train first; the machine that"
+            " finds all shards complete finishes the data set (default: all)"
         ),
     },
     "--seed": {
         "type": int,
         "default": 0,
         "metavar": "N",
-        "help": "deals samples to shards (default: %(default)s)",
+        "help": "seed for assigning samples to shards (default: %(default)s)",
     },
     "--minival": {
         "type": fraction,
         "metavar": "F",
         "help": (
-            "hold out this fraction of each training class as the split `minival`, by a hash of the"
-            " key"
+            "hold out this fraction of each training class as the split `minival`, chosen by a hash"
+            " of the key"
         ),
     },
     "--with-json": {
         "action": "store_true",
-        "help": "a third member for each image: its original name, label and class",
+        "help": "add a JSON member with the original name, label and class to each sample",
     },
 }
 IMAGES_FLAGS: Flags = {
@@ -155,39 +154,39 @@ IMAGES_FLAGS: Flags = {
         "choices": ("decode", "headers"),
         "default": "decode",
         "help": (
-            "decode every image once, or only read its headers, at the speed of the disk (default:"
-            " %(default)s)"
+            "decode every image once, or read only the headers, which is as fast as the disk"
+            " (default: %(default)s)"
         ),
     },
     "--apply-exif": {
         "action": argparse.BooleanOptionalAction,
         "default": False,
         "help": (
-            "turn images upright as their EXIF orientation says; published benchmarks do not"
-            " (default: %(default)s)"
+            "rotate images to match their EXIF orientation, unlike published benchmarks (default:"
+            " %(default)s)"
         ),
     },
     "--resize-short-side": {
         "type": positive,
         "metavar": "PX",
-        "help": "shrink larger images until their short side has PX pixels",
+        "help": "shrink images with a longer short side to PX pixels",
     },
     "--jpeg-quality": {
         "type": int,
         "default": ImagePolicy().jpeg_quality,
         "metavar": "Q",
         "help": (
-            "1 to 100, for images that are changed: resized, turned, or no RGB or grey JPEG"
-            " (default: %(default)s); all others keep their bytes"
+            "JPEG quality, 1 to 100, of images that are resized, rotated or not RGB or gray JPEGs"
+            " (default: %(default)s); all other images keep their bytes"
         ),
     },
     "--restart-markers": {
         "choices": ("off", "auto"),
         "default": ImagePolicy().restart_markers,
         "help": (
-            "auto: give each JPEG restart markers and better Huffman tables, losslessly: files get"
-            " smaller, and a part of an image can be decoded alone (default: %(default)s, bytes"
-            " stay as they are)"
+            "auto: losslessly add restart markers and better Huffman tables to every JPEG, which"
+            " makes files smaller and lets the loader decode part of an image (default:"
+            " %(default)s, bytes are unchanged)"
         ),
     },
     **MAX_UNREADABLE_FLAG,
@@ -202,7 +201,7 @@ RUNNING_FLAGS: Flags = {
 
 
 EXCLUSIVE = {"--num-shards", "--shard-mib"}
-"""Two ways to choose the number of shards."""
+"""The mutually exclusive flags that choose the number of shards."""
 
 
 def command_line(
@@ -210,11 +209,11 @@ def command_line(
     doc: str | None,
     groups: Mapping[str, Flags],
     command: Callable[[argparse.Namespace], None],
-    remedy: str = "the same command continues",
+    remedy: str = "run the same command again to continue",
 ) -> Main:
-    """Return `main` of `data_prep.<name>`.
+    """Return the `main` function of `data_prep.<name>`.
 
-    groups: the flags under each heading of --help; "" for those without one. remedy: see `run`.
+    groups: the flags under each heading of --help; "" has no heading. remedy: see `run`.
     """
 
     def main(argv: list[str] | None = None) -> int:
@@ -242,10 +241,10 @@ def source_command(
     *,
     apply_exif: bool = False,
 ) -> Main:
-    """Return `main` of `data_prep.<name>`, which writes the shards of the source that `make` gives.
+    """Return the `main` function of `data_prep.<name>`, which writes the shards of a source.
 
-    flags: those of this source; the flags of all sources follow. apply_exif: the default of that
-    flag.
+    flags: the source's own flags, which precede the shared flags. make: creates the source.
+    apply_exif: the default of --apply-exif.
     """
     exif = {**IMAGES_FLAGS["--apply-exif"], "default": apply_exif}
     groups = {
@@ -261,7 +260,7 @@ def refuse_val_fraction(value: float | None, *val: object) -> None:
     """Raise PrepError if --val-fraction was given although the source has `val`."""
     if val and value is not None:
         raise PrepError(
-            f"--val-fraction {value} was given, but {val[0]} is there; leave one of them out"
+            f"--val-fraction {value} was given, but {val[0]} exists: remove one of them"
         )
 
 
@@ -292,7 +291,7 @@ def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
 
 
 def _summary(plan: WritePlan) -> str:
-    """Return the plan for people: splits, shards, bytes, time."""
+    """Return a readable plan: splits, shards, bytes and time."""
     catalogue = plan.catalogue
     lines = [f"{plan.source.name}: {len(catalogue.class_names):,} classes"]
     for split, samples in catalogue.splits.items():
@@ -317,7 +316,7 @@ def _summary(plan: WritePlan) -> str:
         speed = f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process"
         lines.append(
             f"  time: about {duration(seconds)} with {workers} processes ({speed}, measured on a"
-            " few; a slow disk can take longer)"
+            " few images; a slow disk can take longer)"
         )
     return "\n".join([*lines, f"nothing was written to {plan.output}"])
 
@@ -325,16 +324,16 @@ def _summary(plan: WritePlan) -> str:
 def run(
     command: Callable[[argparse.Namespace], None],
     args: argparse.Namespace,
-    remedy: str = "the same command continues",
+    remedy: str = "run the same command again to continue",
 ) -> int:
-    """Run a command and return its exit status: 0, or 2 after one line for what a user can correct.
+    """Run a command and return its exit status: 0, or 2 after a one-line error for the user.
 
-    remedy: how to continue the work, printed after an interruption. SIGTERM ends the command as
-    Ctrl-C does: incomplete files are removed, complete shards stay.
+    remedy: how to continue, printed after an interruption. SIGTERM ends the command like Ctrl-C.
+    Incomplete files are removed and complete shards are kept.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the clean-up
+        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the cleanup
         raise _Terminated
 
     redact.guard_console()
@@ -346,7 +345,7 @@ def run(
         print(redact.printed(f"error: {error}"), file=sys.stderr)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        reason = f"error: {place}{error.strerror or error}; when that is solved, {remedy}"
+        reason = f"error: {place}{error.strerror or error}; after fixing this, {remedy}"
         print(redact.printed(reason), file=sys.stderr)
     except _Terminated:
         print(f"terminated; {remedy}", file=sys.stderr)
@@ -360,4 +359,4 @@ def run(
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived."""
+    """The exception raised when SIGTERM arrives."""

@@ -1,16 +1,16 @@
-"""A small real data set without a download: handwritten digits, coloured, on textures.
+"""Write a small real data set without a download: handwritten digits in color on textures.
 
     python -m data_prep.digits --out data/digits [--image-size 48] [--renderings 6]
                                [--val-renderings 5]
 
-scikit-learn contains 1,797 digits that people wrote (8x8 grey; UCI optdigits). A fifth of the
-originals of each class becomes val, so no original is in both splits. (A writer may be in both,
-because writers are not recorded.) Each original is rendered several times: enlarged smoothly,
-rotated, scaled and shifted a little, in a random colour, on a calm and clearly darker texture. A
-ViT of 128 dimensions learns it in minutes on a CPU.
+scikit-learn contains 1,797 handwritten digits (8x8 gray, UCI optdigits). A fifth of the originals
+of each class becomes val, so no original is in both splits. A writer may be in both, because the
+data set does not record writers. Each original is rendered several times. A rendering is enlarged
+smoothly, slightly rotated, scaled and shifted, and drawn in a random color on a much darker
+texture. A ViT of 128 dimensions learns the data set in minutes on a CPU.
 
-Every random number comes from a hash of (seed, original, rendering), so images are independent of
-each other. Equal bytes need equal versions of Pillow.
+Random numbers come from a hash of (seed, original, rendering), so every image is independent of the
+others. Bytes are reproducible only with the same version of Pillow.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ VAL_FRACTION = 0.2
 TEXTURES = ("gradient", "stripes", "checks", "noise", "dots")
 JPEG_QUALITY = 90
 LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
-"""Weights of red, green and blue (Rec. 709)."""
+"""The Rec. 709 weights of red, green and blue."""
 SIDE = 8
-"""Pixels on a side of an original."""
+"""The side of an original in pixels."""
 WHITE = 16
-"""Largest value of an original."""
+"""The largest pixel value of an original."""
 DIGIT_HEIGHT = 8
 """The usual height of a digit in an original, in pixels."""
 
@@ -44,9 +44,9 @@ DIGIT_HEIGHT = 8
 
 
 class Uniform:
-    """Uniform numbers by SplitMix64 (Steele, Lea & Flood 2014) in counter mode.
+    """A uniform random number generator: SplitMix64 (Steele, Lea & Flood 2014) in counter mode.
 
-    Libraries do not promise stable streams of random numbers.
+    Libraries do not guarantee that their random streams stay the same between versions.
     """
 
     def __init__(self, key: bytes):
@@ -57,7 +57,7 @@ class Uniform:
         """Draw float64 numbers in [0, 1)."""
         counter = np.arange(self.count + 1, self.count + 1 + int(np.prod(shape)), dtype=np.uint64)
         self.count += len(counter)
-        z = self.key + counter * np.uint64(0x9E3779B97F4A7C15)  # wraps at 2**64, as it should
+        z = self.key + counter * np.uint64(0x9E3779B97F4A7C15)  # wraps at 2**64 by design
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).reshape(shape) * 2.0**-53
@@ -68,14 +68,14 @@ class Uniform:
 
 
 def _resize(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize (h, w) float to (size, size) float32, bicubic."""
+    """Resize an (h, w) float image to (size, size) float32 with bicubic interpolation."""
     return np.asarray(
         Image.fromarray(image.astype(np.float32)).resize((size, size), Image.Resampling.BICUBIC)
     )
 
 
 def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
-    """Draw a calm pattern, (size, size) float in [0, 1]; its details take a tenth of the image."""
+    """Draw a smooth pattern, (size, size) float in [0, 1], with details of 1/10 of the image."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
@@ -96,7 +96,7 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
-    """Return (3,) RGB in [0, 1] of a hue, whose Rec. 709 weighted mean is `luminance`."""
+    """Return a color, (3,) RGB in [0, 1], with the given hue and Rec. 709 luminance."""
     rgb = np.array(colorsys.hsv_to_rgb(hue, saturation, 1.0))
     bright = float(rgb @ LUMINANCE)
     if luminance < bright:
@@ -105,14 +105,14 @@ def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
 
 
 def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """Turn (n, n) float in [0, 1] into (size, size) opacity in [0, 1].
+    """Convert an (n, n) float digit in [0, 1] to a (size, size) opacity mask in [0, 1].
 
-    The digit is rotated by up to 8 degrees, scaled and shifted a little.
+    The digit is rotated by up to 8 degrees and slightly scaled and shifted.
     """
     side = len(image)
-    padded = np.pad(image, side // 2)  # so that nothing leaves the image
+    padded = np.pad(image, side // 2)  # keeps the rotated digit inside the image
     angle = np.radians(uniform.between(-8, 8))
-    # padded pixels per pixel; the digit takes this fraction of the height
+    # padded pixels per output pixel; the random factor is the digit's fraction of the height
     scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
     cos = np.cos(angle) * scale
     sin = np.sin(angle) * scale
@@ -128,10 +128,10 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than its ground."""
+    """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than the background."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    # Always light on dark: with dark on light as well, a small ViT needs twice the epochs, which is
-    # too long for first steps.
+    # Digits are always lighter than the background. With both polarities, a small ViT needs twice
+    # the epochs, too long for a first example.
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
@@ -147,7 +147,7 @@ def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def read(sample: Sample, image_size: int, seed: int) -> bytes:
-    """Return the JPEG of one rendering: `name` is its original, and its key ends in its number."""
+    """Render one JPEG. `sample.name` is the original, and the key ends in the rendering number."""
     digit = np.frombuffer(read_range(sample), np.uint8).reshape(SIDE, SIDE)
     uniform = Uniform(stable_hash(seed, sample.name, int(sample.key.rpartition("_")[2])))
     encoded = io.BytesIO()
@@ -163,7 +163,7 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
 def source(
     image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0
 ) -> Source:
-    """Return all renderings. image_size: side in pixels. (val_)renderings: of each original."""
+    """Return the source. (val_)renderings: the number of renderings per original in each split."""
     options = {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings}
     fill = partial(_fill, {"train": renderings, "val": val_renderings}, seed)
     return Source("digits", options, fill, partial(read, image_size=image_size, seed=seed))
@@ -214,19 +214,19 @@ main = source_command(
             "type": positive,
             "default": 48,
             "metavar": "N",
-            "help": "side in pixels (default: %(default)s)",
+            "help": "side of an image in pixels (default: %(default)s)",
         },
         "--renderings": {
             "type": positive,
             "default": 6,
             "metavar": "N",
-            "help": "training images of each original (default: %(default)s)",
+            "help": "training images per original (default: %(default)s)",
         },
         "--val-renderings": {
             "type": positive,
             "default": 5,
             "metavar": "N",
-            "help": "validation images of each original (default: %(default)s)",
+            "help": "validation images per original (default: %(default)s)",
         },
     },
     lambda args: source(args.image_size, args.renderings, args.val_renderings, args.seed),

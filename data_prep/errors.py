@@ -1,4 +1,4 @@
-"""The error of every command: a mistake that the user can correct, and parts of its message."""
+"""PrepError, the exception for mistakes that the user can correct, and helpers for messages."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,18 +8,18 @@ from pathlib import Path
 from vit.system.files import unreadable
 
 NEXT_LINE = "\n  "
-"""The separator of several lines of a message."""
+"""The separator between the lines of a message."""
 
 
 class PrepError(ValueError):
-    """The source or the output folder is wrong; the message has the problem and a remedy."""
+    """An error in the source or the output folder. The message has the problem and a remedy."""
 
 
 @contextmanager
 def readable(
     path: Path, damage: tuple[type[Exception], ...] = (), problem: str = ""
 ) -> Iterator[None]:
-    """Turn the system's refusal to read `path` into a PrepError, and `damage` into a `problem`."""
+    """Convert an OSError for `path`, or an exception in `damage`, to a PrepError."""
     try:
         yield
     except damage as error:
@@ -29,16 +29,16 @@ def readable(
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number and its noun: 1 image, 2 images."""
+    """Return a number with its noun in the right form, such as 1 image or 2 images."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def some(items: Sequence[str], most: int = 5, between: str = ", ") -> str:
-    """Return the first of many items, for a message."""
+    """Return the first items as text for a message, and the number of omitted ones."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return between.join(items[:most]) + more
 
 
 def share_to_allow(part: int, total: int) -> float:
-    """Return the --max-unreadable with which `part` of `total` images may be skipped."""
+    """Return the --max-unreadable value that allows `part` of `total` images to be skipped."""
     return min(0.999, math.ceil(1000 * part / total) / 1000)

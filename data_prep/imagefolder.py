@@ -1,21 +1,22 @@
-"""Shards from a folder, zip or tar of images, one subfolder for each class.
+"""Write shards from a folder, zip or tar of images with one subfolder per class.
 
     python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F] [--class-order text|number]
     python -m data_prep.imagefolder FOLDER --out ROOT --download URL [--sha256 HEX]
 
-SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...`
-alone, and then each class gives a tenth to `val`. Images may be in subfolders of their class. A
-label is the position of the class among the sorted names of train's classes; a key is the path
-below the split, without extension, in safe characters. A metadata.csv or metadata.jsonl in
-Hugging Face's form (file_name and a label in each row) takes the place of class folders, and
---no-classes takes all images, without labels. All other files are counted and reported
-(data_prep/read/image_tree.py); images of kinds that are not read are an error if they are more
-than --max-unreadable allows.
+SOURCE has `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or only
+`<class>/...`. Without a validation folder, a tenth of each class becomes `val`. Images may be in
+subfolders of their class. A label is the position of the class in the sorted names of train's
+classes. A key is the path below the split, without extension, in safe characters. A metadata.csv or
+metadata.jsonl in Hugging Face's form (file_name and a label in each row) replaces class folders.
+With --no-classes, images have no labels. All other files are counted and reported
+(data_prep/read/image_tree.py). The command fails if more images than --max-unreadable allows are in
+unsupported formats.
 
-Folders are listed one class at a time, so memory is that of the largest class. Links are followed;
-a link back to a folder above it is an error. A zip or tar is read in place, and gives the same
-shards as its unpacked folder, even if one folder wraps everything in it. A .tar.gz is inflated next
-to itself first. --download fetches the archive into FOLDER, and resumes after a lost connection.
+Folders are listed one class at a time, so memory depends on the largest class. Links are followed,
+but a link to a parent folder is an error. A zip or tar is read in place and gives the same shards
+as its unpacked folder, even if one outer folder contains everything. A .tar.gz is first
+decompressed next to the original. --download fetches the archive into FOLDER and resumes after a
+lost connection.
 """
 
 from __future__ import annotations
@@ -58,42 +59,42 @@ CLASS_ORDERS = ("text", "number")
 
 @dataclass(frozen=True)
 class Asked:
-    """The flags of this source."""
+    """The command-line options of this source."""
 
     val_fraction: float | None = None
-    """Fraction of each class, in [0, 1); only without a val folder, by default 0.1."""
+    """The fraction of each class that becomes val, in [0, 1). The default is 0.1."""
     class_order: str | None = None
-    """One of CLASS_ORDERS; only needed if the names of all classes are numbers."""
+    """One of CLASS_ORDERS, required only if the class names are numbers in an unclear order."""
     label_column: str | None = None
-    """The column of classes in metadata.csv, if it is unclear."""
+    """The column of class names in metadata.csv, if several are possible."""
     no_classes: bool = False
-    """Take all images, without labels."""
+    """Take all images without labels."""
     max_unreadable: float = Settings().max_unreadable
-    """Fraction of all images that may be of kinds that are not read."""
+    """The maximum fraction of images in unsupported formats."""
 
 
 class Layout(NamedTuple):
-    """The trees of the splits."""
+    """The folder trees of the splits."""
 
     root: Tree
     train: Tree
-    """`root` itself if it has the classes."""
+    """The training images: `root` itself if `root` contains the class folders."""
     val: Tree | None
-    """None if val is cut from train."""
+    """The validation images, or None if val is split off from train."""
 
 
 def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> Source:
-    """Return the images of class folders, or of a folder without classes, or of an archive.
+    """Return the source of a folder or an archive, with or without class folders.
 
-    Raises PrepError if `path` is missing, is not an archive, or has a val folder without train.
-    Listing raises it for no images, a single class, a class without images, classes of val that
-    train lacks, an unclear order of classes, and too many images that are not read.
+    Raises PrepError if `path` is missing, is not an archive, or has a val folder but no train
+    folder. Listing the images raises it for missing or conflicting classes, an unclear class order,
+    and too many images in unsupported formats.
     """
     flags = flags or Asked()
     layout = _layout(_open(path, flags))
     train, val = layout.train, layout.val
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
-        raise PrepError(f"{out}: is among the images of {path}; give --out another folder")
+        raise PrepError(f"{out}: this folder is inside the source {path}: choose another --out")
     if val is not None:
         refuse_val_fraction(flags.val_fraction, val)
     options: dict[str, Any] = {}
@@ -102,7 +103,7 @@ def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> S
         default = 0.0 if flags.no_classes else VAL_FRACTION
         val_fraction = default if flags.val_fraction is None else flags.val_fraction
         options["val_fraction"] = val_fraction
-    if flags.class_order == "number":  # not recorded for text, the order of earlier data sets
+    if flags.class_order == "number":  # "text" is omitted to match the records of older data sets
         options["class_order"] = "number"
     if flags.no_classes:
         options["label"] = NO_LABEL
@@ -114,9 +115,9 @@ def _open(path: Path, flags: Asked) -> Tree:
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
-            print(f"{path}: inflated, as nothing can be read in the middle of a compressed tar")
+            print(f"{path}: decompressed, because a compressed tar has no random access")
         tree = open_tree(path) if flags.no_classes else open_archive(path)
-        print(f"{path}: read in place, without unpacking; images of {tree}", flush=True)
+        print(f"{path}: reading the images of {tree} in place, without unpacking", flush=True)
         return tree
     if not path.is_dir():
         raise PrepError(
@@ -135,7 +136,7 @@ def _layout(root: Tree) -> Layout:
             f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
             " or <class>/* alone"
         )
-    return Layout(root, root, None)  # `test` is a class like any other then
+    return Layout(root, root, None)  # without train/, `test` is an ordinary class
 
 
 def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
@@ -143,7 +144,7 @@ def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -
     names = _in_order(train, train.folders(), flags.class_order)
     used = {"train"} if val is None else {"train", val.name}
     if train is not root and (unused := [name for name in root.folders() if name not in used]):
-        # recorded in _info.json: other words are other bytes
+        # _info.json records this text, so rewording it changes the output bytes
         builder.report(f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
@@ -155,8 +156,8 @@ def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -
     if not per_class.sum():
         if ignored.stray and train is root:
             raise PrepError(
-                f"{train}: {len(ignored.stray):,} images lie in this folder itself: name its"
-                f" parent, {train.file.resolve().parent}; expected <class>/<image>, or --no-classes"
+                f"{train}: contains {len(ignored.stray):,} images outside class folders: give its"
+                f" parent, {train.file.resolve().parent}, for <class>/<image>, or use --no-classes"
             )
         raise PrepError(
             f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also};"
@@ -165,11 +166,11 @@ def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -
     if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
         raise PrepError(
             f"{train}: classes without images: {', '.join(empty)}{also}; remove these folders or"
-            " fill them"
+            " add images"
         )
     if len(names) < 2:
         raise PrepError(
-            f"{train}: only one class ({', '.join(names)}); expected two subfolders at least"
+            f"{train}: only one class ({', '.join(names)}); expected at least two subfolders"
         )
     if val is not None:
         _fill_val(val, labels, ignored, builder)
@@ -181,7 +182,7 @@ def _fractions(val_fraction: float) -> dict[str, float]:
 
 
 def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
-    """Add all images below the folders, without labels."""
+    """Add all images in the folders without labels."""
     ignored = Ignored()
     for tree, fractions in ((layout.train, _fractions(val_fraction)), (layout.val, {"val": 1.0})):
         if tree is not None:
@@ -195,33 +196,34 @@ def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Asked, builder:
 
 
 def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder) -> None:
-    """Add the images of the folder val. labels: label of each of train's classes, normalized."""
+    """Add the images of the val folder. labels: normalized names of train's classes -> labels."""
     names = val.folders()
     _labels(val, names)
     if unknown := [
         name for name in names if _normalized(name) not in labels and any(val.images(name))
     ]:
         raise PrepError(
-            f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or"
-            " add these classes to train"
+            f"{val}: classes without a training folder: {', '.join(unknown)}; remove these folders,"
+            " or add the classes to train"
         )
     of_val = {name: labels[_normalized(name)] for name in names if _normalized(name) in labels}
     _add_split(builder, val, of_val, {"val": 1.0}, ignored)
     if not builder.count("val").sum():
         raise PrepError(
-            f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction"
+            f"{val}: no images; expected <class>/<image>, or remove the folder and use"
+            " --val-fraction"
         )
 
 
 def _check_ignored(ignored: Ignored, flags: Asked, builder: Builder) -> None:
-    """Report the files that were not taken. Raises PrepError if too many are images."""
+    """Report skipped files. Raises PrepError if too many of them are images."""
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
     if ignored.num_images > (allowed := allowed_unreadable(flags.max_unreadable, total)):
         raise PrepError(
-            f"{ignored.num_images:,} of {total:,} images would be left out, more than the"
+            f"{ignored.num_images:,} of {total:,} images would be skipped, more than the"
             f" {allowed:,} that --max-unreadable {flags.max_unreadable} allows:"
-            f" {'; '.join(ignored.summary())}. To leave them out:"
+            f" {'; '.join(ignored.summary())}. To skip them, use"
             f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )
     for line in ignored.summary():
@@ -229,14 +231,14 @@ def _check_ignored(ignored: Ignored, flags: Asked, builder: Builder) -> None:
 
 
 def _normalized(name: str) -> str:
-    """Return a name in one Unicode spelling: macOS separates letters and accents."""
+    """Return a name in NFC form, because macOS stores letters and accents separately."""
     return unicodedata.normalize("NFC", name)
 
 
 def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     """Return the label of each class by its normalized name.
 
-    Raises PrepError for two folders that are one class.
+    Raises PrepError if two folders have the same normalized name.
     """
     by_name: dict[str, list[str]] = {}
     for name in names:
@@ -247,16 +249,16 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
         if len(same) > 1
     ]:
         raise PrepError(
-            f"{folder}: folders whose names are one in Unicode, of one class or of two?"
-            f" {some(twice)}; merge or rename them"
+            f"{folder}: folders have the same name in Unicode: {some(twice)}; merge or rename these"
+            " folders"
         )
     return {name: label for label, name in enumerate(by_name)}
 
 
 def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> list[str]:
-    """Return the classes in the order of their labels.
+    """Return the class names in label order.
 
-    Raises PrepError for numbers whose order as text differs, unless `class_order` is given.
+    Raises PrepError if text order and number order differ, unless `class_order` is given.
     """
     by_text = sorted(names)
     are_numbers = bool(names) and all(name.isascii() and name.isdecimal() for name in names)
@@ -264,8 +266,8 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     if class_order == "number" and not are_numbers:
         texts = [name for name in by_text if not (name.isascii() and name.isdecimal())]
         raise PrepError(
-            f"{folder}: --class-order number, but the names of the classes are not all numbers"
-            f" ({(*texts, 'none')[0]})"
+            f"{folder}: --class-order number requires class names that are numbers, but one is"
+            f" {(*texts, 'none')[0]}"
         )
     if by_number == by_text or class_order is not None:
         return by_number if class_order == "number" else by_text
@@ -274,10 +276,10 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     )
     differ = sum(name != other for name, other in zip(by_text, by_number, strict=True))
     raise PrepError(
-        f"{folder}: the classes' names are numbers; sorted as text label {label} is class"
-        f" {by_text[label]}, sorted as numbers it is class {by_number[label]} ({differ:,} of"
-        f" {len(names):,} labels differ). Say which: --class-order number, if the names are labels"
-        " (as in ImageNet-V2), or --class-order text, as torchvision's ImageFolder has it"
+        f"{folder}: class names are numbers; sorted as text, label {label} is class"
+        f" {by_text[label]}; sorted as numbers, class {by_number[label]} ({differ:,} of"
+        f" {len(names):,} labels differ): use --class-order number if the names are labels (as in"
+        " ImageNet-V2), or --class-order text to sort like torchvision's ImageFolder"
     )
 
 
@@ -288,7 +290,7 @@ def _add_split(
     fractions: Mapping[str, float],
     ignored: Ignored,
 ) -> None:
-    """Add the images of these classes, and divide each class by `fractions`: of each split."""
+    """Add the images of some classes. fractions: the fraction of each class per split."""
     file = builder.file(tree.file)
     if "" not in labels:
         tree.count_stray(ignored)
@@ -306,7 +308,7 @@ def _add_split(
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of classes whose keys may be equal, such as a/b_c.jpg and a_b/c.jpg."""
+    """Yield groups of classes that can have equal keys, such as a/b_c.jpg and a_b/c.jpg."""
     group: list[str] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):
@@ -341,23 +343,22 @@ main = source_command(
         "source": {
             "type": Path,
             "metavar": "SOURCE",
-            "help": "folder, zip or tar with train/ and val/, or with the classes",
+            "help": "folder, zip or tar with train/ and val/, or with class folders",
         },
         **VAL_FRACTION_FLAG,
         "--class-order": {
             "choices": CLASS_ORDERS,
             "help": (
-                "order of the labels if all class names are numbers: 1, 10, 2 (text) or 1, 2, 10"
-                " (number)"
+                "label order if all class names are numbers: 1, 10, 2 (text) or 1, 2, 10 (number)"
             ),
         },
         "--label-column": {
             "metavar": "NAME",
-            "help": "of metadata.csv: where classes are, if it is unclear",
+            "help": "class column of metadata.csv, if several are possible",
         },
         "--no-classes": {
             "action": "store_true",
-            "help": "take all images in SOURCE, without labels: for prediction, not for training",
+            "help": "take all images in SOURCE without labels, for prediction but not training",
         },
         **ARCHIVE_FLAGS,
     },

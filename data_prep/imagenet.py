@@ -1,19 +1,19 @@
-"""Shards of ImageNet-1k (ILSVRC2012) from the downloaded files, read in place without unpacking.
+"""Write shards of ImageNet-1k (ILSVRC2012) from the downloaded files, without unpacking them.
 
     python -m data_prep.imagenet SOURCE [SOURCE ...] --out ROOT [--partial] [--md5]
 
-SOURCE is a folder with these files, or the files and folders themselves:
+SOURCE is a folder with some of these files, or the files and folders themselves:
 
     ILSVRC2012_img_train.tar ILSVRC2012_img_val.tar ILSVRC2012_devkit_t12.tar.gz
-    imagenet-object-localization-challenge.zip      Kaggle's, or its tree ILSVRC/...
+    imagenet-object-localization-challenge.zip      Kaggle's zip, or its folder ILSVRC/...
     train/ val/                                     torchvision's class folders
-    data/*.parquet                                  Hugging Face's imagenet-1k; copied once (155 GB)
+    data/*.parquet                                  Hugging Face's imagenet-1k, copied once (155 GB)
 
-The layouts of train and val are recognised and printed (data_prep/read/imagenet_search.py). A
-label is the position of the image's WordNet id (WNID) among the sorted ones, as in all published
-weights. For a flat val, a file gives the WNIDs: the development kit or LOC_val_solution.csv. Keys
-are the images' names, so all layouts give the same shards. Counts must be ImageNet's: 1,281,167 and
-50,000 images of 1,000 classes.
+The layouts of train and val are detected and printed (data_prep/read/imagenet_search.py). A label
+is the position of the image's WordNet ID (WNID) in the sorted list, as in all published weights.
+For a flat val folder, the development kit or LOC_val_solution.csv gives the WNIDs. Keys are image
+names, so all layouts give the same shards. The counts must match ImageNet: 1,281,167 training and
+50,000 validation images in 1,000 classes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from vit.system.meter import Meter
 NUM_CLASSES = 1000
 NUM_IMAGES = {"train": 1_281_167, "val": 50_000}
 PER_CLASS = {"train": (732, 1300), "val": (50, 50)}
-"""Fewest and most images of a class (the development kit's readme)."""
+"""The minimum and maximum number of images per class (from the development kit's readme)."""
 MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
     TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e",
     VAL_TAR: "29b22e2961454d5413ddabcf34fc5622",
@@ -64,16 +64,16 @@ MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
 
 FAULTS = {
     "foreign": (
-        "are not named as ImageNet's of their class",
+        "have file names that do not match their class in ImageNet",
         "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG",
     ),
-    "unlabelled": ("have no class in the file of labels", f"take another one: {LABEL_FILES}"),
-    "contradicted": ("have another class in the file of labels", "one of the two is wrong"),
-    "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet has"),
+    "unlabelled": ("have no class in the label file", f"use another label file: {LABEL_FILES}"),
+    "contradicted": ("have another class in the label file", "correct the folder or the file"),
+    "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet is so large"),
 }
-"""Kinds of faults that --partial does not allow: the problem, and a hint."""
+"""The faults that --partial does not allow. Each has a problem and a hint."""
 Faults = defaultdict[str, list[str]]
-"""Names of images by kind of fault; also unknown WNIDs ("unknown") and other files ("ignored")."""
+"""Image names by fault. "unknown" contains WNIDs and "ignored" contains files of other types."""
 
 
 def _take(
@@ -83,14 +83,14 @@ def _take(
     labels: Mapping[str, str],
     faults: Faults,
 ) -> list[tuple[int, str, int]]:
-    """Return (row, key, label) of the valid images of a batch; the others go to `faults`."""
+    """Return (row, key, label) of the valid images in a batch, and add the others to `faults`."""
     valid = []
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
         if match is None or (match[2] is None) == training:
             is_image = name.lower().endswith(IMAGE_EXTENSIONS)
-            if not name.startswith("."):  # macOS puts `._x` next to x
+            if not name.startswith("."):  # macOS writes `._x` next to x
                 faults["foreign" if is_image else "ignored"].append(name)
             continue
         key, in_name, appended = match.groups()
@@ -138,9 +138,9 @@ def _add_split(
 
 
 def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> list[str]:
-    """Return how a split differs from ImageNet's, a line each.
+    """Return the differences between a split and ImageNet, one per line.
 
-    counts: (len(class_names),) images of each class.
+    counts: (len(class_names),) number of images per class.
     """
     lines = []
     if counts.sum() != NUM_IMAGES[split]:
@@ -158,7 +158,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 
 
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
-    """Add all images to the catalogue. Raises PrepError with all problems at once."""
+    """Add all images to the catalogue. Raises one PrepError that lists all problems."""
     labels = read_all(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
     all_wnids = set(labels.values()).union(*wnids.values())
@@ -193,17 +193,17 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
                 f" {some(ignored)}"
             )
         if not builder.count(layout.split).sum() and not errors:
-            errors.append(f"{layout.split}: {layout.path} holds no images")
+            errors.append(f"{layout.split}: no images in {layout.path}")
         partial_only += differences(layout.split, class_names, builder.count(layout.split))
     if errors or (partial_only and not allow_partial):
         lines = NEXT_LINE.join(errors if allow_partial else errors + partial_only)
         hint = (
-            "\nget what is missing (--md5 checks the archives), or take what there is with"
-            " --partial"
+            "\nadd the missing files (--md5 checks the archives), or use --partial to accept the"
+            " source"
         )
-        raise PrepError(f"not ImageNet-1k as it should be:\n  {lines}{'' if errors else hint}")
+        raise PrepError(f"this source is not ImageNet-1k:\n  {lines}{'' if errors else hint}")
     if len(class_names) < NUM_CLASSES and allow_partial:
-        partial_only.append(  # recorded in _info.json: other words are other bytes
+        partial_only.append(  # _info.json records this text, so rewording changes the output bytes
             f"labels are positions among {len(class_names):,} classes: not the labels of published"
             f" weights, which know {NUM_CLASSES:,}"
         )
@@ -229,14 +229,14 @@ def read(sample: Sample) -> bytes:
 
 
 def check_md5(paths: Sequence[Path]) -> None:
-    """Compare archives with their official md5. Raises PrepError naming all that differ."""
+    """Compare archives with their published md5. Raises PrepError that names all wrong files."""
     official = {path: MD5[path.name] for path in paths if path.name in MD5}
     if not official:
-        print(f"md5: none of the files has an official one; these have: {', '.join(MD5)}")
+        print(f"md5: none of these files has a published md5; expected {', '.join(MD5)}")
     wrong = []
     for path, expected in official.items():
         if (md5 := checksum_of(path, "md5")) == expected:
-            print(f"md5 of {path.name}: as published", flush=True)
+            print(f"md5 of {path.name}: correct", flush=True)
         else:
             wrong.append(
                 f"{path} ({path.stat().st_size:,} bytes) has md5 {md5}; expected {expected};"
@@ -247,7 +247,7 @@ def check_md5(paths: Sequence[Path]) -> None:
 
 
 def _check_splits(search: Search, allow_partial: bool) -> None:
-    """Raise PrepError if a split is missing, or flat without a file of labels."""
+    """Raise PrepError if a split is missing, or if val is flat and has no label file."""
     splits = {layout.split for layout in search.layouts}
     expected = {"train": f"{TRAIN_TAR}, <wnid>.tar, train/<wnid>/", "val": f"{VAL_TAR}, val/"}
     problems = [
@@ -257,19 +257,19 @@ def _check_splits(search: Search, allow_partial: bool) -> None:
     ]
     if any(layout.flat for layout in search.layouts) and not search.labels:
         problems.append(
-            "val is a flat folder or archive, and no file gives the classes of its images; any one"
-            f" of these does: {LABEL_FILES}"
+            "val is a flat folder or archive without a file that labels its images: add one of"
+            f" these files: {LABEL_FILES}"
         )
     if problems:
         raise PrepError(NEXT_LINE.join(problems + search.remarks))
 
 
 def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False) -> Source:
-    """Return ImageNet-1k in these files and folders, and print its layout.
+    """Find ImageNet-1k in these files and folders, and print the layout.
 
-    allow_partial: accept fewer images and classes, or one split alone, and report what is missing.
-    md5: compare that of the archives first. Raises PrepError for problems that can be seen at once;
-    `fill` lists the images.
+    allow_partial: accept missing images, classes or splits, and report what is missing. md5: first
+    check the md5 of the archives. Raises PrepError for problems that are visible without listing
+    the images, which `fill` does.
     """
     search = find_layouts(paths)
     _check_splits(search, allow_partial)
@@ -291,7 +291,7 @@ def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False
 def _source(args: argparse.Namespace) -> Source:
     for path in args.source:
         if os.path.realpath(path) == os.path.realpath(args.out):
-            raise PrepError(f"{path}: is SOURCE and --out; give another folder for the shards")
+            raise PrepError(f"{path}: SOURCE and --out are the same folder: choose another --out")
     return source(args.source, args.partial, args.md5)
 
 
@@ -303,15 +303,15 @@ main = source_command(
             "type": Path,
             "nargs": "+",
             "metavar": "SOURCE",
-            "help": "folder that holds the files, or the files and folders themselves",
+            "help": "folder that contains the files, or the files and folders themselves",
         },
         "--partial": {
             "action": "store_true",
-            "help": "accept fewer images and classes, or one split; reports what is missing",
+            "help": "accept and report missing images, classes or splits",
         },
         "--md5": {
             "action": "store_true",
-            "help": "compare the archives' md5 with the published ones first (147 GB: minutes)",
+            "help": "first compare the archives with their published md5 (147 GB, takes minutes)",
         },
     },
     _source,

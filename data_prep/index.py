@@ -1,4 +1,4 @@
-"""Index shards of other programs: write the missing files, change no tar.
+"""Index existing shards of other programs without changing any tar.
 
     python -m data_prep.index ROOT [--split NAME] [--max-unreadable F] [--workers N]
     python -m data_prep.index ROOT --image image.jpg --label json:label --classes names.txt
@@ -6,25 +6,25 @@
     python -m data_prep.index 'https://host/path/imagenet1k-train-{0000..1023}.tar' --out FOLDER
 
 Every `<split>-*.tar` or `<anything>-<split>-*.tar` in ROOT (imagenet1k-train-0000.tar) is scanned
-and hashed once; its `.idx` and its sidecar are written next to it, then `<split>.index.npy` for
-each split and last `_info.json`. An existing `_info.json`, which lists the shards of each split, is
-compared with the tars and never changed. Tars hold no class names: --classes gives them, else the
-number of classes is the largest label of any split plus one. Invalid samples (an image of 0 bytes,
-no image or two, no label) are omitted, and listed in the sidecars and in `quarantine.jsonl`; they
-are an error if they are more than --max-unreadable allows.
+and hashed once. The command writes an `.idx` file and a sidecar next to each tar,
+`<split>.index.npy` for each split, and finally `_info.json`. An existing `_info.json`, the list of
+each split's shards, is compared with the tars and never changed. Tars contain no class names.
+Without --classes, the number of classes is the largest label of any split plus one. Invalid samples
+(an image of 0 bytes, no image or two images, no label) are skipped and listed in the sidecars and
+in `quarantine.jsonl`. Too many invalid samples for --max-unreadable are an error.
 
-A sample is a run of members with the same name up to the first dot, as in webdataset; its image is
-the member jpg, jpeg, png or webp, its label the integer in the member cls. --image and --label name
-other members, or a field of a JSON member; `--label none` takes samples without labels.
---keys-with-dots takes names up to their last dot. These flags are recorded in `_info.json` and the
-sidecars, and a later index uses them.
+As in webdataset, a sample is a run of members with the same name up to the first dot. The image is
+the member jpg, jpeg, png or webp, and the label is the integer in the member cls. --image and
+--label select other members or a field of a JSON member. `--label none` reads samples without
+labels. With --keys-with-dots, a key ends at the last dot. `_info.json` and the sidecars record
+these flags, and later runs of the command use them.
 
-Shards at a URL are fetched one at a time into the folder for temporary files (TMPDIR), and then
-removed. ROOT is any folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds),
-or a web address; then the shards are named as in webdataset, with braces, unless that folder has an
-`_info.json`. Files are written next to the shards if possible, else to FOLDER, whose
-`_info.json` then records the place of the shards in "shards_at". An interrupted command continues
-after the shards it has read; until all are, their index rows are kept in `<shard>.rows.npy`.
+Shards at a URL are fetched one at a time into the temporary folder (TMPDIR) and then removed. ROOT
+may be a folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds) or a web
+address. On the web, name the shards with braces, as in webdataset, unless the folder has an
+`_info.json`. Files are written next to the shards if possible, otherwise to FOLDER. There,
+"shards_at" in `_info.json` records the location of the shards. An interrupted command resumes after
+the last shard it read. Until all shards are read, `<shard>.rows.npy` stores their index rows.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def index(
     flags: Asked = NOTHING_ASKED,
     max_unreadable: float = Settings().max_unreadable,
 ) -> None:
-    """Write missing files next to the tars of a folder, or to `out`; never alter a tar.
+    """Write missing files next to the tars of a folder, or to `out`.
 
-    roots: one folder, one URL of a folder, or URLs of tars, braces allowed. split: of all shards,
-    if it is not in their names. max_unreadable: fraction of the samples that may be invalid. Raises
-    PrepError or ShardError.
+    roots: one folder, one folder URL, or tar URLs, which may contain braces. split: the split of
+    all shards, if their names do not contain one. max_unreadable: the maximum fraction of invalid
+    samples. Raises PrepError or ShardError.
     """
     source, names = locate(roots)
     output = choose_output(source, out)
@@ -96,8 +96,8 @@ def index(
         splits = group_by_split(files, str(source), split)
     if own_info is not None and tars_by_split(own_info) != splits:
         raise PrepError(
-            f"{output}: its _info.json lists other shards than those named here; move it away, or"
-            " choose another --out"
+            f"{output}: its _info.json lists other shards than the given ones: move _info.json"
+            " away, or choose another --out"
         )
     split_of_tar = {name: split for split, listed in splits.items() for name in listed}
     tars = list(split_of_tar)
@@ -114,7 +114,7 @@ def index(
     indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
     sidecars = {name: indexed[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
-    invalid = [entry for entry in entries if "tar_offset" in entry]  # our writer's have none
+    invalid = [entry for entry in entries if "tar_offset" in entry]  # our writer has no offsets
     _refuse_invalid(sidecars, invalid, max_unreadable)
     for info in (given_info, own_info):
         if info is not None:
@@ -139,7 +139,7 @@ def index(
     _clean(output, tars, is_ours=output is not source)
     write_readme(output, info)
     num_classes = classes["num_classes"]
-    fits = ", _info.json was there and fits" if own_info else ""
+    fits = ", matches the existing _info.json" if own_info else ""
     print(f"{output}: indexed, {counted(num_classes, 'class', 'classes')}{fits}")
     _print_notes(output, splits, invalid, indexed, num_classes)
     use = f"train on it with {_settings(output, list(splits))}"
@@ -151,10 +151,10 @@ def index(
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
-    """Remove the files of rows, which the index has, and leftovers of a killed process."""
+    """Remove the temporary row files and the leftovers of a killed process."""
     for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
         output.remove(name)
-    if output.local and is_ours:  # other programs may write to a folder of foreign tars
+    if output.local and is_ours:  # other programs may be writing to a folder of foreign tars
         remove_leftovers(output.local)
 
 
@@ -165,11 +165,11 @@ def _print_notes(
     indexed: dict[str, Indexed],
     num_classes: int,
 ) -> None:
-    """Print omitted and repeated samples, and classes without images, as if labels begin with 1."""
+    """Print notes about skipped samples, repeated samples and classes without images."""
     if invalid:
-        count = "1 sample that does" if len(invalid) == 1 else f"{len(invalid):,} samples that do"
+        count = "1 invalid sample" if len(invalid) == 1 else f"{len(invalid):,} invalid samples"
         print(
-            f"left out: {count} not fit, listed in {output}/quarantine.jsonl; the first:"
+            f"skipped {count}, listed in {output}/quarantine.jsonl; the first:"
             f" {_describe(invalid[0])}"
         )
     ignored = (Counter(each.sidecar.get("passed_over", {})) for each in indexed.values())
@@ -179,8 +179,8 @@ def _print_notes(
     empty = [str(label) for label in np.setdiff1d(np.arange(num_classes), labels)]
     if empty:
         print(
-            f"note: labels are {labels[0]} to {labels[-1]}; models get an output for classes"
-            f" without images, too: {some(empty)}"
+            f"note: labels are {labels[0]} to {labels[-1]}; models also get an output for classes"
+            f" without images: {some(empty)}"
         )
     _print_repeated(output, splits, indexed)
 
@@ -188,14 +188,14 @@ def _print_notes(
 def _print_repeated(
     output: Output, splits: dict[str, list[str]], indexed: dict[str, Indexed]
 ) -> None:
-    """Print shards with the same bytes, and keys that several samples of a split have."""
+    """Print shards with equal bytes, and the number of keys that several samples share."""
     by_sha256 = defaultdict[str, list[str]](list)
     for name, each in indexed.items():
         by_sha256[each.sidecar["sha256"] or name].append(name)
     for names in (names for names in by_sha256.values() if len(names) > 1):
         print(
-            f"note: {some(sorted(names))} have the same bytes: move all but one away, and"
-            " _info.json, and run this again"
+            f"note: {some(sorted(names))} have the same bytes: move _info.json and all but one of"
+            " them away, and run this command again"
         )
     for split, names in splits.items():
         _, counts = np.unique(
@@ -203,8 +203,8 @@ def _print_repeated(
         )
         if repeated := np.count_nonzero(counts > 1):
             print(
-                f"note: {repeated:,} keys of {split} are there more than once: `python -m"
-                f" data_prep.verify {quote(str(output))}` names them"
+                f"note: {repeated:,} keys of {split} occur more than once: `python -m"
+                f" data_prep.verify {quote(str(output))}` lists them"
             )
 
 
@@ -215,29 +215,29 @@ def _describe(entry: dict[str, Any]) -> str:
 def _refuse_invalid(
     sidecars: dict[str, dict[str, Any]], invalid: list[dict[str, Any]], max_unreadable: float
 ) -> None:
-    """Raise PrepError, with the fraction that would pass, if too many samples are invalid."""
+    """Raise PrepError if too many samples are invalid, and name the fraction that would pass."""
     total = sum(sidecar["num_samples"] for sidecar in sidecars.values()) + len(invalid)
     allowed = allowed_unreadable(max_unreadable, total)
     if len(invalid) <= allowed:
         return
     lines = [_describe(entry) for entry in invalid]
     raise PrepError(
-        f"{len(invalid):,} of {total:,} samples do not fit, more than the {allowed:,} that"
-        f" --max-unreadable {max_unreadable} allows. Repair them, name other members (--image,"
-        " --label), or have them left out (--max-unreadable"
-        f" {share_to_allow(len(invalid), total)}):\n  {some(lines, 20, NEXT_LINE)}"
+        f"{len(invalid):,} of {total:,} samples are invalid, more than the {allowed:,} that"
+        f" --max-unreadable {max_unreadable} allows. Repair them, select other members (--image,"
+        f" --label), or skip them (--max-unreadable {share_to_allow(len(invalid), total)}):"
+        f"\n  {some(lines, 20, NEXT_LINE)}"
     )
 
 
 def _settings(output: Output, splits: list[str]) -> str:
-    """Return the settings that a training run needs for a data set."""
+    """Return the settings that a training run on this data set needs."""
     train = next((name for name in splits if name.lower().startswith("train")), splits[0])
     val = next((name for name in splits if name != train), None)
     settings = quote(f"data.root={output}")
     if train != "train":
         settings += f" data.train_split={train}"
     if val is None:
-        return f"{settings} (and a split to evaluate on, as data.val_split)"
+        return f"{settings} (and set data.val_split to a split for evaluation)"
     return settings if val == "val" else f"{settings} data.val_split={val}"
 
 
@@ -254,15 +254,15 @@ main = command_line(
             "root": {
                 "nargs": "+",
                 "metavar": "ROOT",
-                "help": "folder of tar shards, its URL, or URLs of shards (quote the braces)",
+                "help": "folder of tar shards, its URL, or shard URLs (quote the braces)",
             },
             "--out": {
                 "metavar": "FOLDER",
-                "help": "for shards at a URL: where the index goes if not next to them",
+                "help": "folder for the index of shards at a URL, if not next to the shards",
             },
             "--split": {
                 "metavar": "NAME",
-                "help": "split of all shards, if their names have none (00000.tar)",
+                "help": "split of all shards, if their names contain none (00000.tar)",
             },
             **MAX_UNREADABLE_FLAG,
             **WORKERS_FLAG,
@@ -270,23 +270,23 @@ main = command_line(
         "members of a sample": {
             "--image": {
                 "metavar": "SUFFIX",
-                "help": "the image's member, as image.jpg; several, one a sample, as 'jpg;png'",
+                "help": "member of the image, such as image.jpg, or several, such as 'jpg;png'",
             },
             "--label": {
                 "metavar": "SUFFIX",
                 "help": (
-                    "the label's: a text member, as label.cls, or a JSON field, as json:label;"
-                    " none: there are no labels"
+                    "member of the label: a text member such as label.cls, a JSON field such as"
+                    " json:label, or none for samples without labels"
                 ),
             },
             "--keys-with-dots": {
                 "action": "store_true",
-                "help": "a key ends at the last dot of a name, not at the first",
+                "help": "end a key at the last dot of a name instead of the first",
             },
             "--classes": {
                 "type": Path,
                 "metavar": "FILE",
-                "help": "class names in the order of labels, one a line",
+                "help": "file of class names in label order, one per line",
             },
         },
     },

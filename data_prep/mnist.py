@@ -1,15 +1,15 @@
-"""Shards of MNIST, Fashion-MNIST or Kuzushiji-MNIST, from their four idx files.
+"""Write shards of MNIST, Fashion-MNIST or Kuzushiji-MNIST from the four idx files.
 
     python -m data_prep.mnist SOURCE --out ROOT [--variant mnist|fashion|kmnist] [--download]
 
-SOURCE holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the same two of t10k, compressed
+SOURCE contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k files, compressed
 (.gz) or not, directly or in torchvision's folders (MNIST/raw/...). The 60,000 images of train
-become `train`, the 10,000 of t10k `val`; keys are train-00000 and so on, after the position in the
-file. --download fetches the files into SOURCE first and compares their md5.
+become `train`, and the 10,000 of t10k become `val`. Keys are positions in the file, such as
+train-00000. --download first fetches the files into SOURCE and checks their md5.
 
-An image is 28x28 grey and becomes a grey JPEG of quality 100: it differs from the original by at
-most 2 of 255 levels, 63 dB on MNIST's t10k (quality 95: 10 levels, 47 dB, a quarter smaller, which
-a tar's padding cancels). Uncompressed files are read in place.
+Each 28x28 gray image becomes a gray JPEG of quality 100. On MNIST's t10k, the JPEG differs from the
+original by at most 2 of 255 levels (63 dB). Quality 95 differs by 10 levels (47 dB). Its files are
+a quarter smaller, but tar padding cancels this. Uncompressed files are read in place.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28
 PARTS = {"train": ("train", 60_000), "val": ("t10k", 10_000)}
-"""Part of the file names, and number of images, of each split."""
+"""The file name prefix and the number of images of each split."""
 HEADER_BYTES = {"images": 16, "labels": 8}
 
 
 class Variant(NamedTuple):
-    """One of the data sets in this form."""
+    """A data set in MNIST's format."""
 
     torchvision_folder: str
     url: str
     md5: Mapping[str, str]
-    """The md5 of each compressed file, as in torchvision and on the data sets' own pages."""
+    """The md5 of each compressed file, from torchvision and the data sets' own pages."""
     class_names: tuple[str, ...]
 
 
@@ -99,35 +99,35 @@ VARIANTS = {
 
 
 def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
-    """Return the four files, by their official names without .gz; torchvision's folders count too.
+    """Return the four files by their official names without .gz.
 
-    An uncompressed file comes before a compressed one. Raises PrepError naming all that are
-    missing, or two folders that have some.
+    Torchvision's folders are also searched, and an uncompressed file precedes a compressed one.
+    Raises PrepError that names all missing files, or both folders if two match.
     """
     if not folder.is_dir():
         raise PrepError(
-            f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected the"
-            " folder of the four idx files"
+            f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected a"
+            " folder with the four idx files"
         )
     expected = VARIANTS[variant]
     places = [folder, folder / "raw", folder / expected.torchvision_folder / "raw"]
     candidates = {place: files for place in places if (files := _files_in(place, expected))}
     if len(candidates) > 1:
         raise PrepError(
-            f"idx files in {' and in '.join(map(str, candidates))}; give the one that is meant as"
-            " SOURCE"
+            f"idx files exist in {' and in '.join(map(str, candidates))}: give one of these folders"
+            " as SOURCE"
         )
     place, files = next(iter(candidates.items()), (folder, {}))
     if missing := [name for name in expected.md5 if name not in files]:
         raise PrepError(
-            f"{place}: missing: {', '.join(missing)} (with .gz or without); fetch them from"
-            f" {expected.url}, or use --download, or another --variant"
+            f"{place}: missing: {', '.join(missing)} (with or without .gz); download them from"
+            f" {expected.url}, or use --download or another --variant"
         )
     return files
 
 
 def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
-    """Return the files of `variant` in one folder; some mirrors write a dot for the first dash."""
+    """Return the files of `variant` in a folder. Some mirrors replace the first dash with a dot."""
     spellings = {
         name: [
             folder / f"{stem}{extension}"
@@ -146,16 +146,16 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
 def read_idx(path: Path, kind: str, count: int) -> bytes:
     """Return the uncompressed content of an idx file of `count` "images" or "labels".
 
-    Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: dimensions), a size of four bytes for
-    each dimension, the data; as in http://yann.lecun.com/exdb/mnist. Raises PrepError for a file of
-    another kind, size or shape.
+    Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: number of dimensions), a four-byte
+    size per dimension, and the data (http://yann.lecun.com/exdb/mnist). Raises PrepError for a file
+    of another kind, size or shape.
     """
     shape = (count, SIDE, SIDE) if kind == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))
     opened = gzip.open if path.suffix == ".gz" else open
     with readable(path, DAMAGE, "not a complete gzip file"), opened(path, "rb") as file:
-        content = file.read(num_bytes + 1)  # no more: a hostile file may inflate to anything
+        content = file.read(num_bytes + 1)  # a hostile file may decompress to any size
     if len(content) != num_bytes or not content.startswith(expected):
         size = f"{len(content):,} bytes" if len(content) <= num_bytes else "more"
         raise PrepError(
@@ -172,16 +172,16 @@ def read_idx(path: Path, kind: str, count: int) -> bytes:
 def source(folder: Path, variant: str = "mnist") -> Source:
     """Return the images of the four idx files in `folder`.
 
-    Raises PrepError if some are missing, or belong to a different variant.
+    Raises PrepError if files are missing or are from a different variant.
     """
     files = find_files(folder, variant)
     for name, path in files.items():
-        # the variants differ only in the md5 of their official compressed files
+        # only the md5 of the official compressed files distinguishes the variants
         variants = {other.md5[name]: key for key, other in VARIANTS.items()}
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
         if (owner := variants.get(md5, variant)) != variant:
             raise PrepError(
-                f"{path}: this is {VARIANTS[owner].torchvision_folder}'s; use --variant {owner}"
+                f"{path}: file of {VARIANTS[owner].torchvision_folder}; use --variant {owner}"
             )
     records = partial(_records, files, variant)
     return array_source("mnist", {"variant": variant}, (SIDE, SIDE), records)
@@ -228,12 +228,12 @@ main = source_command(
         "source": {
             "type": Path,
             "metavar": "SOURCE",
-            "help": "folder of the four idx files, or torchvision's root folder",
+            "help": "folder with the four idx files, or torchvision's root folder",
         },
         "--variant": {
             "choices": tuple(VARIANTS),
             "default": "mnist",
-            "help": "which data set (default: %(default)s)",
+            "help": "data set to write (default: %(default)s)",
         },
         **download_flags("the four .gz files", "11, 30 or 21 MB"),
     },

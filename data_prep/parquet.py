@@ -1,17 +1,17 @@
-"""Shards from images in parquet files, as Hugging Face's hub and `datasets` write them.
+"""Write shards from images in parquet files, as Hugging Face's hub and `datasets` write them.
 
     python -m data_prep.parquet SOURCE --out ROOT [--val-fraction F] [--partial]
     python -m data_prep.parquet SOURCE --out ROOT --image-column img --label-column fine_label
 
-SOURCE is a folder with `train-00000-of-00003.parquet` and the like, or such a file; splits are read
-from the names of files, or of their folders (`train/0000.parquet`). `validation`, `val` or `dev`
-becomes val. Without it `test` becomes val, and without both each class gives a tenth of train. A
-split is skipped, unless it is train, if no image has a label (all are null, or -1).
+SOURCE is a folder of files such as `train-00000-of-00003.parquet`, or one file. The names of files
+or of their folders (`train/0000.parquet`) give the splits. `validation`, `val` or `dev` becomes
+val. Without one, `test` becomes val. If neither exists, a tenth of each training class becomes val.
+An evaluation split is skipped if none of its images has a label (all are null or -1).
 
-The schema of the files, or `dataset_info` in README.md, names the columns of image and label and
-the classes; otherwise the image is the column of bytes, and labels are numbers, or texts, in their
-order. Keys are the number of a row in its split and the image's name. Images are copied once to
-ROOT/_spool, because parquet has no random access.
+The schema of the files or `dataset_info` in README.md names the image column, the label column and
+the classes. Otherwise the image is the column of bytes, and the sorted numbers or texts of the
+label column are the classes. A key is the row number in the split and the image's name. Images are
+copied once to ROOT/_spool, because parquet has no random access.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""The split, by words in the names of files and folders."""
+"""Words in file and folder names, and the split that each word means."""
 NO_LABEL = (None, -1)
-"""Values for a missing label; Hugging Face's data sets have -1 for secret labels."""
+"""The values of a missing label. Data sets on Hugging Face use -1 for secret labels."""
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -65,25 +65,25 @@ def find_files(source: Path) -> dict[str, list[Path]]:
     if not paths:
         kinds = f" ({'; '.join(ignored.summary())})" if ignored.others or ignored.images else ""
         raise PrepError(
-            f"{source}: no .parquet files{kinds}; expected <split>-*.parquet, which `datasets`"
-            " writes by Dataset.to_parquet"
+            f"{source}: no .parquet files{kinds}; expected <split>-*.parquet, as written by"
+            " Dataset.to_parquet of `datasets`"
         )
     splits = defaultdict[str, list[Path]](list)
     for path in paths:
         splits[_split_of(path, source) or "train" * (len(paths) == 1)].append(path)
     problems = [
-        f"files of {split} are in several folders ({some(folders)}), of several data sets: give one"
-        " of them"
+        f"files of {split} are in several folders ({some(folders)}): give the folder of one data"
+        " set"
         for split, files in splits.items()
         if len(folders := sorted({str(path.parent) for path in files})) > 1
     ]
     if unclear := [path.name for path in splits.pop("", [])]:
         problems.append(
-            f"no split in the name of {some(unclear)}: name them train-*, validation-* or test-*,"
-            " or move them away"
+            f"no split in the names {some(unclear)}: rename these files to train-*, validation-* or"
+            " test-*, or move them away"
         )
     if "train" not in splits:
-        problems.append("no files of train: add train-*.parquet")
+        problems.append("no training files: add train-*.parquet")
     if problems:
         raise PrepError(f"{source}: {NEXT_LINE.join(problems)}")
     return {split: splits[split] for split in ("train", "val", "test") if split in splits}
@@ -101,7 +101,7 @@ def _split_of(path: Path, source: Path) -> str | None:
 
 
 def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str | None) -> Columns:
-    """Choose the columns by the schema of a file. image, label: their names, if the user gave them.
+    """Choose the columns from a file's schema. image, label: the names that the user gave.
 
     Raises PrepError.
     """
@@ -122,7 +122,7 @@ def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str 
 
 
 def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, str]:
-    """Return the class name of each value in the column of labels, in the order of labels."""
+    """Return the class name of each value in the label column, in label order."""
     values = set[Any]().union(*counts.values()).difference(NO_LABEL)
     if names := columns.class_names:
         are_names = all(isinstance(value, str) for value in values)
@@ -132,7 +132,7 @@ def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, 
 
 
 def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) -> list[str]:
-    """Return the problems with the labels, a line each."""
+    """Return the problems with the labels, one per line."""
     problems = []
     for split, values in counts.items():
         if lacking := sum(values[value] for value in NO_LABEL):
@@ -143,13 +143,13 @@ def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) ->
         unknown = sorted(map(str, values.keys() - classes.keys() - set(NO_LABEL)))
         if unknown:
             problems.append(
-                f"{split}: labels that are none of the {len(classes):,} classes:"
-                f" {some(unknown)}: correct them"
+                f"{split}: labels outside the {len(classes):,} classes: {some(unknown)}: correct"
+                " them"
             )
     if len(classes) < 2:
         problems.append(
-            f"train: only one class ({', '.join(classes.values())}): give two at least, or another"
-            " --label-column"
+            f"train: only one class ({', '.join(classes.values())}): provide at least two, or use"
+            " another --label-column"
         )
     return problems
 
@@ -164,11 +164,12 @@ def source(
     val_fraction: float | None = None,
     allow_partial: bool = False,
 ) -> Source:
-    """Return the images of parquet files.
+    """Return the source of parquet files.
 
-    image, label: columns, if they are unclear. val_fraction: of each class, only without a val.
-    allow_partial: accept missing files, and classes without images. Raises PrepError for missing
-    files and unclear columns. Listing raises it for labels that are missing or unknown.
+    image, label: columns, if several are possible. val_fraction: the fraction of each class for
+    val, allowed only without a val split. allow_partial: accept missing files and classes without
+    images. Raises PrepError for missing files and unclear columns. Listing the images raises it for
+    missing or unknown labels.
     """
     files = find_files(path)
     refuse_val_fraction(val_fraction, *files.get("val", ()))
@@ -211,7 +212,7 @@ def _fill(
         incomplete.append(f"train: classes without images: {some(empty)}")
     problems = _problems(counts, classes)
     if incomplete and not allow_partial:
-        problems += [*incomplete, "add what is missing, or take what is there: --partial"]
+        problems += [*incomplete, "add the missing files, or accept the source with --partial"]
     if problems:
         raise PrepError(f"{files['train'][0].parent}: {NEXT_LINE.join(problems)}")
     for line in incomplete:
@@ -247,14 +248,14 @@ main = source_command(
         "source": {
             "type": Path,
             "metavar": "SOURCE",
-            "help": "folder of parquet files, or one of them",
+            "help": "folder of parquet files, or one parquet file",
         },
-        "--image-column": {"metavar": "NAME", "help": "where images are, if it is unclear"},
-        "--label-column": {"metavar": "NAME", "help": "where labels are, if it is unclear"},
+        "--image-column": {"metavar": "NAME", "help": "image column, if several are possible"},
+        "--label-column": {"metavar": "NAME", "help": "label column, if several are possible"},
         **VAL_FRACTION_FLAG,
         "--partial": {
             "action": "store_true",
-            "help": "accept missing files, and classes without images; reports what is missing",
+            "help": "accept and report missing files and classes without images",
         },
     },
     lambda args: source(

@@ -1,24 +1,24 @@
-"""Check a finished data set: re-read everything and report what is wrong.
+"""Check a finished data set and report what is wrong.
 
     python -m data_prep.verify ROOT [--workers N] [--strict]
     python -m data_prep.verify ROOT --quick [--sample N]
 
-ROOT is a folder or its URL (https://, s3://, gs://). It is compared with `_info.json`, which lists
-the shards (data_prep/check/set_checks.py). Worker processes read every shard completely and
-decode every image (data_prep/check/shard_checks.py). Their results together show labels without
-images, repeated keys and equal images. Class names, keys and labels are compared with their hash,
-which was taken before anything was written. Shards at a URL are fetched one at a time into the
-folder for temporary files. Nothing is written or repaired.
+ROOT is a folder or its URL (https://, s3://, gs://). The shards are compared with `_info.json`,
+which lists them (data_prep/check/set_checks.py). Worker processes read every shard completely and
+decode every image (data_prep/check/shard_checks.py). The combined results show labels without
+images, repeated keys and equal images. Class names, keys and labels are compared with a hash that
+was computed before any shard was written. Shards at a URL are fetched one at a time into the
+temporary folder. Nothing is written or repaired.
 
-A problem differs from the records, or prevents training: exit status 1. A note may come from the
-source, such as the same image under two labels or in both splits, or is about a harmless file; it
-fails with --strict only. Exit status 2: the check could not run.
+A problem contradicts the records or prevents training, and the exit status is 1. A note may have
+its cause in the source, such as the same image under two labels or in both splits, or concerns a
+harmless file. Notes fail only with --strict. The exit status is 2 if the check could not run.
 
---quick does not read whole shards: it checks sizes, index rows, and some images of every shard (at
-a URL by ranges). At its end it lists the checks that it omitted.
+--quick does not read whole shards. It checks sizes, index rows and some images of every shard (at a
+URL with range requests), and finally lists the checks that it skipped.
 
-Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and one shard's headers
-in each worker.
+Memory is about 30 bytes per image in the main process (40 MB for ImageNet-1k), and one shard's
+headers in each worker.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import printable, recorded_layout
 
 SAMPLE = 500
-"""Number of images that a quick check decodes, over all splits."""
+"""The number of images that a quick check decodes, over all splits."""
 SUBJECTS = {
     "files": "Files",
     "tars": "Tars",
@@ -80,14 +80,14 @@ class Report:
     elapsed_s: float
 
     def count(self, fails: bool) -> int:
-        """Count the problems, or the notes."""
+        """Count the problems if `fails`, otherwise the notes."""
         return sum(finding.fails == fails for finding in self.findings)
 
 
 def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Report:
-    """Check the data set at `place`. num_sampled: images of a quick check; None: check everything.
+    """Check the data set at `place`. num_sampled: images for a quick check, or None for all.
 
-    Raises PrepError or ShardError if nothing can be checked.
+    Raises PrepError or ShardError if the data set cannot be checked.
     """
     start_s = time.monotonic()
     with opened_data_set(place) as data:
@@ -100,9 +100,9 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
 
 
 def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Finding]:
-    """Check the contents of all existing shards, in worker processes.
+    """Check the contents of all existing shards in worker processes.
 
-    num_sampled: images of a quick check; None: all.
+    num_sampled: images for a quick check, or None for all.
     """
     total = sum(part.num_samples for part in data.parts)
     check = check_shard if num_sampled is None else check_shard_quickly
@@ -131,7 +131,7 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
 
 
 def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0) -> Shard:
-    """Return the input of a worker. num_sampled: images of a quick check."""
+    """Return the worker's description of a shard. num_sampled: images for a quick check."""
     name = part.filenames[number]
     return Shard(
         root=data.root,
@@ -153,8 +153,8 @@ def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0)
 
 
 def print_report(report: Report) -> None:
-    """Print problems and notes by subject, a table of the splits, what was checked, the verdict."""
-    for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail with --strict only)")):
+    """Print problems and notes by subject, a table of the splits, the checks and the verdict."""
+    for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail only with --strict)")):
         if report.count(fails):
             print(f"\n{heading}")
         for subject, title in SUBJECTS.items():
@@ -173,7 +173,7 @@ def print_report(report: Report) -> None:
     Console(highlight=False).print(table(report))
     num_checked = sum(part.num_checked for part in report.data.parts)
     print("\n  ".join(["Checked:", *_compared(report, counted(num_checked, "image"))]))
-    verdict = "right, as far as checked" if report.quick else "right"
+    verdict = "no problems in the checked part" if report.quick else "no problems"
     if problems := report.count(fails=True):
         verdict = counted(problems, "problem")
     if notes := report.count(fails=False):
@@ -181,31 +181,31 @@ def print_report(report: Report) -> None:
     print(f"{report.data.shown}: {verdict}, {report.elapsed_s:.1f} s")
 
 
-RECORDS = "sizes of the files, sidecars, quarantine, and the hashes that are recorded of them"
+RECORDS = "sizes and recorded hashes of files, sidecars and quarantine"
 QUICK = (
-    "labels and images of each class in the index",
-    "of these images, spread over all shards and found through the index: key, label, checksum,"
-    " line of `.idx`, and the image decoded to its end",
-    "NOT checked, leave out --quick for these: all other images, and their labels in the tars;"
-    " sha256 of the shards; tar structure, class names, repeated keys, equal images",
+    "labels and number of images per class in the index",
+    "key, label, checksum, `.idx` line and complete decoding of these images, found through the"
+    " index and spread over all shards",
+    "NOT checked (run without --quick): all other images and their labels in the tars, sha256 of"
+    " the shards, tar structure, class names, repeated keys, equal images",
 )
 COMPLETE = (
-    "tar structure; `.idx` and index, row by row, against what the tars give",
-    "these images, decoded to the end; sizes in pixels",
-    "images of each class, repeated keys, equal images (by 64 bits of a hash)",
+    "tar structure, and each row of `.idx` and index against the tars",
+    "complete decoding of these images, and their sizes in pixels",
+    "images per class, repeated keys, equal images (by 64 bits of a hash)",
 )
-"""Lines about the comparisons of a quick check, and of a complete one."""
+"""The lines that list what a quick check and a complete check compared."""
 
 
 def _compared(report: Report, images: str) -> list[str]:
-    """Return lines about what was compared, and after a quick check what was not."""
+    """Return lines about what was compared, and for a quick check what was not."""
     if report.quick:
         return [images, RECORDS, *QUICK]
     data = report.data
     num_shards = sum(len(part.filenames) for part in data.parts)
-    names = "the hash of those the data set was made of"
+    names = "the hash recorded before writing"
     if not data.catalogue_compared:
-        names = "NOTHING: no hash of them is recorded, or not all samples were seen"
+        names = "NOTHING, because no hash is recorded or some samples were not read"
     return [
         images,
         RECORDS,
@@ -220,14 +220,14 @@ ROWS: dict[str, Callable[[DataSet, SplitFiles], str]] = {
     "MB of tars": lambda _, part: f"{part.num_bytes / 1e6:,.1f}",
     "samples recorded": lambda _, part: f"{sum(part.described['shard_lengths']):,}",
     "images checked": lambda _, part: f"{part.num_checked:,}",
-    "images of a class": lambda data, part: number_range(images_per_class(data, part)),
-    "changed or remarked": lambda _, part: f"{part.changed.total():,}",
+    "images per class": lambda data, part: number_range(images_per_class(data, part)),
+    "changed or noted": lambda _, part: f"{part.changed.total():,}",
     "quarantined": lambda _, part: f"{len(part.quarantined):,}",
 }
 
 
 def table(report: Report) -> Table:
-    """Return the data set in numbers, a column for each split."""
+    """Return a table of the data set's numbers with one column per split."""
     result = Table(box=None, padding=(0, 0, 0, 3))
     result.add_column("")
     for part in report.data.parts:
@@ -238,24 +238,24 @@ def table(report: Report) -> Table:
 
 
 FLAGS: Flags = {
-    "root": {"metavar": "ROOT", "help": "folder of a finished data set, or its URL"},
+    "root": {"metavar": "ROOT", "help": "folder or URL of a finished data set"},
     "--quick": {
         "action": "store_true",
-        "help": "seconds instead of minutes: structure, and a sample of the images",
+        "help": "check structure and a sample of the images, in seconds instead of minutes",
     },
     "--sample": {
         "type": positive,
         "default": SAMPLE,
         "metavar": "N",
-        "help": "with --quick: images to decode, one of each shard at least (default: %(default)s)",
+        "help": "images to decode with --quick, at least one per shard (default: %(default)s)",
     },
-    "--strict": {"action": "store_true", "help": "exit status 1 for notes as well"},
+    "--strict": {"action": "store_true", "help": "exit with status 1 for notes as well"},
     **WORKERS_FLAG,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line and return the exit status."""
     args = make_parser("verify", __doc__, {"": FLAGS}).parse_args(argv)
     has_failed = False
 
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:  # `verify ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    return run(command, args, "start it again") or int(has_failed)
+    return run(command, args, "run the command again") or int(has_failed)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Measure how fast this machine trains a config: images/s, MFU, parts, memory, loader.
+"""Benchmark training of a config: images/s, MFU, parts of the step, memory and loader.
 
     python launch/bench.py --config configs/vit_b16.yaml
     python launch/bench.py --config configs/vit_b16.yaml --data data/imagenet --out results
     torchrun --nproc_per_node=8 launch/bench.py --config configs/vit_l16.yaml train.compile=true
     python launch/bench.py --config configs/vit_b16.yaml --profile trace data.global_batch_size=512
 
-No data are needed. The real training step runs on batches of noise, eager and (on a GPU, or with
-train.compile=true) compiled, with the config's micro-batch and with the largest that fits. If
+No data are needed. The real training step runs on random batches, in eager mode and, on a GPU or
+with train.compile=true, compiled. The micro-batch is the config's and the largest that fits. If
 data.root can be opened, the loader is measured alone and together with the step. `--out` writes
-results that launch/plan.py reads from benchmarks/results. No run folder is written. Exit status: 0,
-or 2 after a user mistake.
+results, which launch/plan.py reads from benchmarks/results. No run folder is written. Exit status:
+0, or 2 after a user mistake.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from vit.system.command_line import Parser
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     overrides = list(args.overrides)
     if args.data is not None:
         overrides.append(f"data.root={json.dumps(args.data)}")
     config = load_config(args.config, overrides)
     if config.train.exact_over_ranks:
-        # Micro-batches of other sizes would need different leaves.
+        # Exact sums fix the micro-batch size, but this benchmark also measures other sizes.
         config = with_settings(config, {"train.exact_over_ranks": False})
         if process_group.is_main_process():
             print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)
@@ -66,14 +66,14 @@ def main() -> World:
         show(result, args.json)
         written = sys.stderr if args.json else sys.stdout
         if args.profile is not None:
-            print(f"trace and table of operators: {args.profile}", file=written)
+            print(f"trace and operator table: {args.profile}", file=written)
         if args.out is not None:
-            print(f"written: {write_results(args.out, result)}, and .md next to it", file=written)
+            print(f"written: {write_results(args.out, result)} and a .md file", file=written)
     return world
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/bench.py", __doc__, setting_for)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
     parser.add_argument(
@@ -85,10 +85,10 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds for each measurement (default: 10)",
+        help="seconds per measurement (default: 10)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of each measurement, instead of --seconds"
+        "--steps", type=int, metavar="N", help="steps per measurement, instead of --seconds"
     )
     parser.add_argument(
         "--profile", type=Path, metavar="FOLDER", help="write a trace and a table of operators"
@@ -96,7 +96,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write <date>-gpu-<name>.json and .md"
     )
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
@@ -109,7 +109,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def show(result: dict[str, Any], as_json: bool) -> None:
-    """Print the numbers as one JSON object or as tables."""
+    """Print the measurements as one JSON object or as tables."""
     if as_json:
         print(json.dumps(result, indent=1))
         return

@@ -1,29 +1,29 @@
-"""Evaluate a checkpoint exactly at any resolution, or fine-tune it first.
+"""Evaluate a checkpoint on every image at any resolution, or fine-tune it first.
 
     python launch/eval.py                                    the newest run under runs/
-    python launch/eval.py runs/demo --image-size 48          positions interpolated, no training
-    python launch/eval.py runs/a runs/b                      compared image by image
+    python launch/eval.py runs/demo --image-size 48          interpolated positions, no training
+    python launch/eval.py runs/a runs/b                      compare runs image by image
     python launch/eval.py runs/demo eval.sets.v2.root=data/v2 eval.sets.v2.split=train
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
-    python launch/eval.py runs/demo --knn --linear-probe     probes of its features
+    python launch/eval.py runs/demo --knn --linear-probe     probes of the run's features
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet
     python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors \\
-        --data /data/imagenet                                a model that timm published
+        --data /data/imagenet                                a model published by timm
 
-Every image of the split counts once, on any number of ranks. With --finetune the flags below are
-settings of the fine-tuning, so --image-size is the size it trains at; it prints the accuracy
-before, at both sizes, and after, and compares them image by image. Running the same command again
-continues a fine-tuning that was stopped or killed.
+Every image of the split counts once, on any number of ranks. With --finetune, the flags below
+configure the fine-tuning, so --image-size is the training size. The command then prints the
+accuracy before fine-tuning at both sizes and after it, and compares the models image by image. Run
+the same command again to resume a fine-tuning that was stopped or killed.
 
-The sets of the run's `eval.sets` are also evaluated, unless --data or --split select other images.
-Sets can be added as settings. For several checkpoints a table compares each with the first, image
-by image, on the sets of the first (docs/evaluation.md).
+The sets in the run's `eval.sets` are also evaluated, unless --data or --split selects other images.
+Settings can add sets. If several checkpoints are given, a table compares each with the first, image
+by image, on the first checkpoint's sets (docs/evaluation.md).
 
 `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in
 percent, loss, ece (calibration error in points), top1_low and top1_high (the 95 % interval of
-top1), `sets` (by name; with num_skipped, images without a label), `probes` with --knn or
---linear-probe (by name), and `note` if the data's classes differ from the model's. For several
-checkpoints it has `checkpoints`, a list of such objects, and `difference`, a list with each
+top1), `sets` by name, `probes` by name (with --knn or --linear-probe), and `note` if the data's
+classes differ from the model's. In `sets`, num_skipped is the number of images without a label. For
+several checkpoints, `checkpoints` is a list of such objects and `difference` a list of each
 checkpoint's differences from the first by set (see vit/training/metrics.py). --finetune adds
 `before`, `before_resized` (objects of this form) and `difference`, or `stopped` and `run` after a
 signal. Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a user mistake; 130
@@ -60,18 +60,18 @@ from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
 
 DEFAULT_K = 20
-"""The number of neighbours that was best in DINO, out of 10, 20, 100 and 200."""
+"""The best number of neighbors in DINO, out of 10, 20, 100 and 200."""
 
 
 def main() -> World:
-    """Run the command line above and return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     settings = settings_of(args)
     out = sys.stderr if args.json else sys.stdout
     tuned = None
     device = args.device or "auto"
     deterministic = False
-    if args.finetune:  # read first, so that a mistake in the config is reported at once
+    if args.finetune:  # read first, to report mistakes in the config immediately
         flags = {**settings, "init.checkpoint": args.checkpoints[0]}
         overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items()]
         tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides])
@@ -102,7 +102,7 @@ def main() -> World:
         subject = _read(path, args, root, split, world)
         assert subject.config is not None, "without --finetune a missing config is an error"
         config = config_io.with_settings(subject.config, settings)
-        if not results:  # all checkpoints are evaluated on the images of the first one
+        if not results:  # evaluate all checkpoints on the images of the first one
             root = config.data.root
             split = config.data.val_split
             sets = config.eval.model_dump(mode="json")["sets"]
@@ -130,7 +130,7 @@ def main() -> World:
 
 
 def _try_to_read(paths: Sequence[str]) -> None:
-    """Raise ValueError for all unreadable files at once, before hours of evaluation."""
+    """Raise one ValueError for all unreadable files before hours of evaluation."""
     problems = []
     for path in paths:
         try:
@@ -142,22 +142,22 @@ def _try_to_read(paths: Sequence[str]) -> None:
 
 
 class _Subject(NamedTuple):
-    """The weights to evaluate, the same on all ranks."""
+    """The weights to evaluate, equal on all ranks."""
 
     loaded: LoadedWeights
     config: Config | None
     published: KnownModel | None
-    """The published model of these weights, on the main rank."""
+    """The published model of these weights, on the main rank only."""
     problem: str
-    """The reason for a missing config, for a fine-tuning."""
+    """The reason why a fine-tuning has no config."""
 
 
 def _read(
     path: str, args: argparse.Namespace, root: str | None, split: str, world: World
 ) -> _Subject:
-    """Read weights of a run or of another program, to evaluate on `split` of `root`.
+    """Read weights of a run or of another program for evaluation on `split` of `root`.
 
-    path: "" for the newest run. Without --finetune a missing config raises ValueError.
+    path: "" for the newest run. Raises ValueError if the config is missing without --finetune.
     """
     published: KnownModel | None = None
     problem = ""
@@ -170,7 +170,7 @@ def _read(
         if loaded.config is not None:
             if args.model:
                 raise ValueError(
-                    f"--model {args.model}: {loaded.path} comes from this project and contains its"
+                    f"--model {args.model}: {loaded.path} is from this project and contains its"
                     " model's name: omit --model"
                 )
             return loaded
@@ -179,7 +179,7 @@ def _read(
         except ValueError as error:
             if not args.finetune:
                 raise
-            # Weights without a head can be fine-tuned, but not evaluated before.
+            # Weights without a head can be fine-tuned, but not evaluated before fine-tuning.
             problem = str(error)
         return loaded
 
@@ -200,7 +200,7 @@ def _read(
 def _print_published(
     subject: _Subject, config: Config, result: Result, is_selected: bool, out: TextIO
 ) -> None:
-    """Print the comparison with the published accuracy."""
+    """Compare the result with the published accuracy and print both."""
     assert subject.published is not None, "the caller checks"
     num_classes = result.sets[VAL][0].split.num_classes
     head_classes = (0 if is_selected else subject.loaded.num_classes) or num_classes
@@ -222,9 +222,9 @@ def _create_parser() -> Parser:
         default=[],
         metavar="RUN_OR_FILE",
         help=(
-            "run folder (its last weights, averaged if available), checkpoint folder, weights"
-            " file, also from timm, or a name of the Hugging Face hub, as timm/NAME (default: the"
-            " newest run); the flag itself may be omitted; several are compared with the first,"
+            "run folder (its last weights, averaged if available), checkpoint folder, weights file"
+            " (also from timm), or Hugging Face name such as timm/NAME (default: the newest run);"
+            " the flag itself may be omitted; several checkpoints are compared with the first,"
             " image by image"
         ),
     )
@@ -239,29 +239,29 @@ def _create_parser() -> Parser:
     parser.add_argument(
         "--select-classes",
         action="store_true",
-        help="use only the model's classes that the data have, matched by name (200 of 1,000)",
+        help="use only the model's classes that occur in the data, matched by name (200 of 1,000)",
     )
     parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
     add_model_flags(
         parser,
-        batch_size="images in one forward pass of one rank (default: the run's eval.batch_size)",
+        batch_size="images per forward pass and rank (default: the run's eval.batch_size)",
         num_workers="loader processes per rank (default: the run's data.num_workers)",
         device="(default: auto, GPUs if each rank of a host has one)",
     )
     parser.add_argument(
         "--finetune",
         metavar="CONFIG",
-        help="fine-tune with this config first, and evaluate before and after",
+        help="first fine-tune with this config, and evaluate before and after",
     )
     parser.add_argument(
         KNN_FLAG,
         action="store_true",
-        help="also classify by the nearest training images, in the head's input features",
+        help="also classify by nearest training images, using the head's input features",
     )
     parser.add_argument(
         "--k",
         metavar="N,...",
-        help=f"numbers of neighbours for {KNN_FLAG}, such as 10,20,100,200 (default: {DEFAULT_K})",
+        help=f"numbers of neighbors for {KNN_FLAG}, such as 10,20,100,200 (default: {DEFAULT_K})",
     )
     parser.add_argument(
         LINEAR_FLAG,
@@ -279,20 +279,20 @@ def _create_parser() -> Parser:
         "words",
         nargs="*",
         metavar="RUN_OR_FILE | section.key=value",
-        help="settings, such as eval.sets.v2.root=data/v2; any section with --finetune, else eval",
+        help="settings such as eval.sets.v2.root=data/v2; only eval.* without --finetune",
     )
     return parser
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the flags, with runs and files in `checkpoints` and the settings in `overrides`.
+    """Parse the command line into flags, `checkpoints` and `overrides` (the settings).
 
     Raises ValueError for mistakes.
     """
     parser = _create_parser()
     args = parser.parse_intermixed_args(arguments)
     positionals = [*args.words, *args.checkpoint]
-    # An existing file whose name has a "=" is not a setting.
+    # An existing file with "=" in its name is not a setting.
     args.checkpoints = [word for word in positionals if "=" not in word or Path(word).exists()]
     args.overrides = [word for word in positionals if word not in args.checkpoints]
     named = " and ".join(args.checkpoints)
@@ -302,31 +302,31 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
         parser.error(f"{named}: a checkpoint is listed twice: remove one")
     foreign = [word for word in args.overrides if not word.startswith("eval.")]
     if foreign and not args.finetune:
-        parser.error(f"{' '.join(foreign)}: without --finetune only eval.* can be set: omit it")
+        parser.error(f"{' '.join(foreign)}: only eval.* settings are allowed without --finetune")
     if problems := model_flag_problems(args):
         parser.error("; ".join(problems))
     if args.finetune and args.select_classes:
-        parser.error("--select-classes: with --finetune pass init.select_classes=true instead")
+        parser.error("--select-classes: with --finetune, use init.select_classes=true instead")
     args.probes = _read_probes(args, parser)
     if args.finetune and not args.checkpoints:
         parser.error(
-            "--finetune needs --checkpoint, because the newest run may be a fine-tuned one"
+            "--finetune requires --checkpoint, because the newest run may be a fine-tuned one"
         )
     return args
 
 
 def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
-    """Return the probes to run, or None. Ends the command for mistakes."""
+    """Return the probes to run, or None. Exits for invalid flags."""
     problems = []
     flags = [
         flag for flag, is_on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if is_on
     ]
     if flags and args.finetune:
-        problems.append(f"{' and '.join(flags)}: after --finetune run eval.py on the new run")
+        problems.append(f"{' and '.join(flags)}: run eval.py on the fine-tuned run instead")
     if args.k is not None and not args.knn:
-        problems.append(f"--k {args.k} belongs to {KNN_FLAG}: pass that flag")
+        problems.append(f"--k {args.k} requires {KNN_FLAG}: pass both")
     if args.l2 is not None and not args.linear_probe:
-        problems.append(f"--l2 {args.l2:g} belongs to {LINEAR_FLAG}: pass that flag")
+        problems.append(f"--l2 {args.l2:g} requires {LINEAR_FLAG}: pass both")
     if args.l2 is not None and not 0 < args.l2 < float("inf"):
         problems.append(f"--l2 {args.l2:g}: expected a number above 0, such as 1e-4")
     counts = (args.k or str(DEFAULT_K)).split(",")
@@ -354,7 +354,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in flags.items() if value is not None}
     if args.finetune:
         return settings
-    if args.data or args.split:  # the run's sets may belong to its own data
+    if args.data or args.split:  # the run's sets may only fit its own data
         settings |= {"eval.sets": {}, "eval.best_by": VAL}
     return settings | config_io.read_overrides(args.overrides)
 

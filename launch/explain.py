@@ -1,4 +1,4 @@
-"""Explain settings: what one does, its type, its default, and the recipes that set it.
+"""Explain settings: effect, type, default, and the recipes that set them.
 
     python launch/explain.py optim.lr
     python launch/explain.py optim              # all settings of a section
@@ -21,11 +21,11 @@ from vit.config.reference import Setting, as_yaml, recipes, settings
 from vit.system.command_line import Parser
 
 MOST_VALUES = 6
-"""Values of recipes that are listed, the most frequent first."""
+"""The maximum number of listed recipe values, the most frequent first."""
 
 
 def main() -> None:
-    """Run the command line above. Raises ValueError for words that no key contains."""
+    """Run the command line. Raises ValueError for words that no key contains."""
     parser = Parser("python launch/explain.py", __doc__)
     parser.add_argument("keys", nargs="+", metavar="KEY", help="a setting, a section or a word")
     unknown = []
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def matching(word: str) -> list[Setting]:
-    """Return the setting of this name, else those of this section, else those that contain it."""
+    """Return the setting `word`, else the settings of section `word`, else keys containing it."""
     every = settings()
     if word in every:
         return [every[word]]
@@ -49,7 +49,7 @@ def matching(word: str) -> list[Setting]:
 
 
 def explain(setting: Setting, is_alone: bool) -> str:
-    """Return the lines about a setting; with its recipes if it `is_alone`."""
+    """Return the lines about a setting, with its recipes if it `is_alone`."""
     lines = [
         f"{setting.key}: {setting.type}; default {setting.default}",
         *textwrap.wrap(setting.sentence, 88, initial_indent="    ", subsequent_indent="    "),
@@ -68,7 +68,7 @@ def explain(setting: Setting, is_alone: bool) -> str:
 
 
 def recipe_lines(key: str) -> Sequence[str]:
-    """Return the values that recipes give to `key`, each with the recipes that have it."""
+    """Return the recipes' values of `key`, each with the recipes that use the value."""
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for name, values in recipes().items():
         if key in values:
@@ -87,6 +87,6 @@ def recipe_lines(key: str) -> Sequence[str]:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:  # not by `run_command`: torch takes seconds to import
+    except ValueError as error:  # `run_command` would import torch, which takes seconds
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Export a trained model to a folder that another program opens by its own documented call.
+"""Export a trained model to a folder that another program can open with its documented call.
 
     python launch/export.py runs/demo --to timm              timm.create_model("local-dir:FOLDER")
     python launch/export.py runs/vit_b16 --to huggingface    ViTForImageClassification
@@ -6,11 +6,10 @@
     python launch/export.py vit_b_16-c867db91.pth --to npz --out FOLDER
     python launch/export.py timm/vit_small_patch16_224.augreg_in1k --to onnx --out FOLDER
 
-The folder has the weights under the program's names, its config with preprocessing and class
-names, and a model card, README.md, with the accuracy and the code that opens the folder.
-transformers' AutoModelForImageClassification also opens a folder of `--to timm`. A model that the
-program does not support is rejected with a list of programs that do. Exit status: 0 done, 2 a
-mistake to correct.
+The folder has the weights under the program's names, its config with preprocessing and class names,
+and README.md, a model card with the accuracy and the code that opens the folder. transformers'
+AutoModelForImageClassification also opens a folder of `--to timm`. If the program does not support
+the model, the error lists the programs that do. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from vit.weights.programs import PROGRAMS
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     world = process_group.join_world("cpu")
     subject, loaded, published = read_subject(args.path, args.model)
@@ -92,17 +91,17 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Orig
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the flags. Raises ValueError for mistakes."""
+    """Parse the command line. Raises ValueError for mistakes."""
     parser = Parser("python launch/export.py", __doc__)
     parser.add_argument(
         "path",
         metavar="RUN_OR_FILE",
         help=(
-            "run folder (its last weights, averaged if available), checkpoint folder, or file"
-            " of weights, also of another program"
+            "run folder (its last weights, averaged if available), checkpoint folder, or weights"
+            " file, also of another program"
         ),
     )
-    parser.add_argument("--to", choices=PROGRAMS, required=True, help="program that opens it")
+    parser.add_argument("--to", choices=PROGRAMS, required=True, help="program for the export")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder to write (default: RUN/export/PROGRAM)"
     )

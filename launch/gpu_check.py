@@ -1,13 +1,13 @@
-"""Test every promise of this project on this machine, and print each with its number.
+"""Test every guarantee of this project on this machine, and print each with a measurement.
 
     make gpu-check
     python launch/gpu_check.py --only slots waits graphs
     python launch/gpu_check.py --device cpu --small     # tests this program without a GPU
 
-On a GPU it takes at most ten minutes (`--minutes`), and writes `<date>-gpu-<name>.json` and `.md`
-to benchmarks/results: please send yours. A part that fails or overruns prints a line, and the check
-continues with the next part. Exit status: 0; 1 if a promise is not kept; 2 without a GPU, or after
-a mistake.
+On a GPU, the check takes at most ten minutes (`--minutes`) and writes `<date>-gpu-<name>.json` and
+`.md` to benchmarks/results. Please send us your results. If a part fails or exceeds its time limit,
+the check reports it and continues. Exit status: 0; 1 if a guarantee is broken; 2 without a GPU, or
+after a user mistake.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from vit.system.host import cpu_name
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODELS = ("vit_b16", "vit_l16", "vit_h14")
 FLOOR_MFU = 0.25
-"""Share of the data sheet's peak that training must reach. Published ViT training reaches 22 to
-29 % on Hopper. This code was not measured on a GPU yet."""
+"""The minimum MFU, as a fraction of the data sheet's peak. Published ViT training reaches 22 to
+29 % on Hopper. This code has not been measured on a GPU yet."""
 TINY_MODEL = ("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false")
 TINY_STEP = (*TINY_MODEL, "data.global_batch_size=16")
 """Settings that make a recipe small enough for a CPU."""
 TINY_RUN = ("model.depth=2", "model.image_size=32", "data.num_workers=0")
-"""Settings for training runs that the check kills."""
+"""Settings for the training runs that the check kills."""
 
 
 class GpuCheck(NamedTuple):
@@ -55,7 +55,7 @@ class GpuCheck(NamedTuple):
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     args = read_command_line()
     devices = _find_devices(args.device)
     if args.out is not None:
@@ -66,7 +66,7 @@ def main() -> None:
         chosen = [part for part in all_parts if not args.only or part.name in args.only]
         if unknown := set(args.only) - {part.name for part in all_parts}:
             raise ValueError(
-                f"--only {' '.join(sorted(unknown))}: expected parts out of"
+                f"--only {' '.join(sorted(unknown))}: expected a selection of"
                 f" {', '.join(part.name for part in all_parts)}"
             )
         print(f"{devices['name']}, torch {torch.__version__}", flush=True)
@@ -79,13 +79,13 @@ def main() -> None:
     num_kept = sum(line.passed is True for line in lines)
     num_broken = sum(line.passed is False for line in lines)
     took_s = time.monotonic() - began_s
-    print(f"{num_kept} promises kept, {num_broken} not, in {took_s:.0f} s")
+    print(f"{num_kept} guarantees hold, {num_broken} do not, in {took_s:.0f} s")
     if num_broken:
         raise SystemExit(1)
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the flags. Raises ValueError for mistakes."""
+    """Parse the command line. Raises ValueError for mistakes."""
     parser = Parser("python launch/gpu_check.py", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
@@ -116,7 +116,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> list[GpuCheck]:
-    """Return the parts of the check, in order."""
+    """Return the parts of the check in order."""
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
     settings = [f"train.device={device.type}", f"train.precision={precision}"]
@@ -160,7 +160,7 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
 
 
 def _on_device(device: torch.device, run: Callable[[], Iterable[Line]]) -> Iterable[Line]:
-    """Return the lines of `run`, after setting up the process like training does."""
+    """Return the lines of `run` after setting up the process as for training."""
     join_world(device.type)
     return run()
 
@@ -183,7 +183,7 @@ def _ranks(
 
 
 def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
-    """Measure the speed of a recipe like launch/bench.py, eager and compiled."""
+    """Measure the eager and compiled speed of a recipe, like launch/bench.py."""
     result = kills.bench(0.5 if small else 4.0, *overrides, config=model)
     for row in result["training"]:
         mode = "compiled" if row["compiled"] else "eager"
@@ -215,7 +215,7 @@ def _find_devices(device: str) -> dict[str, Any]:
         name = torch.cuda.get_device_name() if devices.gpus else ""
         yield Line("devices", True, devices.said, {"gpus": devices.gpus, "name": name})
 
-    # In a child process: if CUDA started in this one, forked parts could not use it.
+    # Query in a child process, because forked parts cannot use CUDA if this process started it.
     [line] = run_part("devices", look, 120.0)
     if device == "cpu":
         return {"gpus": 0, "name": f"{cpu_name()} ({torch.get_num_threads()} thread(s))"}
@@ -238,7 +238,7 @@ def _write(folder: Path, device: str, device_type: str, lines: Sequence[Line]) -
             write_results(folder, line.numbers["result"])
     promised = [line.to_dict() for line in lines if "result" not in line.numbers]
     path = write_promises(folder, device, device_type, promised)
-    print(f"written: {path}, and .md next to it")
+    print(f"written: {path} and a .md file")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Train under torchrun, with an exit status by which a scheduler can decide to retry.
+"""Train under torchrun, with an exit status that tells a scheduler whether to retry.
 
     python launch/job.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=/runs/b16
 
-The arguments are those of launch/train.py. The files of deploy/ start this program once on each
-host. torchrun's own variables set the number of hosts and their meeting point: PET_NNODES,
-PET_NODE_RANK, PET_NPROC_PER_NODE (ranks on this host, default 1), PET_MASTER_ADDR, PET_MASTER_PORT.
-SIGTERM is forwarded, so that the ranks save and stop.
+The arguments are those of launch/train.py. The files in deploy/ start this program once per host.
+torchrun's own variables set the number of hosts and the rendezvous: PET_NNODES, PET_NODE_RANK,
+PET_NPROC_PER_NODE (ranks per host, default 1), PET_MASTER_ADDR, PET_MASTER_PORT. SIGTERM is
+forwarded, so that the ranks save and stop.
 
-Exit status: 0 finished. 75 retry: the job was stopped by a signal, or failed after saving a newer
-checkpoint. 2 a user mistake, which would occur again. 1 an accident without a newer checkpoint, or
-with a store that does not answer: a scheduler should allow a few. With `--check`, which does not
-train: 0 without a failure, 75 if stopped by a signal, else 2, so that it is not retried.
+Exit status: 0 finished. 75 retry: a signal stopped the job, or it failed after saving a newer
+checkpoint. 2 a user mistake, which a retry would repeat. 1 another failure without a newer
+checkpoint, or an unreachable store: a scheduler should allow a few. `--check` does not train. Its
+status is 0 without a failure, 75 if stopped by a signal, and otherwise 2 to prevent retries.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ FINISHED = 0
 ACCIDENT = 1
 MISTAKE = 2
 AGAIN = 75
-"""EX_TEMPFAIL of sysexits.h, also used in the files of deploy/."""
+"""EX_TEMPFAIL of sysexits.h, which the files in deploy/ also use."""
 SHUTDOWN_S = 110
-"""Time that torchrun leaves its ranks to save after SIGTERM (its default: 30 s)."""
+"""The time that torchrun gives its ranks to save after SIGTERM (default: 30 s)."""
 MEET_S = 3600
-"""Time that torchrun waits for other hosts, which may be scheduled one by one (its default: 10
+"""The time that torchrun waits for other hosts, which may be scheduled one by one (default: 10
 minutes)."""
 
 LEAVE_S = 10.0
-"""Time that torchrun may take to end after its ranks are done."""
+"""The time that torchrun may take to exit after its ranks finish."""
 POLL_S = 1.0
 PATIENCE_S = 60.0
-"""Retry limit for a run's store that does not answer."""
+"""The retry limit for an unreachable run store."""
 
 
 class Torchrun:
-    """A torchrun child process, with forwarding of signals.
+    """A torchrun child process that receives forwarded signals.
 
-    Kubernetes sends SIGTERM to the first process of a container, which ignores it without a
+    Kubernetes sends SIGTERM to the first process of a container, which ignores the signal without a
     handler. This process is the first one, so it installs a handler.
     """
 
@@ -84,17 +84,17 @@ class Torchrun:
             self._process.terminate()
 
     def run(self, arguments: Sequence[str], environment: dict[str, str], outcome_file: Path) -> int:
-        """Run launch/train.py with `arguments`; return torchrun's exit status.
+        """Run launch/train.py with `arguments` and return torchrun's exit status.
 
-        `outcome_file` exists after the ranks of all hosts are done. torchrun then waits for the
-        torchrun of other hosts. If SIGTERM ended one, this takes five minutes, and SIGTERM does not
-        shorten it. The process is therefore killed after `LEAVE_S`.
+        `outcome_file` exists once the ranks of all hosts finish. torchrun then waits for torchrun
+        on other hosts. If SIGTERM ended one of them, the wait takes five minutes and ignores
+        SIGTERM, so the process is killed after `LEAVE_S`.
         """
-        python = environment.get("PYTHON_EXEC", sys.executable)  # set for torchrun's ranks
+        python = environment.get("PYTHON_EXEC", sys.executable)  # torchrun's ranks also use it
         launcher = [python, "-m", "torch.distributed.run", "--max-restarts=0"]
         script = str(Path(__file__).with_name("train.py"))
         self._process = subprocess.Popen([*launcher, script, *arguments], env=environment)
-        self._forward()  # for a signal that arrived before the process started
+        self._forward()  # handles a signal that arrived before the process started
         done_s: float | None = None
         while True:
             try:
@@ -108,7 +108,7 @@ class Torchrun:
 
 
 def main() -> int:
-    """Run one attempt; return its exit status."""
+    """Run one attempt and return its exit status."""
     torchrun = Torchrun()
     arguments = sys.argv[1:]
     args = read_command_line(arguments)
@@ -141,13 +141,13 @@ def main() -> int:
 def judge(
     outcome: Outcome | None, signal_name: str, before: str | None, after: str | None
 ) -> tuple[int, str]:
-    """Return the exit status of an attempt, with the reason.
+    """Return the exit status of an attempt, and the reason.
 
     outcome: the outcome that the ranks wrote. signal_name: the received signal, or "". before,
-    after: the newest checkpoint at start and end, "" without one, or None if the store did not
-    answer.
+    after: the newest checkpoint at start and end, "" without one, or None if the store is
+    unreachable.
     """
-    checkpoint = "the store does not answer" if after is None else after or "no checkpoint"
+    checkpoint = "the store is unreachable" if after is None else after or "no checkpoint"
     if outcome == "finished":
         return FINISHED, "finished"
     if outcome == "stopped":
@@ -161,26 +161,26 @@ def judge(
     if after != before:
         return AGAIN, f"failed, but advanced from {before or 'the start'} to {checkpoint}"
     if outcome == "mistake":
-        return MISTAKE, "a mistake, see the first error above"
+        return MISTAKE, "a user mistake: see the first error above"
     if signal_name:
         return AGAIN, f"ended by {signal_name} before the first save ({checkpoint})"
     return ACCIDENT, f"failed without a newer checkpoint ({checkpoint})"
 
 
 def judge_check(launcher_status: int, signal_name: str) -> tuple[int, str]:
-    """Return the exit status of a check, with the reason; `signal_name` as in `judge`."""
+    """Return the exit status of a check, and the reason. signal_name: see `judge`."""
     if launcher_status == 0:
         return FINISHED, "checked, and nothing was started"
     if signal_name:
         return AGAIN, f"the check was ended by {signal_name}"
-    return MISTAKE, "the check failed, see its table"
+    return MISTAKE, "the check failed: see the table above"
 
 
 def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
-    """Return the newest checkpoint's name of a run in a folder or at a URL, "" without one.
+    """Return the name of the newest checkpoint in a run folder or URL, or "".
 
-    Returns None if the store does not answer. may_refuse: also if it refuses access, as with
-    expired keys; otherwise that raises.
+    Returns None if the store is unreachable. may_refuse: also return None if the store refuses
+    access, for example because of expired keys. Otherwise that error is raised.
     """
     if is_url(run_dir):
         needed_for = f"run.dir={run_dir}"
@@ -196,14 +196,14 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
             return None
     file = Path(run_dir) / LATEST_FILE
     try:
-        os.listdir(file.parent)  # over NFS this makes another host's new files visible
+        os.listdir(file.parent)  # makes new files of other hosts visible over NFS
         return file.read_text().strip()
     except FileNotFoundError:
         return ""
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
     parser = training_parser("python launch/job.py", __doc__)
     parser.add_argument("--check", action="store_true", help="see launch/train.py")
     parser.add_argument("--check-limit-s", type=float, metavar="S", help="see launch/train.py")
@@ -216,7 +216,7 @@ if __name__ == "__main__":
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
-    except OSError as error:  # such as a full disk for temporary files; another host may have space
+    except OSError as error:  # such as a full temporary disk, which another host may not have
         place = f"{error.filename}: " if error.filename else ""
         print(f"error: {place}{error.strerror}", file=sys.stderr)
         sys.exit(ACCIDENT)

@@ -1,12 +1,12 @@
-"""Estimate what a run will need: memory, hours, cost, cores, host memory and disk.
+"""Estimate the memory, hours, cost, cores, host memory and disk that a run will need.
 
     python launch/plan.py --config configs/vit_l16.yaml --gpus 8xH200
     python launch/plan.py --config configs/vit_b16.yaml --gpus 64xH100 --price 3.5
     python launch/plan.py --config configs/vit_h14.yaml --gpus 16xA100-40GB data.micro_batch_size=32
 
-Neither a GPU nor the data are needed: memory is counted on meta tensors, and ImageNet-1k is assumed
-if the shards cannot be opened. `--json` prints one object; its `fits` is true if the GPUs have
-enough memory. Exit status: 0, or 2 after a user mistake.
+This requires neither a GPU nor the data. Memory is counted on meta tensors, and ImageNet-1k is
+assumed if the shards cannot be opened. `--json` prints one object, in which `fits` is true if the
+GPUs have enough memory. Exit status: 0, or 2 after a user mistake.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ from vit.system.gpus import GPUS, parse_gpus
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     args = read_command_line()
     if args.price is not None and not 0 <= args.price < float("inf"):
-        raise ValueError(
-            f"--price {args.price}: expected the cost of one GPU for an hour, as in 3.5"
-        )
+        raise ValueError(f"--price {args.price}: expected the hourly cost of one GPU, such as 3.5")
     num_gpus, gpu = parse_gpus(args.gpus)
     config = load_config(args.config, args.overrides)
-    # The status line disappears at the end; it is shown only in a terminal.
+    # The status line is shown only in a terminal, and disappears at the end.
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("opening the data") as status:
         forecast = make_forecast(
             config,
@@ -62,7 +60,7 @@ def main() -> None:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/plan.py", __doc__, setting_for)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
     parser.add_argument(
@@ -72,9 +70,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         help=f"number and name of the GPUs: {', '.join(gpu.name for gpu in GPUS)}",
     )
     parser.add_argument(
-        "--price", type=float, metavar="P", help="cost of one GPU for an hour, in any currency"
+        "--price", type=float, metavar="P", help="hourly cost of one GPU in any currency"
     )
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
@@ -82,7 +80,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
-    """Return the forecast as text, with one line for each quantity."""
+    """Return the forecast as text, one line per quantity."""
     plan = forecast.plan
     gpu = forecast.gpu
     num_gpus = forecast.num_gpus
@@ -94,28 +92,28 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
     lines = {
         "data": f"{forecast.data.num_images:,} images",
         "steps": f"{plan.total_steps:,} of {plan.global_batch_size:,} images: {rank_batch}"
-        f" a GPU, in {plan.accumulation_steps} pass(es) of {plan.micro_batch_size}",
+        f" per GPU, in {plan.accumulation_steps} pass(es) of {plan.micro_batch_size}",
         "memory": _memory(forecast),
         "micro-batch": _micro_batch(forecast),
-        "speed": f"{_range((slow, fast))} images/s, a GPU"
+        "speed": f"{_range((slow, fast))} images/s, per GPU"
         f" {_range((slow / num_gpus, fast / num_gpus))}: {_percent(forecast)} of the peak"
         f" ({forecast.speed.source})",
-        "time": f"{_duration(hours)}, {_range(gpu_hours)} GPU-hours, evaluations included",
-        "cores": f"{_range(forecast.cores_per_gpu)} for each GPU, or decoding is the limit"
-        f" ({IMAGES_PER_CORE_S:,} images/s a core from shards at 116 kB an image, measured)",
+        "time": f"{_duration(hours)}, {_range(gpu_hours)} GPU-hours, including evaluations",
+        "cores": f"{_range(forecast.cores_per_gpu)} per GPU, or decoding is the bottleneck"
+        f" ({IMAGES_PER_CORE_S:,} images/s per core from shards at 116 kB an image, measured)",
         "host": _host(forecast),
         "disk": _disk(forecast),
     }
     if forecast.stages:
         lines["image sizes"] = _image_sizes(forecast)
     if forecast.data.assumed:
-        lines["data"] += f" and all steps are ImageNet-1k's, assumed: {forecast.data.assumed}"
+        lines["data"] += f" and all steps assume ImageNet-1k: {forecast.data.assumed}"
     if forecast.teacher_flops:
         lines["teacher"] = (
             f"{forecast.teacher_flops / 1e9:.2f} GFLOP per image, counted in memory, speed and time"
         )
     if price is not None:
-        lines["cost"] = f"{_range([price * each for each in gpu_hours])} at {price:g} a GPU-hour"
+        lines["cost"] = f"{_range([price * each for each in gpu_hours])} at {price:g} per GPU-hour"
     title = (
         f"{model_name} on {num_gpus} x {gpu.name} ({forecast.precision}: peak"
         f" {peak_tflops:,.0f} TFLOP/s; {gpu.memory_gib} GiB)"
@@ -124,7 +122,7 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
 
 
 def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
-    """Return the forecast as numbers; pairs are [least, most]."""
+    """Return the forecast as numbers, with ranges as [least, most]."""
     gpu_hours = [forecast.num_gpus * hours for hours in forecast.hours]
     return {
         "gpu": asdict(forecast.gpu),
@@ -165,7 +163,7 @@ def _memory(forecast: Forecast) -> str:
     total = memory.total / GIB
     return (
         f"{verdict}{total:.{1 if total >= 1 else 3}f} of {usable_bytes(forecast.gpu) / GIB:.1f} GiB"
-        f" that a step may use: {parts}; without torch.compile, which needs less"
+        f" available to a step: {parts}; torch.compile needs less"
     )
 
 
@@ -185,16 +183,18 @@ def _image_sizes(forecast: Forecast) -> str:
     for stage in forecast.stages:
         height, width = stage.image_size
         rates = [each / forecast.num_gpus for each in forecast.images_per_s_at(stage.train_flops)]
-        parts.append(f"{height}x{width} until step {stage.stop:,} ({_range(rates)} images/s a GPU)")
-    return f"{', '.join(parts)}; memory is that of the largest, speed the mean over the run"
+        parts.append(
+            f"{height}x{width} until step {stage.stop:,} ({_range(rates)} images/s per GPU)"
+        )
+    return f"{', '.join(parts)}; memory for the largest size, mean speed of the run"
 
 
 def _host(forecast: Forecast) -> str:
     memory = forecast.host_memory
     return (
-        f"{memory.of_each_gpu / GIB:.2f} GiB for each GPU: batches {memory.slots / GIB:.2f}, of"
-        f" evaluations {memory.eval_slots / GIB:.2f}, workers {memory.workers / GIB:.2f}; on the"
-        f" first host {memory.saved_copy / GIB:.2f} to copy what is saved"
+        f"{memory.of_each_gpu / GIB:.2f} GiB per GPU: batches {memory.slots / GIB:.2f},"
+        f" evaluation batches {memory.eval_slots / GIB:.2f}, workers {memory.workers / GIB:.2f};"
+        f" on the first host {memory.saved_copy / GIB:.2f} for the copy while saving"
     )
 
 
@@ -212,14 +212,14 @@ def _gib(num_bytes: int) -> str:
 
 
 def _range(ends: Sequence[float]) -> str:
-    """Format a range with three digits: `3.56 to 7.13`, or one number if the ends are equal."""
+    """Format a range with three digits: `3.56 to 7.13`, or one number if both ends are equal."""
     rounded = [float(f"{end:.3g}") for end in ends]
     texts = [f"{end:,.0f}" if abs(end) >= 100 else f"{end:.3g}" for end in rounded]
     return " to ".join(dict.fromkeys(texts))
 
 
 def _duration(hours: Sequence[float]) -> str:
-    """Format hours, or use minutes or seconds if the smallest is less than one."""
+    """Format hours, or minutes or seconds if the smallest value is below one."""
     unit, in_an_hour = next(
         (each for each in (("h", 1), ("min", 60)) if hours[0] * each[1] >= 1), ("s", 3600)
     )

@@ -1,4 +1,4 @@
-"""Predict the classes of images in files, folders, tars, and lists of names.
+"""Predict the classes of images in files, folders, tars and lists of names.
 
     python launch/predict.py --checkpoint runs/demo photo.jpg folder/ --top 5
     python launch/predict.py folder/ --csv out.csv              the newest run
@@ -7,9 +7,9 @@
     python launch/predict.py --checkpoint runs/demo data/digits/val-00000.tar --top 1
 
 Images are decoded and cropped as in the run's evaluation. An unreadable image is reported, skipped
-and counted, and its line in the CSV has the reason. CSV and sheet get their names when they are
-complete. Exit status: 0 all images were predicted; 1 some could not be read, the rest were
-predicted; 2 a mistake to correct, nothing was written; 130 interrupted.
+and counted, and its line in the CSV has the reason. The CSV and the sheet are renamed to their
+final names when complete. Exit status: 0 all images were predicted; 1 some could not be read, the
+rest were predicted; 2 a mistake to correct, nothing was written; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from vit.system.files import check_place
 from vit.system.meter import Meter
 
 TABLE_IMAGES = 20
-"""Images up to which the table lists each one; for more it counts images by class."""
+"""The maximum number of images listed in the table. For more, it counts images by class."""
 SHEET_IMAGES = 48
-"""Images on the sheet: the first readable ones."""
+"""The number of images on the sheet, which shows the first readable ones."""
 NAMED_PROBLEMS = 20
-"""Limit of unreadable images that are named on the console."""
+"""The maximum number of unreadable images named on the console."""
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     world = process_group.join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
@@ -63,7 +63,7 @@ def main() -> World:
         if note:
             print(f"note: {note}", file=sys.stderr)
     if args.sheet:
-        check_place(args.sheet, "--sheet ")  # fail now, not at the end
+        check_place(args.sheet, "--sheet ")  # fail before the predictions
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
     if summary.num_problems:
@@ -102,7 +102,7 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
 
 
 def show(summary: Summary, trained: Trained, args: Namespace) -> None:
-    """Print the table, draw the sheet, and print the written paths."""
+    """Print the table, draw the sheet and print the paths of written files."""
     num_good = summary.num_done - summary.num_problems
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if num_good > 0:
@@ -156,7 +156,7 @@ def read_names(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--classes {path}: cannot be read ({error}): pass a text file with a name on each line"
+            f"--classes {path}: cannot be read ({error}): pass a text file with one name per line"
         ) from None
 
 
@@ -177,22 +177,18 @@ def _create_parser() -> Parser:
         "--checkpoint",
         metavar="RUN_OR_FILE",
         help=(
-            "run folder, checkpoint folder, file of weights, or a name of the Hugging Face hub, as"
-            " timm/NAME (default: the newest run)"
+            "run folder, checkpoint folder, weights file, or Hugging Face name such as timm/NAME"
+            " (default: the newest run)"
         ),
     )
     parser.add_argument(
         "--model", metavar="NAME", help="timm's name of weights from another program"
     )
     parser.add_argument(
-        "--classes", type=Path, metavar="FILE", help="names of the classes, one on each line"
+        "--classes", type=Path, metavar="FILE", help="file of class names, one per line"
     )
     parser.add_argument(
-        "--top",
-        type=int,
-        default=5,
-        metavar="K",
-        help="number of classes for each image (default: 5)",
+        "--top", type=int, default=5, metavar="K", help="number of classes per image (default: 5)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="table of all images to write")
     parser.add_argument(
@@ -207,7 +203,7 @@ def _create_parser() -> Parser:
     default_batch = "default: the run's eval.batch_size, on a CPU at most 32"
     add_model_flags(
         parser,
-        batch_size=f"images in one forward pass ({default_batch})",
+        batch_size=f"images per forward pass ({default_batch})",
         num_workers="decoding processes (default: one per core, none for a few images)",
         device="(default: auto, a GPU if available)",
     )
@@ -215,12 +211,12 @@ def _create_parser() -> Parser:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the flags. Raises ValueError that lists all mistakes."""
+    """Parse the command line. Raises ValueError that lists all mistakes."""
     args = _create_parser().parse_intermixed_args(arguments)
     problems = [f"--top {args.top}: expected a positive number"] if args.top < 1 else []
     problems += model_flag_problems(args)
     if args.attention and not args.sheet:
-        problems.append("--attention is drawn on the sheet: pass --sheet FILE")
+        problems.append("--attention requires a sheet: pass --sheet FILE")
     if args.sheet:
         try:
             picture_format(args.sheet)

@@ -2,15 +2,15 @@
 
     python launch/recipe.py import "torchrun --nproc_per_node=8 main.py --model deit_base_patch16_LS
         --batch 256 --lr 3e-3 ..." --out deit3_b16.yaml
-    python launch/recipe.py import train_hparams.yaml --gpus 8           of timm's train.py
-    python launch/recipe.py import configs/vit-base-p16_64xb64_in1k.py   of MMPretrain or big_vision
+    python launch/recipe.py import train_hparams.yaml --gpus 8           for timm's train.py
+    python launch/recipe.py import configs/vit-base-p16_64xb64_in1k.py   MMPretrain or big_vision
     python launch/recipe.py diff configs/vit_b16.yaml runs/mine
     python launch/recipe.py show configs/vit_b16.yaml
 
-`import` writes the recipe as our YAML, and prints for each setting, including defaults, whether it
-is the same, differs or has no equivalent. It reads DeiT's, ViT-5's and RoPE-ViT's main.py, MAE's
-main_finetune.py, timm's and torchvision's train.py, deit3-jax, MMPretrain and big_vision. It does
-not run code of these programs. Exit status: 0 done, 2 a mistake to correct.
+`import` writes the recipe as our YAML. For each setting, including defaults, it prints whether the
+setting is the same, differs or has no equivalent. It supports main.py of DeiT, ViT-5 and RoPE-ViT,
+MAE's main_finetune.py, train.py of timm and torchvision, deit3-jax, MMPretrain and big_vision. It
+does not run code of these programs. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from vit.system.files import replacing, told
 
 
 def main() -> World | None:
-    """Run the command line above; return the joined world, or None."""
+    """Run the command line and return the joined process group, or None."""
     args = read_command_line()
     return COMMANDS[args.command](args)
 
 
 def import_(args: Namespace) -> None:
-    """Write the YAML of another program's recipe, and print the mapping of each setting."""
+    """Write another program's recipe as YAML, and print the mapping of each setting."""
     imported = import_recipe(args.recipe, args.program, args.gpus)
-    imported.config()  # raises before a file is written, if the settings are invalid
+    imported.config()  # raises before writing a file if the settings are invalid
     text = yaml_text(imported, args.out)
     if args.out is None:
         print(account(imported), file=sys.stderr)
@@ -63,13 +63,13 @@ def import_(args: Namespace) -> None:
 
 
 def diff(args: Namespace) -> None:
-    """Print the settings that differ between two recipes, and the effect of each."""
+    """Print the settings that differ between two recipes, and their effects."""
     first, second = (read_recipe(path) for path in args.recipes)
     print(in_words(first, second, (str(args.recipes[0]), str(args.recipes[1]))))
 
 
 def show(args: Namespace) -> World:
-    """Print the parameter groups, draw the rates, and draw augmented images if data exist."""
+    """Print parameter groups, draw learning rates, and draw augmented images if data exist."""
     config = read_recipe(args.recipe, args.overrides)
     world = process_group.join_world("cpu")
     print(steps_line(config, args.images_per_epoch))
@@ -106,15 +106,15 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 def _read_import(arguments: Sequence[str]) -> Namespace:
     parser = Parser(
         "python launch/recipe.py import",
-        "A command line in quotes, a file with it (.sh, .txt), a YAML file of timm's train.py,"
-        "\na Python config of MMPretrain or big_vision, or - for standard input.",
+        "A command line in quotes, a file that contains one (.sh, .txt), a YAML file of timm's"
+        "\ntrain.py, a Python config of MMPretrain or big_vision, or - for standard input.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="command line, file, or -")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="YAML file to write; its folder is created (default: standard output)",
+        help="YAML file to write, including its folder (default: standard output)",
     )
     parser.add_argument(
         "--program", choices=PROGRAMS, help="source program, if it cannot be detected"
@@ -146,8 +146,8 @@ def _read_diff(arguments: Sequence[str]) -> Namespace:
 def _read_show(arguments: Sequence[str]) -> Namespace:
     parser = Parser(
         "python launch/recipe.py show",
-        "Print the parameter groups, and draw rates and decay. If the data exist, draw a contact"
-        "\nsheet of augmented images next to the picture.",
+        "Print the parameter groups, and draw learning rates and decay. If the data exist, draw a"
+        "\ncontact sheet of augmented images next to the picture.",
         setting_for,
     )
     parser.add_argument(
@@ -169,7 +169,7 @@ def _read_show(arguments: Sequence[str]) -> Namespace:
     parser.add_argument(
         "overrides",
         nargs="*",
-        default=[],  # without a default argparse reports it as required
+        default=[],  # otherwise argparse reports the argument as required
         metavar="section.key=value",
         help="settings that override the file",
     )
@@ -185,5 +185,5 @@ _READ = {"import": _read_import, "diff": _read_diff, "show": _read_show}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` then ends it without a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # lets `| head` end it without a traceback
     run_command(main)

@@ -1,11 +1,11 @@
-"""Show any batch of a run again: the same images, crops and mixing, with their losses.
+"""Reproduce any batch of a run: the same images, crops and mixing, with their losses.
 
     python launch/replay.py runs/demo --step 1200                      a picture and a table
     python launch/replay.py runs/vit_b16 --step 81234 --rank 3 --images 48 --sheet batch.png
     python launch/replay.py runs/demo --step 1200 --csv batch.csv      every row of the batch
     python launch/replay.py runs/demo --step 1200 data.root=/elsewhere/digits
 
-Steps are counted from 1: step 1200 is the update after which the record has step 1200. Only the
+Steps are counted from 1, and step 1200 is the update that metrics.jsonl logs as step 1200. Only the
 unchanged data are needed, and the run is not changed. Exit status: 0 done, 2 a mistake to correct.
 """
 
@@ -31,7 +31,7 @@ TABLE_ROWS = 12
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = process_group.join_world(args.device, "--device ")
@@ -48,7 +48,7 @@ def main() -> World:
 
 
 def table(replay: Replay) -> list[str]:
-    """Return the first rows as lines of a table."""
+    """Return the first rows as table lines."""
     num_rows = len(replay.rows)
     height, width = replay.image_size
     lines = [
@@ -58,7 +58,7 @@ def table(replay: Replay) -> list[str]:
     if replay.is_passed_over:
         lines.append("skipped: the run was rewound, and did not train on this batch")
     elif not replay.has_losses:
-        lines.append("the losses of this epoch were not saved (log.sample_losses)")
+        lines.append("no losses were saved for this epoch (log.sample_losses)")
     shown = [row for piece in replay.pieces(TABLE_ROWS) for row in piece.rows]
     cells = [("row", "key", "class", "loss", "augmentation"), *map(_cells, shown)]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
@@ -66,7 +66,7 @@ def table(replay: Replay) -> list[str]:
         padded = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*padded, row[4]]).rstrip())
     if num_rows > len(shown):
-        lines.append(f"... and {num_rows - len(shown):,} more: --csv FILE writes them all")
+        lines.append(f"... and {num_rows - len(shown):,} more: use --csv FILE to write all rows")
     return lines
 
 
@@ -78,13 +78,13 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
         share = 1 - row.own_share
         done.append(f"{row.mixed_by} {share:.2f} of row {row.partner_row} ({row.partner_key})")
     if not row.weight:
-        done.append("not readable, ignored")
+        done.append("unreadable, ignored")
     loss = "-" if row.loss is None else f"{row.loss:.3f}"
     return str(row.row), row.key, row.class_name, loss, ", ".join(done)
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/replay.py", __doc__, setting_for)
     add_run_words(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step, starting at 1")
@@ -100,12 +100,12 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="FILE.png",
         help="picture to write (default: RUN/report/step_<N>.png, unless --csv is set)",
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line for each row")
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="file with one line per row")
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="cpu",
-        help="for the augmentation (default: cpu)",
+        help="device for the augmentation (default: cpu)",
     )
     args = parser.parse_intermixed_args(arguments)
     args.run, args.overrides = run_and_settings(args.words)

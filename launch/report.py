@@ -1,12 +1,12 @@
-"""Draw the pictures of a run and write its report, a single page that is easy to send.
+"""Draw the pictures of a run and write its report as a single, self-contained page.
 
     python launch/report.py                  the newest run under runs/
     python launch/report.py runs/demo        writes runs/demo/report/index.html
     python launch/report.py runs/demo --to-wandb     also uploads the run to Weights & Biases
 
 The page needs no server and no network. The run may be finished, stopped, killed or still running.
-A picture that cannot be drawn is omitted, and the page has the reason. Prints the path of the page,
-then of each picture. Exit status: 0 done, 1 a bug, with its stack, 2 a mistake to correct, 130
+If a picture cannot be drawn, the page gives the reason instead. The command prints the path of the
+page and of each picture. Exit status: 0 done, 1 a bug, with its stack, 2 a mistake to correct, 130
 interrupted.
 """
 
@@ -31,15 +31,15 @@ from vit.system.urls import is_url
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
-    # newest by record, because a new run has no weights yet
+    # find the newest run by metrics.jsonl, because a new run has no weights yet
     run = args.run or str(newest_run("RUN", METRICS_FILE))
     run_dir = local_copy(run)
     reading = load("vit.extras.remote_runs.reading", run) if is_url(run) else None
     in_use = is_in_use(run_dir) if reading is None else reading.is_in_use(run)
     to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
-    # A live run may use all memory of the GPU.
+    # A running training may use all memory of the GPU.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = process_group.join_world(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
@@ -62,7 +62,7 @@ def main() -> World:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the flags. Raises ValueError for mistakes."""
+    """Parse the command line. Raises ValueError for mistakes."""
     parser = Parser("python launch/report.py", __doc__)
     parser.add_argument(
         "run",
@@ -74,13 +74,13 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="for the model (default: auto, a GPU unless a training run uses it)",
+        help="device for the model (default: auto, a GPU unless a training run uses it)",
     )
     parser.add_argument(
         "--to-wandb",
         action="store_true",
-        help="update W&B's run from metrics.jsonl: creates a missing run and uploads missing lines;"
-        " writes to the disk without a key or with WANDB_MODE=offline",
+        help="update the W&B run from metrics.jsonl: create a missing run and upload missing lines;"
+        " without a key or with WANDB_MODE=offline, write to disk",
     )
     return parser.parse_args(arguments)
 

@@ -1,12 +1,12 @@
-"""List the hard training images of a run: mislabelled, never learnt, forgotten, duplicate.
+"""List the difficult training images of a run: mislabeled, never learned, forgotten, duplicate.
 
     python launch/samples.py runs/demo              runs/demo/report/samples.html and samples.csv
     python launch/samples.py runs/demo --near       also images that are nearly the same
     python launch/samples.py runs/demo --worst 100 --exclude suspects.txt
     torchrun ... launch/train.py --config configs/demo.yaml data.exclude=suspects.txt run.dir=...
 
-The run folder has the losses of each image over the epochs (log.sample_losses). The page works
-offline; look at it before you exclude images. Exit status: 0 done, 2 a mistake to correct.
+The run folder contains each image's losses over the epochs (log.sample_losses). The page works
+offline. Look at it before excluding images. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vit.system.meter import Meter
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = process_group.join_world(args.device, "--device ")
@@ -57,16 +57,16 @@ def main() -> World:
             )
     print(
         f"{int((curves.num_seen > 0).sum()):,} images, {len(curves.epochs)} epoch(s):"
-        f" {int(curves.late_wrong.sum()):,} wrong to the end,"
-        f" {int(curves.never_learnt.sum()):,} never learnt,"
+        f" {int(curves.late_wrong.sum()):,} wrong until the end,"
+        f" {int(curves.never_learnt.sum()):,} never learned,"
         f" {int((curves.times_forgotten > 0).sum()):,} forgotten,"
-        f" {sum(len(same) - 1 for same in duplicates.groups):,} double,"
-        f" {len(duplicates.also_evaluated):,} also evaluated on"
+        f" {sum(len(same) - 1 for same in duplicates.groups):,} duplicates,"
+        f" {len(duplicates.also_evaluated):,} also in the evaluation data"
     )
     if near is not None:
         print(
-            f"nearly the same (cosine {args.near:g} or more): {len(near.pairs):,} pairs of training"
-            f" images, {len(near.also_evaluated):,} evaluation images"
+            f"nearly identical (cosine {args.near:g} or more): {len(near.pairs):,} pairs of"
+            f" training images, {len(near.also_evaluated):,} evaluation images"
         )
     print(write_samples_page(source, curves, duplicates, near, args.images))
     print(write_table(source, curves, duplicates, near, run_dir / TABLE_FILE))
@@ -76,11 +76,11 @@ def main() -> World:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/samples.py", __doc__, setting_for)
     add_run_words(parser)
     parser.add_argument(
-        "--images", type=int, default=48, metavar="N", help="images in each section (default: 48)"
+        "--images", type=int, default=48, metavar="N", help="images per section (default: 48)"
     )
     parser.add_argument(
         "--near",
@@ -88,8 +88,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         nargs="?",
         const=THRESHOLD,
         metavar="COSINE",
-        help="also find images that are nearly the same: features of the run's model with a cosine"
-        f" of at least this (default: {THRESHOLD})",
+        help="also find nearly identical images, whose features in the run's model have a cosine of"
+        f" at least this (default: {THRESHOLD})",
     )
     parser.add_argument(
         "--exclude", type=Path, metavar="FILE", help="write the keys of the worst images to FILE"
@@ -98,20 +98,20 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         "--worst",
         type=int,
         metavar="N",
-        help="number of keys to write, the most likely mislabelled first",
+        help="number of keys to write, the most likely mislabeled first",
     )
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="cpu",
-        help="for the model (default: cpu)",
+        help="device for the model (default: cpu)",
     )
     args = parser.parse_intermixed_args(arguments)
     args.run, args.overrides = run_and_settings(args.words)
     if not 1 <= args.images <= 1000:
         raise ValueError(f"--images {args.images}: expected a number from 1 to 1000")
     if (args.exclude is None) != (args.worst is None) or (args.worst or 1) < 1:
-        raise ValueError("--exclude FILE and --worst N belong together: pass both")
+        raise ValueError("--exclude FILE requires --worst N, and vice versa: pass both")
     return args
 
 

@@ -2,9 +2,9 @@
 
     python launch/sweep.py runs/seeds
 
-It reads the settings and records of all run folders in a folder. Settings that differ between the
-runs are columns. The last lines have mean and standard deviation of runs that differ only in the
-seed.
+The command reads the settings and metrics of all run folders in a folder. Settings that differ
+between the runs become columns. The last lines give mean and standard deviation over runs that
+differ only in the seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_COMPARED = ("run.dir",)
 
 
 class Row(NamedTuple):
-    """The settings of a run by complete name, and the numbers of its record."""
+    """The settings of a run by full name, and its metrics."""
 
     name: str
     settings: dict[str, Any]
@@ -35,14 +35,14 @@ class Row(NamedTuple):
     outcome: str
     """`finished`, `stopped`, or `running`, which includes killed runs."""
     top1: float | None
-    """Top-1 of the newest evaluation, in percent."""
+    """The top-1 accuracy of the newest evaluation in percent."""
     best: float | None
     loss: float | None
     hours: float
 
 
 def main() -> None:
-    """Run the command line above."""
+    """Run the command line."""
     args = read_command_line()
     is_early = args.when_finished is not None
     rows = [read_run(folder) for folder in run_folders(Path(args.folder), may_be_none=is_early)]
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
-    """Return the run folders in `folder`, sorted by numeric names. Raises ValueError."""
+    """Return the run folders in `folder`, in numeric order. Raises ValueError."""
     folders = [path.parent for path in folder.glob(f"*/{METRICS_FILE}")]
     if not folders and not may_be_none:
         raise ValueError(
@@ -65,7 +65,7 @@ def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
 
 
 def read_run(folder: Path) -> Row:
-    """Read the settings and the record of a run."""
+    """Read the settings and the metrics of a run."""
     settings = dict(flatten(yaml.safe_load((folder / CONFIG_FILE).read_text())))
     lines = read_metrics(folder / METRICS_FILE)
     evaluations = [line for line in lines if line["kind"] == "eval" and "top1" in line]
@@ -93,7 +93,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table, and of the means over seeds."""
+    """Return the lines of the table and of the means over seeds."""
     every_key = dict.fromkeys(key for row in rows for key in row.settings)
     differ = [key for key in every_key if len({repr(row.settings.get(key)) for row in rows}) > 1]
     header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]
@@ -116,7 +116,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:
-    """Return mean and standard deviation of top-1 over the seeds, for each choice of `differ`."""
+    """Return mean and standard deviation of top-1 over seeds, for each setting of `differ`."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         name = ", ".join(f"{key}={row.settings.get(key, '-')}" for key in differ)
@@ -135,14 +135,14 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the flags. Raises ValueError for mistakes."""
+    """Parse the command line. Raises ValueError for mistakes."""
     parser = Parser("python launch/sweep.py", __doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="a folder of run folders")
+    parser.add_argument("folder", metavar="FOLDER", help="folder that contains the run folders")
     parser.add_argument(
         "--when-finished",
         type=int,
         metavar="N",
-        help="print the table only if N runs are finished, else their number",
+        help="print the table only if N runs are finished, otherwise their number",
     )
     return parser.parse_args(arguments)
 

@@ -6,11 +6,11 @@
     python launch/train.py --config configs/vit_b16.yaml --print-config
     torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml --check
 
-Settings are `section.key=value` and override the file; the files of `vit/config/` list them all.
-Running the same command again resumes at the exact step. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save
-at the next step and stop. `--check` tests everything that the run needs on these hosts, and leaves
-no files behind. Exit status: 0 finished, stopped and saved, or a check without failures; 2 a user
-mistake, or a check with failures.
+Settings are `section.key=value` and override the file. The files in `vit/config/` list all
+settings. Run the same command again to resume at the exact step. SIGTERM, SIGUSR1, SIGHUP and
+Ctrl-C save at the next step and stop. `--check` tests everything that the run needs on these hosts
+without leaving files behind. Exit status: 0 finished, stopped and saved, or a check without
+failures; 2 a user mistake, or a check with failures.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ from vit.extras.compose import fit, join_for
 from vit.system.by_name import load
 
 JOIN_TIMES = 3.0
-"""Join timeout of --check in units of its limit; a host may import torch from a slow disk."""
+"""The join timeout of --check as a multiple of its limit, because importing torch may be slow."""
 
 
 def main() -> World | None:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     config, origins = load_with_origins(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
-        raise ValueError(
-            f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}"
-        )
+        raise ValueError(f"--allow-change {key}: no such setting{nearest(key, all_keys())}")
     if args.print_config:
         if config.eval.reference is not None:
             # Report a wrong name before the run starts.
@@ -68,7 +66,7 @@ def main() -> World | None:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
     parser = training_parser("python launch/train.py", __doc__)
     parser.add_argument(
         "--print-config",
@@ -84,20 +82,20 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="test everything that the run needs on these hosts, print a table, and exit; minutes",
+        help="test everything that the run needs on these hosts, print a table and exit (minutes)",
     )
     parser.add_argument(
         "--check-limit-s",
         type=float,
         default=60.0,
         metavar="S",
-        help="time limit for each part of --check (default: 60)",
+        help="time limit of each part of --check in seconds (default: 60)",
     )
     args = parser.parse_intermixed_args(arguments)
     if not args.check_limit_s > 0:
         parser.error(f"--check-limit-s {args.check_limit_s:g}: expected more than 0")
     if args.verbose and not args.print_config:
-        parser.error("--verbose: give --print-config with it")
+        parser.error("--verbose: use it together with --print-config")
     return args
 
 

@@ -1,15 +1,15 @@
-"""Show the inputs of a model, and the features that it has learnt.
+"""Show a model's inputs and learned features.
 
     python launch/visualize.py augment --config configs/vit_b16.yaml data.root=data/imagenet
-    python launch/visualize.py shapes vit_b16                    a name, a config, or a run
+    python launch/visualize.py shapes vit_b16                    a model name, a config or a run
     python launch/visualize.py attention runs/demo --image photo.jpg --separate attention/
     python launch/visualize.py distance runs/demo --samples 128 --out distance.pdf
     python launch/visualize.py compare runs/demo runs/demo_finetune
     python launch/visualize.py curves runs/demo runs/demo_finetune --out curves.pdf
 
-The default is the newest run. Images are samples of its validation split (--samples), or files,
-folders and tars (--image). The suffix of --out selects the format: png, or pdf and svg, which are
-sharp at any size. Exit status: 0 done, 2 a mistake to correct.
+The default is the newest run. Images are validation samples of the run (--samples), or files,
+folders and tars (--image). The suffix of --out selects the format. png is the default, and pdf and
+svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Command(NamedTuple):
     run: Callable[[Namespace, World], None]
     description: str
     num_samples: int | None = None
-    """Default number of images; None for a command without images."""
+    """The default number of images, or None for a command without images."""
     takes_name: bool = False
-    """True if the command also accepts a config or a model's name, because it needs no weights."""
+    """True if the command needs no weights, and so accepts a config or a model's name."""
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     if args.command == "augment":
         config = load_config(args.config, args.overrides)
@@ -81,7 +81,7 @@ def main() -> World:
 
 
 def shapes(args: Namespace, world: World) -> None:
-    """Print the shapes at each stage."""
+    """Print the tensor shapes at each stage."""
     by_name.load("vit.extras.planner.by_layer:print_network", args.command)(*_config_of(args))
 
 
@@ -102,7 +102,9 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
     elif Path(source).exists():
         loaded = read_weights(source)
         if loaded.config is None:
-            raise ValueError(f"{source}: weights of another program: pass the model's name instead")
+            raise ValueError(
+                f"{source}: these weights are from another program: pass the model's name instead"
+            )
         config = config_io.from_dict(loaded.config, source)
         settings.setdefault("model.num_classes", loaded.num_classes)
         config = config_io.with_settings(config, settings)
@@ -125,21 +127,21 @@ def patches(args: Namespace, world: World) -> None:
 
 
 def filters(args: Namespace, world: World) -> None:
-    """Draw the components of the patch embedding."""
+    """Draw the principal components of the patch embedding."""
     trained = _load(args, world)
     out = _out(args, trained)
     _print_picture(model_figures.draw_filters(trained.model, out), out)
 
 
 def positions(args: Namespace, world: World) -> None:
-    """Draw the similarity of positions."""
+    """Draw the similarity of position embeddings."""
     trained = _load(args, world)
     out = _out(args, trained)
     _print_picture(model_figures.draw_positions(trained.model, out), out)
 
 
 def attention(args: Namespace, world: World) -> None:
-    """Draw the attention of each layer and head, and rollout; with --separate in single files."""
+    """Draw the attention of each layer and head, and rollout. --separate writes single files."""
     trained = _load(args, world)
     samples = _samples(args, trained)
     pixels = samples.pixels(trained)
@@ -177,7 +179,7 @@ def distance(args: Namespace, world: World) -> None:
 
 
 def tokens(args: Namespace, world: World) -> None:
-    """Draw the features of patches as colours."""
+    """Draw the patch features as colors."""
     trained = _load(args, world)
     samples = _samples(args, trained)
     pixels = samples.pixels(trained)
@@ -191,7 +193,7 @@ def confusion(args: Namespace, world: World) -> None:
     """Draw the confusion matrix of the newest evaluation of a run."""
     run_dir = Path(args.runs[0]) if args.runs else _newest()
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir}: not a run folder: confusion shows the evaluation of a run")
+        raise ValueError(f"{run_dir}: not a run folder: `confusion` requires a run's evaluation")
     source = ReportSource(run_dir, world.device)
     out = args.out or Path(f"confusion_{run_dir.name}.png")
     print(plot_confusion(source.confusion, source.class_names, out))
@@ -213,14 +215,14 @@ def compared(args: Namespace, world: World) -> None:
 COMMANDS = {
     "shapes": Command(shapes, "shapes at each stage, as text", takes_name=True),
     "summary": Command(summary, "layers, parameters, GFLOP and memory, as text", takes_name=True),
-    "patches": Command(patches, "an image cut into patches", 1),
+    "patches": Command(patches, "images cut into patches", 1),
     "filters": Command(filters, "principal components of the patch embedding"),
-    "attention": Command(attention, "attention of the output in each layer and head; rollout", 4),
-    "positions": Command(positions, "similarity of positions"),
+    "attention": Command(attention, "attention maps of each layer and head, and rollout", 4),
+    "positions": Command(positions, "similarity of position embeddings"),
     "distance": Command(distance, "mean attention distance by depth and head", 128),
-    "tokens": Command(tokens, "features of patches as colours", 12),
+    "tokens": Command(tokens, "patch features as colors", 12),
     "confusion": Command(confusion, "confusion matrix of a run's newest evaluation"),
-    "compare": Command(compared, "two runs on the same samples", 500),
+    "compare": Command(compared, "comparison of two runs on the same samples", 500),
 }
 
 
@@ -253,7 +255,7 @@ def _name_of(trained: Trained) -> str:
 
 
 def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
-    """Return each image with its path: `out` for one image, else out_1, out_2 and so on."""
+    """Return each image with its path: `out` for one image, otherwise out_1, out_2 and so on."""
     if len(pixels) == 1:
         return [(out, pixels[0])]
     return [
@@ -278,7 +280,7 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command and its flags; augment also takes settings. Raises ValueError."""
+    """Parse the command and its flags. `augment` also takes settings. Raises ValueError."""
     remaining = list(sys.argv[1:] if arguments is None else arguments)
     descriptions = {"augment": "contact sheet of the augmentation"}
     descriptions |= {"curves": "loss and accuracy of one or more runs over their epochs"}
@@ -303,7 +305,7 @@ def _read_augment(arguments: Sequence[str]) -> Namespace:
     parser = Parser(
         "python launch/visualize.py augment",
         "Draw some training images: the original, several augmented versions with their operations,"
-        "\nand one with mixing.",
+        "\nand one version with mixing.",
         setting_for,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
@@ -320,7 +322,7 @@ def _read_augment(arguments: Sequence[str]) -> Namespace:
         type=int,
         default=4,
         metavar="N",
-        help="augmented versions of each image (default: 4)",
+        help="augmented versions per image (default: 4)",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
@@ -333,9 +335,11 @@ def _read_augment(arguments: Sequence[str]) -> Namespace:
 
 
 def _read_curves(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("python launch/visualize.py curves", "Loss and accuracy over the epochs.")
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="(default: the newest)")
-    description = "width of averaging in training; 0 for none (default: 1, less for short runs)"
+    parser = Parser("python launch/visualize.py curves", "Draw loss and accuracy over the epochs.")
+    parser.add_argument(
+        "runs", nargs="*", type=Path, metavar="RUN", help="run folders (default: the newest run)"
+    )
+    description = "epochs to average training curves over (default: 1 or less; 0: none)"
     parser.add_argument("--smooth", type=float, metavar="EPOCHS", help=description)
     _add_out(parser, "curves_<runs>")
     args = parser.parse_intermixed_args(arguments)
@@ -348,7 +352,7 @@ def _read_curves(arguments: Sequence[str]) -> Namespace:
 def _read_flags(name: str, arguments: Sequence[str]) -> Namespace:
     command = COMMANDS[name]
     parser = Parser(f"python launch/visualize.py {name}", command.description.capitalize() + ".")
-    accepted = "run folder, checkpoint or file of weights"
+    accepted = "run folder, checkpoint or weights file"
     if command.takes_name:
         accepted += ", config, or a model's name"
     parser.add_argument(
@@ -376,7 +380,7 @@ def _read_flags(name: str, arguments: Sequence[str]) -> Namespace:
             "--separate",
             type=Path,
             metavar="FOLDER",
-            help="write the input and a picture of each layer and head to this folder instead",
+            help="write the input and one picture per layer and head to this folder instead",
         )
     if command.num_samples is not None:
         parser.add_argument(
@@ -390,8 +394,8 @@ def _read_flags(name: str, arguments: Sequence[str]) -> Namespace:
             parser.add_argument(
                 "--image", nargs="+", metavar="FILE", help="files, folders or tars instead"
             )
-        parser.add_argument("--data", metavar="ROOT", help="shards (default: the run's)")
-        parser.add_argument("--split", help="(default: the run's data.val_split)")
+        parser.add_argument("--data", metavar="ROOT", help="shards (default: the run's data.root)")
+        parser.add_argument("--split", help="split (default: the run's data.val_split)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_intermixed_args(arguments)
     args.runs = [args.runs] if isinstance(args.runs, str) else args.runs

@@ -1,11 +1,11 @@
 #!/bin/bash
-# Evaluate on one node or many:
+# Evaluate on one or more nodes:
 #   sbatch [options of sbatch] slurm/eval.sh --checkpoint runs/vit_b16 [arguments of launch/eval.py]
 #
-# Submit in the checkout. The counts equal those of `python launch/eval.py` with the same
-# arguments, on any number of nodes.
+# Submit in the checkout. On any number of nodes, the counts equal those of `python launch/eval.py`
+# with the same arguments.
 #
-# ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
+# ---- lines 1 and 2 to edit (remove one # from line 1); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=gpu --account=ACCOUNT
 #SBATCH --nodes=1 --gpus-per-node=8 --cpus-per-task=64 --time=01:00:00
 #
@@ -23,4 +23,4 @@ activate_python
 find_nodes
 prepare_torchrun
 "${torchrun[@]}" launch/eval.py "$@" </dev/null \
-  || fail "failed with status $?; the first error above says why"
+  || fail "failed with status $?: see the first error above"

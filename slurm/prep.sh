@@ -2,11 +2,11 @@
 # Write shards with a job array, one part per task:
 #   sbatch --array=0-7 slurm/prep.sh imagefolder SOURCE --out ROOT [arguments of that command]
 #
-# Submit in the checkout. The first argument names the module of data_prep. The task that finds all
-# shards complete writes `_info.json`. After a failure submit the same line again: complete shards
+# Submit in the checkout. The first argument names a module of data_prep. The task that finds all
+# shards complete writes `_info.json`. After a failure, submit the same line again: complete shards
 # are reused. Single tasks: PARTS=8 sbatch --array=3 slurm/prep.sh ...
 #
-# ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
+# ---- lines 1 and 2 to edit (remove one # from line 1); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=cpu --account=ACCOUNT
 #SBATCH --nodes=1 --cpus-per-task=16 --time=04:00:00
 #
@@ -22,8 +22,8 @@ source slurm/common.sh
 
 source=${1:-}
 [[ -f data_prep/$source.py ]] \
-  || fail "'$source': no such module of data_prep;" \
-    "the first argument names one, such as imagefolder"
+  || fail "'$source' is not a module of data_prep:" \
+    "give a module such as imagefolder as the first argument"
 shift
 part=()
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
@@ -32,7 +32,7 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
     (( SLURM_ARRAY_TASK_MIN == 0 && SLURM_ARRAY_TASK_MAX == SLURM_ARRAY_TASK_COUNT - 1 )) \
       || fail "an array of $SLURM_ARRAY_TASK_COUNT tasks," \
         "$SLURM_ARRAY_TASK_MIN to $SLURM_ARRAY_TASK_MAX: submit --array=0-N again (whole shards" \
-        "are kept), or say how many parts there are: PARTS=8 sbatch --array=3 slurm/prep.sh ..."
+        "are kept), or set the number of parts: PARTS=8 sbatch --array=3 slurm/prep.sh ..."
     PARTS=$SLURM_ARRAY_TASK_COUNT
   fi
   part=(--shards "$SLURM_ARRAY_TASK_ID/$PARTS")

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Train one run for each task of an array, with seeds or with the settings in the lines of a file:
+# Train one run per array task, with different seeds or with settings from the lines of a file:
 #   sbatch --array=0-4 slurm/sweep.sh run.dir=runs/seeds [arguments of launch/train.py]
 #   SWEEP=rates.txt sbatch --array=0-2 slurm/sweep.sh run.dir=runs/rates [arguments ...]
 #
-# Task K trains in runs/seeds/K with train.seed=K; with SWEEP, with the settings in line K (from 0) of
-# that file. Each task is a job like slurm/train.sh: saved, requeued, continued. All tasks are one
-# group in W&B. The last task prints a table of the runs, as
-# `python launch/sweep.py runs/seeds` does at any time.
+# Task K trains in runs/seeds/K with train.seed=K, or with the settings in line K (from 0) of SWEEP.
+# Each task is saved, requeued and resumed like a job of slurm/train.sh. All tasks form one W&B
+# group. The last task prints a table of the runs. `python launch/sweep.py runs/seeds` prints it at
+# any time.
 #
-# ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
+# ---- lines 1 and 2 to edit (remove one # from line 1); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=gpu --account=ACCOUNT
 #SBATCH --nodes=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
 #
@@ -25,46 +25,46 @@ fi
 source slurm/common.sh
 
 task=${SLURM_ARRAY_TASK_ID:-}
-[[ -n $task ]] || fail "not an array: sbatch --array=0-4 slurm/sweep.sh ..."
+[[ -n $task ]] || fail "not an array job: use sbatch --array=0-4 slurm/sweep.sh ..."
 for word in "$@"; do
   case $word in
     run.dir=*) folder=${word#run.dir=} ;;
   esac
 done
-[[ -n ${folder:-} ]] || fail "no run.dir=FOLDER, in which each task has a folder of its own"
+[[ -n ${folder:-} ]] || fail "run.dir=FOLDER is missing: give a folder for the run folders of all tasks"
 settings=("train.seed=$task")
 if [[ -n ${SWEEP:-} ]]; then
-  [[ -f $SWEEP ]] || fail "SWEEP=$SWEEP: there is no such file"
+  [[ -f $SWEEP ]] || fail "SWEEP=$SWEEP: no such file"
   mapfile -t lines < <(tr -d '\r' <"$SWEEP" | grep -v '^[[:space:]]*\(#\|$\)')
-  (( ${#lines[@]} )) || fail "SWEEP=$SWEEP: there are no settings in it"
+  (( ${#lines[@]} )) || fail "SWEEP=$SWEEP: the file has no settings"
   (( task < ${#lines[@]} )) \
-    || fail "task $task, and $SWEEP has ${#lines[@]} lines: --array=0-$(( ${#lines[@]} - 1 ))"
+    || fail "task $task: $SWEEP has ${#lines[@]} lines: use --array=0-$(( ${#lines[@]} - 1 ))"
   split_words settings "${lines[task]}" || fail "$SWEEP: a quote is not closed: ${lines[task]}"
 fi
 export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-$(basename "$folder")}
 
-# Runs when slurm/train.sh ends, because both share this shell, which receives Slurm's signals. The
-# last task prints the table, even if other tasks failed.
+# Runs when slurm/train.sh ends, because both scripts share this shell, which receives Slurm's
+# signals. The last task prints the table, even if other tasks failed.
 print_table() {
   local if_finished=(--when-finished "$SLURM_ARRAY_TASK_COUNT")
   if [[ $folder == *://* ]]; then
-    say "no table: $folder is no folder"
+    say "no table: $folder is not a local folder"
     return
   fi
   activate_python
-  # A task that was ended may be requeued, by Slurm or by itself, so it is not the last.
+  # Slurm or the task itself may requeue an ended task, so it is not the last.
   [[ ${ended:-no} == yes ]] || ! is_last || if_finished=()
   "${on_one[@]}" python launch/sweep.py "$folder" "${if_finished[@]}" || true
   (( ${#if_finished[@]} )) || rm -f "$folder/.ended.$SLURM_ARRAY_JOB_ID".*
 }
 
-# True if all other tasks have left the queue or reached this line. It can be true for two tasks
-# that reach it at the same time.
+# True if all other tasks have left the queue or reached this line. It may be true for two tasks
+# that reach it simultaneously.
 is_last() {
   local other ended_here="$folder/.ended.$SLURM_ARRAY_JOB_ID"
   mkdir -p "$folder"
   touch "$ended_here.$task"
-  ls -a "$folder" >/dev/null  # over NFS this makes new files of other nodes visible
+  ls -a "$folder" >/dev/null  # makes new files of other nodes visible over NFS
   for other in $(squeue --noheader --array --jobs="$SLURM_ARRAY_JOB_ID" --format=%K); do
     [[ -e $ended_here.$other ]] || return 1
   done

@@ -1,15 +1,15 @@
-"""Make JPEGs like ImageNet's, and their shards, for benchmarks/loader.py.
+"""Create JPEGs like ImageNet's, and their shards, for benchmarks/loader.py.
 
-Windows of two photos of scikit-learn get ImageNet's sizes, qualities and samplings, and grain until
-a pixel has 5 bits, because the cost of decoding depends on the bits (ILSVRC 2012 has 110 kB an
-image, about 469 x 387 pixels and 4.9 bits a pixel). The real commands write two sets of shards,
-without and with restart markers. Everything is made once.
+Windows of two scikit-learn photos get ImageNet's sizes, JPEG qualities and chroma subsampling, and
+grain up to 5 bits per pixel, because decoding cost depends on the bits. (ILSVRC 2012 has 110 kB per
+image, about 469 x 387 pixels and 4.9 bits per pixel.) The real commands write two sets of shards,
+without and with restart markers. Everything is created once.
 
     <place>/
       jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
-      shards/                               the same bytes in our shards, which webdataset reads too
+      shards/                               the same bytes in our shards, also for webdataset
       marked/                               shards of the same images with restart markers
-      windows/<number>.jpg                  one window of each of some images, cut losslessly
+      windows/<number>.jpg                  one losslessly cut window of each of some images
       mds/  litdata/  ffcv.beton            the same images in peers' formats, written by the peers
 """
 
@@ -37,14 +37,14 @@ GRAIN = 15.0
 """The mean standard deviation of the noise."""
 SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
 SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
-"""The shares of the sizes; the last one is for other sizes, a tenth of which are large."""
+"""The fractions of the sizes. The last one is for other sizes, a tenth of which are large."""
 QUALITIES = ((75, 80, 85, 90, 92, 94, 95, 96), (0.12, 0.08, 0.12, 0.15, 0.10, 0.13, 0.15, 0.15))
 """The JPEG qualities and their probabilities."""
 NUM_WINDOWS = 320
 
 
 class Data(NamedTuple):
-    """The data of the contestants, in `place`."""
+    """The data of the contestants in `place`."""
 
     place: Path
     num_images: int
@@ -66,7 +66,7 @@ class Data(NamedTuple):
         return self.place / "marked"
 
     def made(self, name: str, make: Callable[[Path], object]) -> Path:
-        """Return the file or folder `name`; `make` (path) makes it once, complete or not at all."""
+        """Return the file or folder `name`, which `make` creates once, completely or not at all."""
         path = self.place / name
         unfinished = self.place / f"unfinished-{name}"
         if not path.exists():
@@ -78,7 +78,7 @@ class Data(NamedTuple):
 
 
 def make_data(place: Path, num_images: int) -> Data:
-    """Return the images and shards in `place`, and make them if they do not exist."""
+    """Return the images and shards in `place`, creating missing ones."""
     data = Data(place / f"images-{num_images}", num_images)
     data.place.mkdir(parents=True, exist_ok=True)
     data.made("jpegs", lambda folder: make_images(folder, num_images))
@@ -88,7 +88,7 @@ def make_data(place: Path, num_images: int) -> Data:
 
 
 def make_shards(folder: Path, out: Path, markers: str) -> None:
-    """Write shards of class folders with the users' command. markers: off or auto."""
+    """Write shards of class folders with the public command. markers: off or auto."""
     options = [
         "--out",
         str(out),
@@ -131,7 +131,7 @@ def _write_images(job: tuple[Path, range]) -> None:
 
 
 def make_image(number: int, photos: list[Image.Image]) -> bytes:
-    """Return a JPEG: a window of a photo with new contrast, brightness and colours, and grain."""
+    """Return a JPEG of a photo's window with new contrast, brightness, colors and grain."""
     rng = np.random.default_rng(number)
     width, height = _size(rng)
     photo = photos[number % len(photos)]
@@ -171,9 +171,9 @@ def _size(rng: np.random.Generator) -> tuple[int, int]:
 
 
 def cut_windows(data: Data, out: Path) -> None:
-    """Cut a window out of each of the first images, drawn as in training.
+    """Cut a random training window out of each of the first images.
 
-    jpegtran cuts it at the borders of blocks.
+    jpegtran cuts at block borders.
     """
     from vit.config.schema import AugmentConfig
     from vit.data.augment.draw import draw_crops, sample_keys
@@ -192,7 +192,7 @@ def cut_windows(data: Data, out: Path) -> None:
 
 
 def describe(data: Data) -> str:
-    """Return one line with the number of images, their bytes, and the bits of a pixel."""
+    """Return one line with the number of images, their bytes, and the bits per pixel."""
     sizes_bytes = []
     pixels = []
     for file in data.files:
@@ -209,7 +209,7 @@ def describe(data: Data) -> str:
 
 
 def bytes_rows(data: Data) -> list[list[str]]:
-    """Return a table with the size on disk of each form of the images."""
+    """Return a table with the disk size of the images in each format."""
     forms = {
         "jpegs/*/*.JPEG": "JPEGs in class folders",
         "shards/*.tar": "our shards",

@@ -1,11 +1,11 @@
-"""Make images and archives like ImageNet's for benchmarks/prep.py.
+"""Create images and archives like ImageNet's for benchmarks/prep.py.
 
-Windows of two photos of scikit-learn get ImageNet's sizes, and grain until a JPEG has 110 kB on
+Windows of two scikit-learn photos get ImageNet's sizes, and grain until JPEGs have 110 kB on
 average.
 
     <place>/
       images-3000/<wnid>/<wnid>_<number>.JPEG     class folders
-      nested-3000.tar                             the same as a tar of 100 tars
+      nested-3000.tar                             the same images in a tar of 100 tars
       tiny-200000.tar                             a tar of 1,000 tars of 200 almost empty members
 """
 
@@ -27,7 +27,7 @@ GRAIN = 20.5
 
 
 def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
-    """Return a JPEG: a window of a photo with grain, 500 x 375 in half of the cases."""
+    """Return a JPEG of a grainy photo window, 500 x 375 in half of the cases."""
     rng = np.random.default_rng(number)
     odd = (int(rng.integers(200, 520)), int(rng.integers(180, 460)))
     width, height = ((500, 375), (375, 500), (500, 333), (640, 480), odd)[
@@ -54,7 +54,7 @@ def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
 
 
 def nested_tar(path: Path, classes: dict[str, dict[str, bytes]]) -> None:
-    """Write a tar of one tar for each class ({wnid: {name: data}}), complete or not at all."""
+    """Write a tar of one tar per class ({wnid: {name: data}}), completely or not at all."""
     with tarfile.open(f"{path}.tmp", "w", format=tarfile.USTAR_FORMAT) as outer:
         for wnid, members in classes.items():
             inner_bytes = io.BytesIO()
@@ -83,7 +83,7 @@ class Data(NamedTuple):
 
 
 def make_data(place: Path, num_images: int, num_tiny: int) -> Data:
-    """Return the images and archives in `place`, and make them if they do not exist."""
+    """Return the images and archives in `place`, creating missing ones."""
     folder = place / f"images-{num_images}"
     archive = place / f"nested-{num_images}.tar"
     tiny = place / f"tiny-{num_tiny}.tar"

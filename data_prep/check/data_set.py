@@ -1,7 +1,7 @@
-"""A finished data set as `verify` sees it: its records, and the results of the checks.
+"""A finished data set for `verify`: its records and the results of the checks.
 
-A data set in a folder is read in place. For a data set at a URL everything but the shards is
-copied to a temporary folder. (`vit.data.shards.data_set` is the format, and opens a split of it.)
+A data set in a folder is read in place. For a data set at a URL, all files except the shards are
+copied to a temporary folder. (`vit.data.shards.data_set` opens the splits for training.)
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from vit.system.urls import local_path
 
 @dataclass
 class SplitFiles:
-    """One split: its records, and the results of the checks."""
+    """The records of a split, and the results of its checks."""
 
     name: str
     described: dict[str, Any]
     index: np.ndarray | None = None
-    """The index file, mapped; None if it does not match."""
+    """The memory-mapped index file, or None if the index does not match."""
     sidecars: dict[str, dict[str, Any]] = field(default_factory=dict)
     present: list[int] = field(default_factory=list)
-    """Numbers of the shards that exist in their recorded size."""
+    """The numbers of the shards that exist with their recorded size."""
     seen: dict[int, np.ndarray] = field(default_factory=dict)
-    """SEEN_DTYPE of each shard that was read."""
+    """The array of SEEN_DTYPE of each shard that was read."""
     num_bytes: int = 0
-    """Bytes of the existing tars."""
+    """The total bytes of the existing tars."""
     num_checked: int = 0
 
     @property
@@ -54,40 +54,40 @@ class SplitFiles:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of samples of each shard."""
+        """The number of samples in each shard."""
         return self.described["shard_lengths"]
 
     @property
     def firsts(self) -> list[int]:
-        """Number of each shard's first sample."""
+        """The number of the first sample in each shard."""
         return first_samples(self.lengths)[:-1]
 
     @property
     def num_samples(self) -> int:
-        """Recorded number of samples."""
+        """The recorded number of samples."""
         return sum(self.lengths)
 
     def sha256_of(self, name: str) -> str | None:
-        """Return the recorded hash of a shard."""
+        """Return the recorded sha256 of a shard."""
         if recorded := self.described.get("shard_sha256"):
             return recorded[self.filenames.index(name)]
         return self.sidecars.get(name, {}).get("sha256")
 
     @property
     def quarantined(self) -> list[dict[str, Any]]:
-        """The entries of all sidecars."""
+        """The quarantine entries of all sidecars."""
         return [
             entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])
         ]
 
     @property
     def changed(self) -> Counter[str]:
-        """Number of images that the writer converted, by reason."""
+        """The number of images that the writer converted, by reason."""
         changed = (Counter(sidecar.get("changed", {})) for sidecar in self.sidecars.values())
         return sum(changed, Counter[str]())
 
     def labels(self) -> np.ndarray:
-        """Return the labels of all samples read, (n,) int32; after a quick check, of the index."""
+        """Return the labels of all samples read, (n,) int32, or the index's in a quick check."""
         if self.seen:
             return np.concatenate([rows["label"] for rows in self.seen.values()])
         return np.empty(0, np.int32) if self.index is None else np.asarray(self.index["label"])
@@ -95,22 +95,22 @@ class SplitFiles:
 
 @dataclass
 class DataSet(Classes):
-    """A folder of shards and its `_info.json`; for a URL a copy of all but the shards."""
+    """A folder of shards and its `_info.json`, or a copy of all files except the shards."""
 
     root: Path
     shown: str
     """The folder or URL that the user gave."""
     tars_at: str | None
-    """URL of the shards; None: they are in `root`."""
+    """The URL of the shards, or None if they are in `root`."""
     info: dict[str, Any]
     parts: list[SplitFiles]
     num_hashed: int = 0
-    """Number of shards whose sha256 was compared."""
+    """The number of shards whose sha256 was compared."""
     catalogue_compared: bool = False
 
     @property
     def ours(self) -> bool:
-        """Written by our writer, not indexed afterwards."""
+        """True if this package wrote the shards, instead of indexing existing ones."""
         return "catalogue" in self.info
 
     @property
@@ -120,15 +120,15 @@ class DataSet(Classes):
 
     @property
     def index_it(self) -> str:
-        """The remedy for missing files that accompany the tars."""
-        return f"run `python -m data_prep.index {quote(self.shown)}`, which writes it"
+        """The remedy for a missing index or sidecar."""
+        return f"run `python -m data_prep.index {quote(self.shown)}` to write it"
 
     def class_name(self, label: int) -> str:
-        """Return a class in words, for a message."""
+        """Return the name of a class for a message."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:
-        """Return a sample for a message: its shard and its key, without an index its position."""
+        """Return a sample's shard and key for a message, or its row number without an index."""
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
@@ -151,7 +151,7 @@ class DataSet(Classes):
 def opened_data_set(place: str) -> Iterator[DataSet]:
     """Open the data set at `place`, a folder or a URL.
 
-    Raises PrepError or ShardError if nothing can be checked.
+    Raises PrepError or ShardError if the data set cannot be checked.
     """
     root = local_path(place)
     if root is not None:
@@ -167,7 +167,7 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
         names += [f"{stem}.{kind}" for stem in stems for kind in ("idx", "json")]
 
         def fetch(name: str, version: Version | str) -> None:
-            if isinstance(version, Version):  # a missing file is reported as in a folder
+            if isinstance(version, Version):  # the checks report a missing file
                 remote.fetch(name, version, folder / name)
 
         with ThreadPoolExecutor(16) as threads:
@@ -178,7 +178,7 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
 def _open(root: Path, shown: str, url: str | None) -> DataSet:
     if (root / "_writing.json").exists() and not (root / "_info.json").exists():
         raise PrepError(
-            f"{root}: not finished yet; run the command that writes it again, it continues"
+            f"{root}: this data set is not finished: run the command that writes it again"
         )
     info = read_info(root)
     tars_at = url

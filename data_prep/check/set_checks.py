@@ -1,8 +1,8 @@
-"""Checks of a finished data set as a whole: its records, and the samples of all shards together.
+"""Checks of a whole data set: its records, and the samples of all shards together.
 
-Folder, sidecars, index files and quarantine are compared with `_info.json`, the list of the shards.
-After the shards were read (data_prep/check/shard_checks.py), the samples of all shards are checked
-together: class names, labels, keys, equal images.
+The folder, sidecars, index files and quarantine are compared with `_info.json`. After the shards
+are read (data_prep/check/shard_checks.py), the class names, labels, keys and equal images of all
+shards are checked together.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vit.system.files import ShardError
 
 
 def check_folder(data: DataSet) -> Iterator[Finding]:
-    """Compare folder, `_info.json`, sidecars and index files.
+    """Compare the folder, sidecars and index files with `_info.json`.
 
-    Fills each part's `sidecars`, `present` and `index`.
+    Sets `sidecars`, `present` and `index` of each split.
     """
     listed = Counter(tars_of(data.info))
-    # earlier versions recorded no hashes
+    # earlier versions did not record hashes
     if "info_sha256" in data.info or any(
         "sidecars_sha256" in part.described for part in data.parts
     ):
@@ -52,8 +52,8 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
             yield Finding(
                 "files",
                 name,
-                "not in _info.json, and tools that take all tars of a folder would read it; move it"
-                " away",
+                "not in _info.json, but tools that read all tars of a folder would read it; move"
+                " it away",
             )
     for path in sorted(data.root.iterdir()):
         is_temporary = path.name.endswith((".tmp", ".rows.npy"))
@@ -61,7 +61,7 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
             yield Finding(
                 "files",
                 path.name,
-                "left over from a writer; delete it, unless one is at work here",
+                "temporary file of a writer; delete it, unless a writer is running",
                 fails=False,
             )
     if data.tars_at is None:
@@ -88,19 +88,19 @@ def _check_sealed(data: DataSet) -> Iterator[Finding]:
         yield Finding(
             "files",
             "_info.json",
-            "altered: its content is not the one whose hash it holds; restore it from its source",
+            "altered: the content does not match the recorded hash; restore it from its source",
         )
     if data.ours and not is_as_written(data.root):
         yield Finding(
             "files",
             "dataset.md",
-            "absent or altered, or its contact_sheet.png is: run `python -m data_prep.card"
-            f" {data.shown}`, which writes both again",
+            "card missing or altered (dataset.md or contact_sheet.png): run `python -m"
+            f" data_prep.card {data.shown}` to write it again",
         )
 
 
 def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
-    """Check the sidecars of a split: their hash, their plan, and the number of listed images."""
+    """Check the hash and the plan of a split's sidecars, and the number of listed images."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
         return  # reported already
@@ -108,8 +108,8 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
         yield Finding(
             "files",
             part.name,
-            "sidecars are altered: their content is not the one whose hash is in _info.json;"
-            " restore them",
+            "sidecars are altered: their content does not match the hash in _info.json; restore"
+            " the sidecars",
         )
     listed = (data.info.get("listed") or {}).get(part.name)
     total = part.num_samples + len(part.quarantined)
@@ -117,7 +117,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
         yield Finding(
             "files",
             "_info.json",
-            f"listed is {listed} for {part.name}, shards and quarantine have {total}",
+            f"lists {listed} images for {part.name}, but shards and quarantine have {total}",
         )
     if not data.ours:
         return
@@ -127,13 +127,12 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
     for names, text in (
         (
             of_other_plans,
-            "source, options or catalogue in _info.json are not those that they were written by"
-            " (plan); restore what is wrong",
+            "source, options or catalogue in _info.json differ from the recorded plan; restore"
+            " _info.json or the sidecars",
         ),
         (
             without_hash,
-            "no sha256 is recorded, so their bytes cannot be compared; restore _info.json and the"
-            " sidecars",
+            "no sha256 is recorded to compare the bytes with; restore _info.json and the sidecars",
         ),
     ):
         if names:
@@ -160,8 +159,8 @@ def _check_recorded(
             yield Finding(
                 "files",
                 name,
-                f"{size:,} bytes, _info.json says {recorded['bytes']:,}; its contents were not"
-                f" checked; {WRITE_AGAIN}",
+                f"{size:,} bytes, but _info.json records {recorded['bytes']:,}; the contents were"
+                f" not checked; {WRITE_AGAIN}",
             )
     path = (data.root / name).with_suffix(".json")
     try:
@@ -171,13 +170,13 @@ def _check_recorded(
         return
     if sidecar is None:
         remedy = "repeat the command that wrote the data set" if data.ours else data.index_it
-        yield Finding("files", path.name, f"absent; {remedy}")
+        yield Finding("files", path.name, f"missing; {remedy}")
         return
     part.sidecars[name] = sidecar
     for key, value in recorded.items():
         if sidecar[key] != value:
-            text = f"{key} is {sidecar[key]!r}, _info.json says {value!r}"
-            yield Finding("files", path.name, f"{text}; restore the one that is wrong")
+            text = f"{key} is {sidecar[key]!r}, but _info.json records {value!r}"
+            yield Finding("files", path.name, f"{text}; restore the wrong file")
 
 
 def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
@@ -189,21 +188,21 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
     try:
         index = open_index(path)
     except FileNotFoundError:
-        yield finding("absent; ")
+        yield finding("missing; ")
         return
     except (ValueError, OSError, EOFError) as error:
         yield finding(f"unreadable ({error}); delete it and ")
         return
     if not has_checksums(index):
-        yield finding("without checksums of images (an earlier version wrote it); ", fails=False)
+        yield finding("no checksums of images (written by an earlier version); ", fails=False)
     if len(index) != part.num_samples:
-        text = f"{len(index):,} rows, _info.json has {part.num_samples:,} samples"
+        text = f"{len(index):,} rows, but _info.json records {part.num_samples:,} samples"
         yield finding(f"{text}; delete it and ")
         return
     part.index = index
     end = int(index.offset) + index.nbytes if isinstance(index, np.memmap) else 0
     if (size := path.stat().st_size) != end:
-        yield finding(f"{counted(size - end, 'byte')} behind its last row; delete it and ")
+        yield finding(f"{counted(size - end, 'byte')} after its last row; delete it and ")
 
 
 def check_quarantine(data: DataSet) -> Iterator[Finding]:
@@ -216,21 +215,21 @@ def check_quarantine(data: DataSet) -> Iterator[Finding]:
         yield Finding(
             "quarantine",
             path.name,
-            f"{'altered' if listed else 'absent'}: the sidecars have {images}, and it has not"
-            " these lines; repeat the command that wrote the data set",
+            f"{'altered' if listed else 'missing'}: this file must list the {images} in the"
+            " sidecars; repeat the command that wrote the data set",
         )
     changed = sum((part.changed for part in data.parts), Counter[str]())
     for key, total in (("quarantined", len(entries)), ("changed", dict(changed))):
         if data.info.get(key, type(total)()) != total:
-            text = f"{key} is {data.info.get(key)}, the sidecars have {total}"
-            yield Finding("quarantine", "_info.json", f"{text}; restore the one that is wrong")
+            text = f"{key} is {data.info.get(key)}, but the sidecars have {total}"
+            yield Finding("quarantine", "_info.json", f"{text}; restore the wrong file")
 
 
 # ---- samples of all shards -----------------------------------------------------------------------
 
 
 def check_catalogue(data: DataSet) -> Iterator[Finding]:
-    """Compare class names, keys and labels with the hash from before the first shard."""
+    """Compare class names, keys and labels with the hash recorded before writing."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
     splits = {}
@@ -247,20 +246,20 @@ def check_catalogue(data: DataSet) -> Iterator[Finding]:
         yield Finding(
             "labels",
             "_info.json",
-            "class names, keys or labels are not those that the data set was made of: their hash is"
-            f" {sha256[:12]}..., recorded is {str(data.info['catalogue'])[:12]}...; restore what"
-            " was altered, or write the data set again",
+            "class names, keys or labels have changed since the data set was written: their hash is"
+            f" {sha256[:12]}..., but {str(data.info['catalogue'])[:12]}... is recorded; restore"
+            " the altered files, or write the data set again",
         )
 
 
 def check_labels(data: DataSet) -> Iterator[Finding]:
-    """Check that labels are in range, that each class has a training image, and the class names."""
+    """Check the class names, the range of labels, and that every class has a training image."""
     info = data.info
     if data.class_names and info.get("num_classes") not in (None, len(data.class_names)):
         yield Finding(
             "labels",
             "_info.json",
-            f"num_classes is {info['num_classes']}, class_names are {len(data.class_names)}",
+            f"num_classes is {info['num_classes']}, but class_names has {len(data.class_names)}",
         )
     if not data.recorded_classes:  # unknown, or without labels
         return
@@ -291,12 +290,12 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
 
 
 def images_per_class(data: DataSet, part: SplitFiles) -> np.ndarray:
-    """Count the samples of each class that were read; () if the number of classes is unknown."""
+    """Count the samples that were read per class, or return () if the classes are unknown."""
     return count_classes(part.labels(), data.recorded_classes or 0)
 
 
 def _incomplete(data: DataSet, part: SplitFiles) -> bool:
-    """Return whether some samples were not read, because their shard is missing or damaged."""
+    """Return whether some samples were not read because a shard is missing or damaged."""
     return len(part.labels()) != part.num_samples
 
 
@@ -304,9 +303,9 @@ def _incomplete(data: DataSet, part: SplitFiles) -> bool:
 
 
 def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
-    """Return the samples whose value in `column` occurs twice or more, sorted.
+    """Return the samples whose value in `column` occurs at least twice, sorted.
 
-    (n, 5) int64: number of the value, part, shard, row and label of each.
+    Each row of (n, 5) int64 has the number of the value, split, shard, row and label.
     """
     every = [(p, shard, rows) for p, part in enumerate(parts) for shard, rows in part.seen.items()]
     values = np.concatenate([np.empty(0, "<u8"), *(rows[column] for *_, rows in every)])
@@ -324,10 +323,10 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
 
 
 def check_repeated(data: DataSet) -> Iterator[Finding]:
-    """Report keys that occur twice in a split, and images of the same bytes.
+    """Report keys that occur twice in a split, and images with equal bytes.
 
-    Equal images are notes, because published sets have them; images in two splits or under two
-    labels come first.
+    Equal images are only notes, because published data sets have them. Images in two splits or
+    under two labels come first.
     """
     for part in data.parts:
         for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
@@ -335,8 +334,8 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
             yield Finding(
                 "tars",
                 part.name,
-                f"a key that is there {len(group)} times: {' and '.join(names)}; write the shards"
-                " again with keys that differ",
+                f"a key occurs {len(group)} times: {' and '.join(names)}; write the shards again"
+                " with unique keys",
             )
     groups = _groups(_repeated(data.parts, "image"))
     if not groups:
@@ -357,7 +356,7 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
     yield Finding(
         "duplicates",
         ", ".join(part.name for part in data.parts),
-        f"the same bytes: {images} in {samples}; {sum(np.array(splits) > 1):,} of these images are"
+        f"equal bytes: {images} in {samples}; {sum(np.array(splits) > 1):,} of these images are"
         f" in two splits, {sum(np.array(labels) > 1):,} under two labels",
         fails=False,
         details=tuple(details),

@@ -1,10 +1,10 @@
-"""Checks of one shard of a finished data set: bytes, tar, `.idx`, index rows, images.
+"""Checks of one shard of a finished data set: bytes, tar, `.idx`, index rows and images.
 
-A worker process gets the name of a shard and its record in `_info.json`. It fetches a shard at a
-URL, reads the file once for its sha256, and then, from the page cache, reads its headers and
-decodes every image completely. It makes `.idx` and index rows again from the tar and compares them.
-It returns problems as messages, and three numbers for each sample, with which the parent compares
-keys, images and labels over all shards.
+A worker process gets the name of a shard and its record in `_info.json`. A shard at a URL is first
+downloaded. The worker reads the file once for its sha256, then reads the headers from the page
+cache and decodes every image completely. It compares `.idx` and index rows with new ones made from
+the tar. The result has the problems as messages, and three numbers per sample that let the main
+process compare keys, images and labels over all shards.
 """
 
 from __future__ import annotations
@@ -42,57 +42,57 @@ from vit.system.files import ShardError, sha256_of
 from vit.system.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 
 SEEN_DTYPE = np.dtype(
-    [  # 20 bytes a sample
-        # as in the catalogue; two of 100 million are equal by chance in one of 3,000 data sets
+    [  # 20 bytes per sample
+        # as in the catalogue; one in 3,000 data sets of 100 million samples has a collision
         ("key", "<u8"),
         ("image", "<u8"),  # first 8 bytes of a BLAKE2 hash of the encoded bytes
         ("label", "<i4"),
     ]
 )
 WRITE_AGAIN = "copy it again, or delete it and repeat the command that wrote it"
-UNCLEAR_WHEN_QUICK = "shard or index is wrong; run without --quick to see which"
+UNCLEAR_WHEN_QUICK = "shard or index is wrong: run without --quick to find out which"
 MOST_LINES = 10
-"""Lines on one subject and shard; further ones are only counted."""
+"""The maximum number of lines per subject and shard. Further lines are only counted."""
 
 
 class Finding(NamedTuple):
-    """A problem, or a note."""
+    """A problem or a note."""
 
     subject: str
-    """Heading in the report, a key of `verify.SUBJECTS`."""
+    """The heading in the report, a key of `verify.SUBJECTS`."""
     place: str
-    """File or split."""
+    """The file or split."""
     text: str
     fails: bool = True
-    """False for a note: it may come from the source."""
+    """False for a note, which may have its cause in the source."""
     details: tuple[str, ...] = ()
-    """Examples, a line each."""
+    """Examples, one per line."""
 
 
 class Shard(NamedTuple):
     """The input of a worker that checks one shard."""
 
     root: Path
-    """The folder of index, `.idx` and sidecar."""
+    """The folder of the index, `.idx` and sidecar."""
     name: str
     shown: str
-    """The data set in messages."""
+    """The name of the data set in messages."""
     tars_at: str | None
-    """URL of the tars' folder; None: they are in `root`."""
+    """The URL of the tars' folder, or None if they are in `root`."""
     index_path: Path | None
-    """The split's index file; None if it does not match."""
+    """The split's index file, or None if the index does not match."""
     first: int
-    """Number of its first sample in the split's index."""
+    """The number of the shard's first sample in the split's index."""
     num_samples: int
     sha256: str | None
     ours: bool
-    """Written by our writer, so that every image is an RGB or grey JPEG."""
+    """True if this package wrote the shard, so every image is an RGB or gray JPEG."""
     seed: int
     """The seed of the catalogue's hashes."""
     num_sampled: int
-    """Images that a quick check decodes."""
+    """The number of images that a quick check decodes."""
     layout: SampleLayout = DEFAULT_LAYOUT
-    """The members with image and label of a sample."""
+    """The members of a sample that contain image and label."""
 
     @property
     def local_tar(self) -> Path:
@@ -111,32 +111,32 @@ class Shard(NamedTuple):
         return np.array(open_index(self.index_path)[self.first : self.first + self.num_samples])
 
     def rebuild(self, *names: str) -> str:
-        """Return the remedy for a wrong file that accompanies the tars."""
+        """Return the remedy for a wrong index or `.idx` file."""
         return (
             f"delete {' and '.join(names)} and run `python -m data_prep.index"
-            f" {quote(self.shown)}`, which makes them from the tars"
+            f" {quote(self.shown)}` to make new ones from the tars"
         )
 
 
 class Checked(NamedTuple):
-    """The result for one shard."""
+    """The result of checking a shard."""
 
     findings: list[Finding]
     seen: np.ndarray = np.empty(0, SEEN_DTYPE)
-    """(num_samples,) SEEN_DTYPE in tar order; empty if the tar was not read to its end."""
+    """(num_samples,) SEEN_DTYPE in tar order, or empty if the tar was not read completely."""
     num_checked: int = 0
     hashed: bool = False
-    """True if its sha256 was compared with a recorded one."""
+    """True if the shard's sha256 was compared with a recorded one."""
 
 
 def read_failure(shard: Shard, error: OSError) -> Checked:
-    """Return the result for a shard that the system refuses to read."""
-    text = f"cannot be read ({error.strerror or error}); check its permissions and its disk"
+    """Return the result for a shard that the operating system cannot read."""
+    text = f"cannot be read ({error.strerror or error}): check the permissions and the disk"
     return Checked([Finding("files", shard.name, text)])
 
 
 def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the first findings, and the number of all others; notes are counted separately."""
+    """Yield the first findings and the number of omitted ones, counting notes separately."""
     count: Counter[bool] = Counter()
     for finding in findings:
         count[finding.fails] += 1
@@ -144,7 +144,7 @@ def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
             yield finding
     for fails, total in count.items():
         if total > MOST_LINES:
-            text = f"and {total - MOST_LINES:,} more like these in this shard"
+            text = f"and {total - MOST_LINES:,} more in this shard"
             yield finding._replace(text=text, fails=fails)
 
 
@@ -165,7 +165,7 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
     hashed = shard.sha256 is not None
     findings = []
     if hashed and shard.sha256 != sha256:
-        text = f"its sha256 is {sha256[:12]}..., recorded is {str(shard.sha256)[:12]}..."
+        text = f"its sha256 is {sha256[:12]}..., but {str(shard.sha256)[:12]}... is recorded"
         findings.append(Finding("files", shard.name, f"altered or replaced: {text}; {WRITE_AGAIN}"))
     skipped = set[int]()
     with suppress(ShardError):  # a damaged sidecar is reported elsewhere
@@ -174,7 +174,9 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
         samples = scan_tar(tar, shard.layout, skipped)
     except ShardError as error:
         text = str(error).removeprefix(f"{tar}: ")
-        findings.append(Finding("tars", shard.name, f"{text}; its images were not checked"))
+        findings.append(
+            Finding("tars", shard.name, f"{text}; the images in this shard were not checked")
+        )
         return Checked(findings, hashed=hashed)
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
     seen = np.empty(len(samples), SEEN_DTYPE)
@@ -184,7 +186,7 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
 
 @contextmanager
 def _local(shard: Shard) -> Iterator[Path]:
-    """Provide the tar as a local file; a tar at a URL is fetched, and removed at the end."""
+    """Provide the tar as a local file. A tar at a URL is fetched and removed afterwards."""
     if shard.tars_at is None:
         yield shard.local_tar
         return
@@ -197,11 +199,11 @@ def _local(shard: Shard) -> Iterator[Path]:
 def _check_idx(
     shard: Shard, samples: list[ScannedSample], numbers: Iterable[int] | None = None
 ) -> Iterator[Finding]:
-    """Compare `.idx` with the lines that the tar gives. numbers: of the samples; None for all."""
+    """Compare `.idx` with lines made from the tar. numbers: the samples to compare, or None."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
-        remedy = f"run `python -m data_prep.index {quote(shard.shown)}`, which writes it"
-        yield Finding("indexes", path.name, f"absent; {remedy}")
+        remedy = f"run `python -m data_prep.index {quote(shard.shown)}` to write it"
+        yield Finding("indexes", path.name, f"missing; {remedy}")
         return
     lines = path.read_bytes().splitlines(True)
     expected = idx_lines(samples)[1:]
@@ -216,23 +218,23 @@ def _check_idx(
         actual = lines[place] if place < len(lines) else b""
         if actual != line:
             first, second = (text.decode("utf-8", "replace")[:80] for text in (actual, line))
-            text = f"line {place + 1}: {first!r}, the tar says {second!r}"
+            text = f"line {place + 1} is {first!r}, but the tar gives {second!r}"
             yield Finding("indexes", path.name, f"{text}; {shard.rebuild(path.name)}")
             return
 
 
 def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) -> Iterator[Finding]:
-    """Compare the rows of `<split>.index.npy` with those that the tar gives.
+    """Compare the shard's rows of `<split>.index.npy` with rows made from the tar.
 
-    is_intact: the tar has its recorded sha256.
+    is_intact: whether the tar matches its recorded sha256.
     """
     rows = shard.rows
     if len(samples) != shard.num_samples:
         yield Finding(
             "tars",
             shard.name,
-            f"holds {len(samples):,} samples, _info.json says {shard.num_samples:,}; restore the"
-            " one that is wrong",
+            f"{len(samples):,} samples, but _info.json records {shard.num_samples:,}; restore the"
+            " wrong file",
         )
     elif rows is not None:
         yield from compare_rows(shard, rows, samples, is_intact)
@@ -247,23 +249,21 @@ def compare_rows(
 ) -> Iterator[Finding]:
     """Compare rows of the index with samples of the tar.
 
-        numbers: those of the samples in the shard; None for all.
-
-    is_intact: the tar has its recorded
-        sha256, so a difference is an error of the index.
+    numbers: the samples to compare, or None for all. is_intact: whether the tar matches its
+    recorded sha256, so that any difference is an error of the index.
     """
     expected = index_rows(samples)
     fields = ("size", "offset", "label", "width", "height")
     wrong = {field: recorded[field] != expected[field] for field in fields}
-    if has_checksums(recorded):  # an earlier version wrote indexes without
+    if has_checksums(recorded):  # earlier versions wrote none
         differs = recorded["crc32c"] != expected["crc32c"]
         wrong["crc32c"] = differs & (is_intact | (recorded["crc32c"] == 0))
         altered = np.flatnonzero(differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
         if len(altered):
             keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
             remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
-            images = counted(len(altered), "image has", "images have")
-            text = f"{images} not the bytes that were indexed: {keys}; {remedy}"
+            images = counted(len(altered), "image differs", "images differ")
+            text = f"{images} from the indexed bytes: {keys}; {remedy}"
             yield Finding("tars", shard.name, text)
     places = np.arange(len(recorded)) if numbers is None else np.array(numbers, np.int64)
     for field, differs in wrong.items():
@@ -273,9 +273,9 @@ def compare_rows(
         yield Finding(
             "indexes",
             shard.index_name,
-            f"{counted(int(differs.sum()), 'row')} of {shard.name}, the first is row"
-            f" {shard.first + places[row]} (key {samples[row].key}): {field}"
-            f" {recorded[field][row]}, the tar says {expected[field][row]};"
+            f"wrong values in {counted(int(differs.sum()), 'row')} of {shard.name}, the first in"
+            f" row {shard.first + places[row]} (key {samples[row].key}): {field}"
+            f" is {recorded[field][row]}, but the tar gives {expected[field][row]};"
             f" {shard.rebuild(shard.index_name)}",
         )
 
@@ -302,7 +302,7 @@ def _check_images(
         yield Finding(
             "images",
             shard.name,
-            f"{counted(count, 'image')}: {change}; the loader reads them",
+            f"{counted(count, 'image')}: {change}; the loader can read them",
             fails=False,
         )
 
@@ -314,10 +314,10 @@ def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared 
     except Unreadable as error:
         return Finding("images", shard.name, f"{sample.key}: cannot be decoded: {error}")
     if shard.ours and image.data != data:
-        problem = f"not an image our writer writes ({image.change}); the shard was altered"
+        problem = f"our writer does not write such images ({image.change}); the shard was altered"
     elif (image.width, image.height) != (sample.width, sample.height):
         size = f"{sample.width} x {sample.height}"
-        problem = f"{image.width} x {image.height} pixels, its header says {size}"
+        problem = f"{image.width} x {image.height} pixels, but the header records {size}"
     else:
         return image
     return Finding("images", shard.name, f"{sample.key}: {problem}")
@@ -329,7 +329,7 @@ def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared 
 def check_shard_quickly(shard: Shard) -> Checked:
     """Fetch and decode some samples through the index, as the loader does.
 
-    No shard is read completely; each sample is checked with the tar headers around it.
+    No shard is read completely. Each sample is checked with the tar headers around it.
     """
     rows = shard.rows
     if rows is None:
@@ -357,7 +357,7 @@ def check_shard_quickly(shard: Shard) -> Checked:
 def _check_rows(
     shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: list[int]
 ) -> Iterator[Finding]:
-    """Decode the chosen samples, and compare the headers around their images with their rows."""
+    """Decode the chosen samples, and compare their index rows with the tar headers around them."""
     samples = []
     good = []
     for number in chosen:
@@ -369,8 +369,8 @@ def _check_rows(
             yield Finding(
                 "tars",
                 shard.name,
-                f"no sample with an image of {size} bytes at offset {offset}, where the index has"
-                f" one ({error}); {UNCLEAR_WHEN_QUICK}",
+                f"the index has an image of {size} bytes at offset {offset}, but the tar does not"
+                f" ({error}); {UNCLEAR_WHEN_QUICK}",
             )
             continue
         data = read(size, offset)
@@ -388,7 +388,7 @@ def _check_rows(
 def _sample_around(
     shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
-    """Return the sample of a row, from the members between the previous image and the next.
+    """Return the sample of a row from the members between the previous and the next image.
 
     Raises TarDamaged and InvalidSample.
     """
@@ -406,5 +406,5 @@ def _sample_around(
             group.append((named[0], Member(named[1], begins, size, name), kind))
     key = next((key for key, member, _ in group if member.offset == offset), None)
     if key is None:
-        raise TarDamaged("no header in front of it")
+        raise TarDamaged("no tar header before the image")
     return scan_sample(read, key, [member for member in group if member[0] == key], shard.layout)

@@ -1,10 +1,9 @@
 """Archives read in place: their members, and the positions of the members' bytes.
 
-A tar is walked from header to header, without the data between them; a tar inside a tar is a range
-of bytes of the outer one. A zip has its table of members at its end. Both give batches of names,
-offsets and sizes for the catalogue; later `read_zip_member` or `read_range` reads one image. An
-archive with absolute names, `..` or links is refused: this module would not follow them, but they
-show that it is not the official archive.
+A tar is walked from header to header, without reading the data. A tar inside a tar is a byte range
+of the outer tar. A zip has a central directory at its end. Both give batches of names, offsets and
+sizes for the catalogue, from which `read_zip_member` or `read_range` later reads one image. An
+archive with absolute names, `..` or links is rejected because it cannot be the official archive.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from vit.system.meter import Meter
 from vit.system.tar_walk import FILE, FOLDER, TarDamaged, TarMember, describe_content, pread, walk
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
-"""Exceptions that damaged compressed data raise when they are read."""
+"""The exceptions that reading damaged compressed data raises."""
 OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
@@ -43,15 +42,15 @@ OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
 }
 """The reader of a compressed file, by its first bytes."""
 BATCH = 4096
-"""Members in one batch."""
+"""The number of members in a batch."""
 
 
 class Members(NamedTuple):
-    """Regular files of an archive, in its order.
+    """Regular files of an archive, in archive order.
 
-    offsets: (len(names),) int64, bytes from the start of the archive to the data in a tar, to the
-        member's own header in a zip.
-    sizes: (len(names),) int64, bytes of the file itself, not of its compressed form.
+    offsets: (len(names),) int64, the position of the data in a tar, or of the member's local header
+        in a zip.
+    sizes: (len(names),) int64, the uncompressed size of each file in bytes.
     """
 
     names: list[str]
@@ -62,8 +61,8 @@ class Members(NamedTuple):
 def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], bytes]]:
     """Return the files of a zip or a tar, and the function that reads one of them.
 
-    The first bytes show the kind. Raises PrepError for other files, and as `walk_zip` and
-    `walk_tar` do.
+    The first bytes decide the type. Raises PrepError for other files, and like `walk_zip` and
+    `walk_tar`.
     """
     head = _head(path)
     if head.startswith(b"PK") or path.suffix.lower() == ".zip":
@@ -74,24 +73,25 @@ def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], byte
 
 
 def is_compressed_tar(path: Path) -> bool:
-    """Return whether a file is compressed as a whole, so that it cannot be read in place."""
+    """Return whether a file is a compressed tar, which cannot be read in place."""
     return any(_head(path).startswith(magic) for magic in OPENERS)
 
 
 def inflate_tar(path: Path) -> Path:
-    """Write the tar in a .tar.gz, .tar.bz2 or .tar.xz next to it, unless it exists; return it.
+    """Decompress a .tar.gz, .tar.bz2 or .tar.xz next to itself and return the tar's path.
 
-    Shows progress on stderr. Raises PrepError for damage, and for a tar of another time.
+    An existing tar is reused, and progress goes to stderr. Raises PrepError for damage, and for an
+    existing tar with another modification time.
     """
     stem = path.name.removesuffix(path.suffix)
     tar = path.with_name(stem if stem.endswith(".tar") else f"{stem}.tar")
-    # The tar gets the time of its archive, as by gzip, so that a tar of another archive is noticed.
+    # The tar gets the archive's modification time, like gzip does, to detect a different archive.
     modified_ns = path.stat().st_mtime_ns
     if tar.exists():
         if tar.stat().st_mtime_ns != modified_ns:
             raise PrepError(
-                f"{tar}: has another modification time than {path.name}, so it may hold other"
-                " images; remove it, or name it in place of the compressed one"
+                f"{tar}: has another modification time than {path.name}, so the images may differ:"
+                " remove this tar, or give it as SOURCE instead"
             )
         return tar
     opener = next(opener for magic, opener in OPENERS.items() if _head(path).startswith(magic))
@@ -120,7 +120,7 @@ def _head(path: Path) -> bytes:
 
 def _check_name(path: Path, name: str) -> None:
     """Raise PrepError for a name that leads out of the archive."""
-    if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:  # nearly all
+    if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:  # most names
         return
     parts = re.split(r"[/\\]", name)
     if not parts[0] or re.match(r"[A-Za-z]:", name) or ".." in parts:
@@ -129,8 +129,8 @@ def _check_name(path: Path, name: str) -> None:
 
 def _refused(path: Path, name: str, problem: str) -> PrepError:
     return PrepError(
-        f"{path}: member {name!r} {problem}; such an archive is not accepted: get it from its"
-        " official source"
+        f"{path}: member {name!r} {problem}; unsafe archives are not accepted: get the archive from"
+        " its official source"
     )
 
 
@@ -138,12 +138,12 @@ def _refused(path: Path, name: str, problem: str) -> PrepError:
 
 
 def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Members]:
-    """Yield the regular files of a tar, some thousands at a time.
+    """Yield batches of the regular files of a tar, reading only headers.
 
-    start, stop: the bytes of `path` that are the tar. Only headers are read. GNU's and pax's long
-    names are read; folders are skipped. Raises PrepError, with file and byte, for a file that is
-    not a tar, is damaged, cut off (also without its end marker) or continued after its end, and for
-    a member that is a link or a device, or has an absolute name or `..` in it.
+    start, stop: the byte range of the tar in `path`. Long names of GNU and pax are supported, and
+    folders are skipped. Raises PrepError with file and byte position for a file that is not a tar,
+    is damaged, is cut off (even if only the end marker is missing) or has data after its end. A
+    link, a device, an absolute name or `..` also raises it.
     """
     with readable(path), open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size if stop is None else stop
@@ -161,7 +161,7 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
 
 
 def _is_file(path: Path, member: TarMember) -> bool:
-    """Return whether it is a file; a folder is not. Raises PrepError for links and bad names."""
+    """Return True for a file, False for a folder. Raises PrepError for links and bad names."""
     name, *_, kind = member
     if kind not in (FILE, FOLDER):
         raise _refused(path, name, f"is {kind}")
@@ -172,10 +172,10 @@ def _is_file(path: Path, member: TarMember) -> bool:
 def small_members(
     path: Path, needed: Container[str], most_members: int, most_bytes: int, expected: str
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield (bare name, content) of the files of a tar or tar.gz; b"" for those not `needed`.
+    """Yield (bare name, content) of the files of a tar or tar.gz, with b"" for files not `needed`.
 
-    Raises PrepError for a damaged archive, and for one with more or larger members than
-    `expected`, such as "a CIFAR archive", has.
+    Raises PrepError for a damaged archive, and for more or larger members than `expected`, such as
+    "a CIFAR archive", has.
     """
     kind = describe_content(_head(path))
     problem = "not a tar or tar.gz, damaged or cut off"
@@ -185,8 +185,8 @@ def small_members(
         for number, member in enumerate(archive):
             if member.size > most_bytes or number == most_members:
                 raise PrepError(
-                    f"{path}: has {member.name!r} of {member.size:,} bytes and {number} more; that"
-                    f" is not {expected}"
+                    f"{path}: has {member.name!r} of {member.size:,} bytes and {number} more, but"
+                    f" {expected} does not: check the path"
                 )
             name = Path(member.name).name
             if member.isreg() and (file := archive.extractfile(member)) is not None:
@@ -203,12 +203,12 @@ DEFLATED = 8
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
-    """Yield the files of a zip from its table of members, some thousands at a time.
+    """Yield batches of the files in a zip's central directory.
 
-    The table is read at once: 0.7 kB of memory for each member. Backslashes separate folders if no
-    name has a slash, because some tools of Windows write them. Raises PrepError for a file that is
-    not a zip, is cut off, damaged or split, and for members that are encrypted or links, or have an
-    absolute name or `..` in it. `read_zip_member` checks the compression method.
+    The directory is loaded whole and takes 0.7 kB of memory per member. If no name has a slash,
+    backslashes separate folders, because some Windows tools write them. Raises PrepError for a file
+    that is not a zip, is cut off, damaged or split. Encrypted members, links, absolute names and
+    `..` also raise it. `read_zip_member` checks the compression method.
     """
     with readable(path), open(path, "rb") as file:
         kind = describe_content(file.read(256))
@@ -245,17 +245,17 @@ def walk_zip(path: Path) -> Iterator[Members]:
 
 
 def read_zip_member(sample: Sample) -> bytes:
-    """Return the zip member whose own header is at `offset`, inflated and verified.
+    """Return the decompressed, verified zip member whose local header is at `offset`.
 
-    Raises OSError, and ValueError(reason) for damage, a compression that is not deflate, or a
-    member longer than in the table of members; at most `size` bytes and one are inflated.
+    Raises OSError, and ValueError for damage, a compression other than deflate, or a member longer
+    than `size`. At most `size` + 1 bytes are decompressed.
     """
     if sample.size > MAX_IMAGE_BYTES:
         raise ValueError(
             f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken for an image"
         )
     fd = descriptor(sample.file)
-    # enough for most members: deflate lengthens data by less, and most extra fields are short
+    # enough for most members: deflate adds less than this, and most extra fields are short
     guess = 30 + len(sample.name) + 64 + sample.size + sample.size // 1000 + 256
     head = os.pread(fd, guess, sample.offset)
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
@@ -276,7 +276,7 @@ def read_zip_member(sample: Sample) -> bytes:
         raise ValueError(
             f"compressed by method {method}; expected a zip with deflate (8) or none (0)"
         )
-    if flags & 8:  # sizes and CRC follow the data; their signature is optional
+    if flags & 8:  # sizes and CRC follow the data, after an optional signature
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:
         raise ValueError(f"damaged inside {sample.file}: its CRC is not as stated")
@@ -284,7 +284,7 @@ def read_zip_member(sample: Sample) -> bytes:
 
 
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
-    """Return (data, the first bytes after it); at most one byte over `size` is inflated."""
+    """Return (data, the first bytes after it), decompressing at most `size` + 1 bytes."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     position = sample.offset + max(len(head), start)
     compressed = head[start:]

@@ -1,8 +1,8 @@
-"""Class folders on the disk, or inside a zip or tar that is read in place.
+"""Class folders on disk, or inside a zip or tar that is read in place.
 
-`data_prep.imagefolder` lists the folders and images of a tree, and adds images to a catalogue by
-their paths. An image is a file, or a range of an archive: the tree returns its place for the
-catalogue, and the function that reads it.
+`data_prep.imagefolder` lists the folders and images of a tree and adds images to a catalogue by
+path. An image is a file or a byte range of an archive. The tree gives the catalogue the location
+of each image and the function that reads it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from vit.data.decode.image_files import EXTENSIONS
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
-"""The column of paths in these tables, relative to their folder."""
+"""The path column of these tables, relative to the table's folder."""
 
 
 class FolderTree:
-    """A folder of the disk with folders of images below it; its text is a path for people."""
+    """A folder on disk that contains folders of images. `str` gives its path for messages."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
-        """The place that the catalogue names for its images."""
+        """The file or folder under which the catalogue lists the images."""
         self.label_column = label_column
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
-        """Returns the bytes of an image, in any process."""
+        """The function that reads the bytes of an image in any process."""
         self.inputs: Sequence[Path] | None = None
-        """`Source.inputs` of its images."""
+        """The `Source.inputs` of the images."""
 
     def __str__(self) -> str:
         return str(self.file)
 
     def below(self, name: str) -> FolderTree:
-        """Return the folder `name` in this one."""
+        """Return the subfolder `name`."""
         return open_folder(self.file / name, self.label_column)
 
     def exists(self) -> bool:
@@ -56,29 +56,29 @@ class FolderTree:
         return self.file.is_dir()
 
     def folders(self) -> list[str]:
-        """Return the sorted names of its visible folders."""
+        """Return the sorted names of the visible subfolders."""
         return listed(self.file)[0]
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        """Yield the paths of the images below `folder`, relative to it.
+        """Yield the paths of the images below `folder`, relative to `folder`.
 
         ignored: counts all other files.
         """
         return images_below(self.file / folder, ignored)
 
     def count_stray(self, ignored: Ignored) -> None:
-        """Count the files in this folder itself, next to its class folders."""
+        """Count the files directly in this folder, next to the class folders."""
         ignored.count_stray(self.file)
 
     def places(self, paths: Sequence[str]) -> Members:
-        """Return the places of images, given by their paths below this folder."""
-        # files are read completely: no offset, and no need to ask for the size
+        """Return the locations of images, given their paths below this folder."""
+        # files are read completely, so offset and size are not needed
         nothing = np.zeros(len(paths), np.int64)
         return Members(list(paths), nothing, nothing)
 
 
 class TableTree(FolderTree):
-    """A folder in which a table gives the class of each image, in place of class folders."""
+    """A folder with a table that gives the class of each image, instead of class folders."""
 
     def __init__(self, path: Path, label_column: str | None, by_class: dict[str, list[str]]):
         super().__init__(path, label_column)
@@ -116,10 +116,10 @@ class TableTree(FolderTree):
 
 
 def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
-    """Return a folder, with the classes of Hugging Face's metadata.csv or .jsonl if it has one.
+    """Open a folder, with the classes in Hugging Face's metadata.csv or .jsonl if it has one.
 
-    Next to class folders only a column with a usual name is taken for the classes. Raises PrepError
-    for a table that cannot be read, is unclear, or names files that do not exist.
+    If class folders also exist, only a column with a usual name gives the classes. Raises PrepError
+    for a table that cannot be read, is ambiguous, or names files that do not exist.
     """
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
     if table is None:
@@ -144,7 +144,7 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
     if wrong:
         raise PrepError(
             f"{table}: {len(wrong):,} of {len(rows):,} rows have no label, or name a file that is"
-            f" not in the folder: {some(wrong)}; add what is missing, or remove these rows"
+            f" not in the folder: {some(wrong)}; add the labels and files, or remove these rows"
         )
     return TableTree(path, label_column, by_class)
 
@@ -158,13 +158,13 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
 
 
 class _Archive:
-    """The visible files of an archive by folder; a folder is its path, "" the outermost one."""
+    """The visible files of an archive by folder path, with "" for the root."""
 
     def __init__(self, path: Path):
         self.path = path
         members, self.read = walk_archive(path)
         self.at: dict[str, tuple[str, int, int]] = {}
-        """Path -> name in the archive, offset, size."""
+        """The name in the archive, offset and size for each path."""
         self.folders: dict[str, set[str]] = {"": set()}
         self.files: dict[str, list[str]] = {"": []}
         for batch in members:
@@ -184,7 +184,7 @@ class _Archive:
         self.at[f"{folder}/{parts[-1]}".lstrip("/")] = (name, offset, size)
 
     def walk(self, folder: str, ignored: Ignored | None) -> Iterator[str]:
-        """Yield the paths of the images at any depth, by their suffixes."""
+        """Yield the paths of the images at any depth, recognized by suffix."""
         for name in sorted(self.files.get(folder, ())):
             path = f"{folder}/{name}".lstrip("/")
             if name.lower().endswith(EXTENSIONS):
@@ -243,16 +243,16 @@ Tree = FolderTree | ArchiveTree
 
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
-    """Return a folder, or all of a zip or tar. Raises PrepError as `walk_archive` does."""
+    """Open a folder, a zip or a tar. Raises PrepError like `walk_archive`."""
     return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Archive(path))
 
 
 def open_archive(path: Path) -> ArchiveTree:
-    """Return the folder of a zip or tar that holds its class folders, or its train/ and val/.
+    """Return the folder of a zip or tar that contains class folders, or train/ and val/.
 
-    It is the outermost one that has images in several folders, or `train`: many archives wrap
-    everything in a folder of their own name. Raises PrepError for a file that is neither, is
-    damaged, or has no images in folders.
+    Many archives wrap everything in a folder of their own name, so this is the outermost folder
+    with `train` or with images in several subfolders. Raises PrepError for a file that is not a zip
+    or tar, is damaged, or has no images in folders.
     """
     tree = ArchiveTree(_Archive(path))
     while True:
@@ -274,11 +274,11 @@ def open_archive(path: Path) -> ArchiveTree:
 def split_by_hash(
     keys: Sequence[str], fractions: Mapping[str, float], *seed: int
 ) -> dict[str, list[str]]:
-    """Return the keys of each split: a fraction of a class's keys, by the smallest hash.
+    """Divide the keys of a class among splits, by fractions and in the order of a hash.
 
-    The first split gets the remaining keys, at least one; the other numbers are rounded. The hash
-    is of seed and key, so other images do not move an image, and a third split does not change the
-    second.
+    Other splits get a rounded number of keys with the smallest hashes. The first split gets the
+    rest, at least one key. The hash is of seed and key, so adding images does not move an image to
+    another split, and a third split does not change the second.
     """
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)
@@ -298,7 +298,7 @@ def add_images(
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add the images of a class. paths: of each key, below `tree`. shares: the keys by split."""
+    """Add the images of a class. paths: key -> path below `tree`. shares: split -> keys."""
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])

@@ -1,8 +1,8 @@
-"""Download files: complete, checked, and continued after an interruption.
+"""Download files completely, verify them, and resume after an interruption.
 
-Bytes go to `<name>.part`; `vit.data.storage.http` requests the rest when a connection is lost. The
-result is compared with its checksum, or, of an archive without one, read as far as its table of
-members; only then the file gets its name.
+Bytes are written to `<name>.part`, and `vit.data.storage.http` requests the rest when a connection
+is lost. The file is then compared with its checksum. An archive without a checksum is read up to
+its table of members. Only then is the file renamed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def download(
 ) -> None:
     """Download `url` (http or https) to `path`, with progress on stderr.
 
-    checksum: md5 or sha256 in hex; "" compares nothing. accept: raises a PrepError that begins with
-    the given path if the file is not as expected. An existing file with this checksum is kept, and
-    `<path>.part` of an earlier call is continued. Raises PrepError: no such file, another checksum,
-    not accepted; ShardError: an unreachable server.
+    checksum: md5 or sha256 in hex, or "" for no check. accept: raises a PrepError that begins with
+    the path if the file is wrong. A file with this checksum is reused, and `<path>.part` of an
+    earlier call is resumed. Raises PrepError if the file does not exist, has another checksum or is
+    not accepted, and ShardError if the server is unreachable.
     """
     if not on_the_web(url):
         raise PrepError(f"{shown(url)}: expected an address that begins with http:// or https://")
@@ -48,22 +48,22 @@ def download(
     with open(part, "a+b") as file:
         try:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)  # of several processes one fetches the file
+                fcntl.flock(file, fcntl.LOCK_EX)  # only one of several processes downloads
             if path.exists():
                 if checksum and (actual := checksum_of(path, kind)) != checksum:
                     raise PrepError(
-                        f"{path}: {kind} {actual}, expected {checksum}; truncated, or another file:"
-                        f" remove it, and it is downloaded from {shown(url)}"
+                        f"{path}: {kind} is {actual}, expected {checksum} (truncated, or another"
+                        f" file): remove it to download it from {shown(url)}"
                     )
             else:
                 _fetch(url, file)
                 try:
                     if checksum and (actual := checksum_of(part, kind)) != checksum:
                         raise PrepError(
-                            f"{shown(url)}: {kind} {actual} ({part.stat().st_size:,} bytes),"
-                            f" expected {checksum}: the file there is another one, or was changed"
-                            " on its way (a proxy's page?); nothing was kept. Try again, or fetch"
-                            f" it from elsewhere and put it at {path}"
+                            f"{shown(url)}: {kind} is {actual} ({part.stat().st_size:,} bytes),"
+                            f" expected {checksum}: the file on the server differs, or a proxy"
+                            " replaced it. The download was deleted. Try again, or download it"
+                            f" elsewhere and save it as {path}"
                         )
                     if accept is not None:
                         accept(part)
@@ -76,28 +76,28 @@ def download(
             if part.exists() and not part.stat().st_size:
                 part.unlink()
     verified = f"{kind} verified" if checksum else "not compared with any checksum"
-    print(f"{path}: there, {verified}", file=sys.stderr, flush=True)
+    print(f"{path}: exists, {verified}", file=sys.stderr, flush=True)
 
 
 def download_archive(url: str, folder: Path, expected: str = "", name: str = "") -> Path:
-    """Download a zip or tar into `folder`, under `name` or its own; return its path.
+    """Download a zip or tar into `folder` as `name` or its own name, and return its path.
 
-    A file that is neither, or is incomplete, is not kept. Raises as `download` does.
+    Other files and incomplete archives are deleted. Raises like `download`.
     """
     url = resolve(url)
     if folder.exists() and not folder.is_dir():
-        raise PrepError(f"{folder}: a file; with --download expected the folder to download into")
+        raise PrepError(f"{folder}: a file; --download expects a folder to download into")
     path = folder / (name or PurePosixPath(urllib.parse.urlsplit(url).path).name or "archive")
     is_new = not path.exists()
     download(url, path, expected, _read_table)
     if is_new and not expected:
         sha256 = checksum_of(path, "sha256")
-        print(f"{path}: --sha256 {sha256} compares it the next time", file=sys.stderr, flush=True)
+        print(f"{path}: use --sha256 {sha256} to verify it", file=sys.stderr, flush=True)
     return path
 
 
 def _read_table(path: Path) -> None:
-    if is_compressed_tar(path):  # read to its end, and so checked, when it is inflated
+    if is_compressed_tar(path):  # decompressing it later checks it to the end
         return
     members, _ = walk_archive(path)
     for _ in members:
@@ -114,28 +114,28 @@ ARCHIVE_FLAGS: dict[str, dict[str, Any]] = {
     "--download": {
         "metavar": "URL",
         "help": (
-            "fetch this zip or tar into SOURCE, which is then a folder, and read it there; a part"
-            " that is there already is continued"
+            "download this zip or tar into the folder SOURCE and read it there; a partial download"
+            " is resumed"
         ),
     },
     "--sha256": {
         "type": _sha256,
         "metavar": "HEX",
-        "help": "of what --download fetches: anything else is refused, and not kept",
+        "help": "expected sha256 of the --download archive; any other file is rejected",
     },
 }
 
 
 def fetched(args: argparse.Namespace) -> Path:
-    """Return the source by ARCHIVE_FLAGS, after downloading it with --download.
+    """Return the source path, after downloading if --download was given.
 
-    Raises as `download` does.
+    Raises like `download`.
     """
     place: Path = args.source
     if args.download:
         return download_archive(args.download, place, args.sha256 or "")
     if args.sha256:
-        raise PrepError("--sha256 compares what --download fetches; give both, or neither")
+        raise PrepError("--sha256 verifies the file of --download: give both flags or neither")
     return place
 
 
@@ -157,7 +157,7 @@ def _fetch(url: str, file: BinaryIO) -> None:
 
 
 def checksum_of(path: Path, kind: str) -> str:
-    """Return the "md5" or "sha256" of a file, in hex, with progress on stderr."""
+    """Return the hex "md5" or "sha256" of a file, with progress on stderr."""
     digest = hashlib.new(kind, usedforsecurity=False)
     with (
         readable(path),
@@ -171,24 +171,24 @@ def checksum_of(path: Path, kind: str) -> str:
 
 
 class WebShards(WebFolder):
-    """The files at `<url>/<name>`, for functions that `run_jobs` runs; HTTP cannot list them."""
+    """The files at `<url>/<name>`, for functions run by `run_jobs`. HTTP cannot list them."""
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file, -1 if unknown. Raises PrepError if it does not exist."""
+        """Return the size of a file in bytes, or -1. Raises PrepError if it does not exist."""
         try:
             return self.stat(name, parts_only=False).size
         except FileNotFoundError as error:
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file, None without a file. Raises ShardError if not JSON."""
+        """Return the object in a JSON file, or None if absent. Raises ShardError if not JSON."""
         try:
             with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None
         except Refused as error:
-            # object stores answer 403 for a missing file to users who may not list
+            # object stores answer 403 for a missing file if the user may not list files
             if error.status == 403:
                 return None
             raise

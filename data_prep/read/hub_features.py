@@ -1,4 +1,4 @@
-"""The columns of images and classes in Hugging Face's data sets, and the names of the classes.
+"""The image and label columns of Hugging Face's data sets, and the class names.
 
 The schema of each parquet file records them as JSON, or the data set's README.md as YAML.
 """
@@ -22,15 +22,15 @@ USUAL_NAMES = ("image", "img", "label", "labels", "class", "class_name", "catego
 
 @dataclass
 class Features:
-    """The recorded columns of a data set; both are empty if nothing is recorded."""
+    """The recorded columns of a data set, empty if nothing is recorded."""
 
     images: list[str] = field(default_factory=list)
     class_names: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the labels, by column of class labels."""
+    """The class names of each label column."""
 
 
 def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
-    """Return the features in the schema of a parquet file, else in the first README.md with some.
+    """Return the features in a parquet schema, or in the first README.md that has them.
 
     Raises PrepError for a README.md that cannot be read.
     """
@@ -48,14 +48,14 @@ def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
             features.images.append(name)
         elif "class_label" in kind:
             names = kind["class_label"].get("names") or []
-            if isinstance(names, dict):  # in README.md: number, as text -> name
+            if isinstance(names, dict):  # README.md maps numbers, as text, to names
                 names = [names[number] for number in sorted(names, key=int)]
             features.class_names[name] = [str(name) for name in names]
     return features
 
 
 def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the kind of each column, from the entry of `dataset_info` with these columns."""
+    """Return the type of each column from the `dataset_info` entry with these columns."""
     with readable(path, (UnicodeError, yaml.YAMLError), "its YAML cannot be read"):
         head = re.match(r"---\n(.*?)\n---", path.read_text("utf-8-sig"), re.DOTALL)
         infos = (yaml.safe_load(head[1]) or {}).get("dataset_info") or [] if head else []
@@ -71,7 +71,7 @@ def choose_column(
 ) -> str:
     """Return the column `name`, else the only candidate, or the only one with a usual name.
 
-    name: from the user's `flag`. place: for the message of the PrepError that this raises.
+    name: the value of `flag`, if the user gave it. place: the file named in a PrepError.
     """
     usual = [column for column in candidates if column.lower() in USUAL_NAMES]
     possible = usual if len(usual) == 1 else candidates
@@ -81,5 +81,5 @@ def choose_column(
     if name is not None:
         hint = did_you_mean(name, columns)
         raise PrepError(f"{flag} {name}: {place} has no such column{hint}; it has {listed}")
-    choice = f"one of {', '.join(possible)}" if possible else "none that is known as it"
-    raise PrepError(f"{place}: its columns are {listed}, and {choice} is meant; say which: {flag}")
+    choice = f"{', '.join(possible)} are possible" if possible else "no name is a usual one"
+    raise PrepError(f"{place}: the columns are {listed}, and {choice}: choose one with {flag}")

@@ -1,8 +1,7 @@
 """The images in a tree of folders, and a count of all other files, so none is dropped silently.
 
-Folders are listed one after the other. An image is recognised by its suffix, or without one by its
-first bytes; all other files are counted by suffix, and images of other kinds separately. Links are
-followed.
+An image is recognized by its suffix, or by its first bytes if it has no suffix. All other files are
+counted by suffix, and images in unsupported formats separately. Links are followed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read
 
 @dataclass
 class Ignored:
-    """The files of a tree that were skipped."""
+    """The skipped files of a tree."""
 
     images: Counter[str] = field(default_factory=Counter)
-    """Images of kinds that are not read, by suffix."""
+    """Images in unsupported formats, by suffix."""
     others: Counter[str] = field(default_factory=Counter)
     """All other files, by suffix."""
     stray: list[str] = field(default_factory=list)
@@ -33,17 +32,17 @@ class Ignored:
 
     @property
     def num_images(self) -> int:
-        """Images that were skipped."""
+        """The number of skipped images."""
         return self.images.total() + len(self.stray) + len(self.without_row)
 
     def count(self, path: str) -> None:
-        """Count a file that was not taken."""
+        """Count a skipped file."""
         suffix = os.path.splitext(path)[1]
         kind = self.images if suffix.lower() in NOT_READ else self.others
         kind[suffix or "without a suffix"] += 1
 
     def count_stray(self, folder: Path) -> None:
-        """Count the files in `folder` itself, next to its class folders."""
+        """Count the files directly in `folder`, next to its class folders."""
         for name in listed(folder)[1]:
             path = os.path.join(folder, name)
             if is_image(path):
@@ -52,9 +51,9 @@ class Ignored:
                 self.count(path)
 
     def summary(self) -> list[str]:
-        """Return lines about these files, for the console and the card."""
+        """Return lines about the skipped files, for the console and the card."""
         lines = [self.images_summary()] if self.images else []
-        for paths, place in (  # recorded in _info.json: other words are other bytes
+        for paths, place in (  # _info.json records this text, so rewording changes the output bytes
             (self.stray, "beside the class folders, of no class"),
             (self.without_row, "without a row in metadata.csv"),
         ):
@@ -67,11 +66,11 @@ class Ignored:
         return lines
 
     def images_in_brackets(self) -> str:
-        """Return ` (N files not read as images ...)`, "" if there are none; for an error."""
+        """Return ` (N files not read as images ...)` for an error message, or ""."""
         return f" ({self.images_summary()})" if self.images else ""
 
     def images_summary(self) -> str:
-        """Return a line about images of kinds that are not read."""
+        """Return a line about images in unsupported formats."""
         first = self.images.most_common(1)[0][0].lower()
         return (
             f"{counted(self.images.total(), 'file')} not read as images:"
@@ -89,7 +88,7 @@ def _by_number(counts: Counter[str]) -> str:
 def listed(folder: Path | str) -> tuple[list[str], list[str]]:
     """Return the sorted names of the visible folders and of the visible files in `folder`.
 
-    Raises PrepError if it cannot be listed.
+    Raises PrepError if the folder cannot be listed.
     """
     try:
         with os.scandir(folder) as entries:
@@ -100,8 +99,8 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
             )
     except OSError as error:
         raise PrepError(
-            f"{error.filename or folder}: cannot be listed ({error.strerror}); correct that, or"
-            " move it elsewhere"
+            f"{error.filename or folder}: cannot be listed ({error.strerror}): fix the permissions,"
+            " or move the folder elsewhere"
         ) from error
     folders = [name for name, is_folder in visible if is_folder]
     return folders, [name for name, is_folder in visible if not is_folder]
@@ -112,9 +111,9 @@ def images_below(
 ) -> Iterator[str]:
     """Yield the paths of the images below `folder`, or of the files that `takes` accepts.
 
-    The paths are relative to `folder`. Hidden files and folders are skipped. ignored: counts all
-    other files. Raises PrepError for a folder that cannot be listed, and for a link back to a
-    folder above it.
+    The paths are relative to `folder`, and hidden files and folders are skipped. ignored: counts
+    all other files. Raises PrepError for a folder that cannot be listed, and for a link to one of
+    its parent folders.
     """
     waiting = [("", frozenset[str]())]
     while waiting:
@@ -122,7 +121,7 @@ def images_below(
         current = os.path.join(folder, prefix).rstrip("/")
         place = os.path.realpath(current)
         if place in above:
-            raise PrepError(f"{current}: a link back to a folder above it; remove the link")
+            raise PrepError(f"{current}: this link leads to a parent folder: remove the link")
         folders, files = listed(current)
         waiting += [(f"{prefix}{name}/", above | {place}) for name in folders]
         for name in files:
@@ -134,7 +133,7 @@ def images_below(
 
 
 def unique_keys(paths: Sequence[str]) -> list[str]:
-    """Return each path without its extension; equal ones (a.jpg and a.png) end in a hash."""
+    """Return each path without extension. Equal results (a.jpg and a.png) get a hash suffix."""
     keys = [os.path.splitext(path)[0] for path in paths]
     safe = [safe_key(key) for key in keys]
     times = Counter(safe)
@@ -147,6 +146,6 @@ def unique_keys(paths: Sequence[str]) -> list[str]:
 def read(sample: Sample) -> bytes:
     """Return the bytes of the image at `name` below the folder `file`.
 
-    Raises OSError, and ValueError for anything but a regular file of at most 256 MiB.
+    Raises OSError, and ValueError unless the file is a regular file of at most 256 MiB.
     """
     return read_image(os.path.join(sample.file, sample.name))

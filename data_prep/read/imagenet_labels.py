@@ -1,8 +1,8 @@
-"""The class of each image of ImageNet's flat validation set.
+"""The class of each image in ImageNet's flat validation set.
 
-The development kit or Kaggle's table gives it. Both become one mapping, image name without
-extension -> WordNet id (WNID). The kit's own numbers (ILSVRC2012_ID, from 1) only lead to its
-WNIDs: they are not the labels of published weights, which are positions among the sorted WNIDs.
+The development kit or Kaggle's table gives the classes. Both become a mapping from the image name
+without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID, from 1) only serve
+to look up WNIDs. Labels of published weights are positions in the sorted list of WNIDs instead.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KAGGLE_TABLE = "LOC_val_solution.csv"
 LABEL_FILES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}"
 MAX_MEMBERS = 1000
 MAX_BYTES = 1 << 26
-"""Limits for the development kit, whose largest file has some MB."""
+"""The size limit for files in the development kit, whose largest file has a few MB."""
 
 
 @dataclass(frozen=True)
 class ValLabels:
-    """A file of labels; `read()` returns {image name without extension: WNID}."""
+    """A label file. `read()` returns {image name without extension: WNID}."""
 
     path: Path
     title: str
@@ -42,7 +42,7 @@ class ValLabels:
 
 def _text(content: bytes, place: str) -> str:
     if kind := describe_content(content):
-        raise PrepError(f"{place}: is {kind}; download it again")
+        raise PrepError(f"{place}: this file is {kind}; download it again")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -71,7 +71,7 @@ def read_devkit(path: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         if not line.isdecimal() or int(line) not in wnids:
             raise PrepError(
-                f"{path}: {TRUTH}: line {number} is {line!r}; expected an ILSVRC2012_ID of one of"
+                f"{path}: {TRUTH}: line {number} is {line!r}; expected the ILSVRC2012_ID of one of"
                 f" the {len(wnids)} classes in {META}"
             )
         labels[f"ILSVRC2012_val_{number:08d}"] = wnids[int(line)]
@@ -80,7 +80,7 @@ def read_devkit(path: Path) -> dict[str, str]:
 
 def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
     """Return {ILSVRC2012_ID: WNID} of the classes in `meta.mat`, which also has 860 groups."""
-    from scipy.io import loadmat  # slow to import, and only needed here
+    from scipy.io import loadmat  # slow to import, and needed only for the kit
 
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"].reshape(-1)
@@ -88,13 +88,13 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
         ids = [int(number) for number in classes["ILSVRC2012_ID"]]
         wnids = dict(zip(ids, map(str, classes["WNID"]), strict=True))
     except Exception as error:
-        # scipy raises many kinds of errors for a file that is not MATLAB's
+        # scipy raises many types of errors for a file that is not a MATLAB file
         raise PrepError(
             f"{place}: not the kit's table of classes ({type(error).__name__}: {error}); download"
             " the kit again"
         ) from error
     if strange := [wnid for wnid in wnids.values() if not WNID.fullmatch(wnid)]:
-        raise PrepError(f"{place}: {strange[0]!r} is not a WordNet id; download the kit again")
+        raise PrepError(f"{place}: {strange[0]!r} is not a WordNet ID; download the kit again")
     return wnids
 
 
@@ -124,7 +124,7 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
         columns = rows.fieldnames or ()
         if not {"ImageId", "PredictionString"} <= set(columns):
             raise PrepError(
-                f"{place}: its columns are {', '.join(columns) or 'none'}; expected"
+                f"{place}: the columns are {', '.join(columns) or 'none'}; expected"
                 " ImageId,PredictionString"
             )
         for row in rows:
@@ -133,18 +133,18 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
             line = f"{place}: line {rows.line_num}:"
             if not WNID.fullmatch(wnid):
                 raise PrepError(
-                    f"{line} expected a WordNet id and a box for {name!r}, found"
+                    f"{line} expected a WordNet ID and a box for {name!r}, found"
                     f" {row['PredictionString']!r}"
                 )
             if labels.setdefault(name, wnid) != wnid:
-                raise PrepError(f"{line} {name!r} is {wnid} here and {labels[name]} above")
+                raise PrepError(f"{line} {name!r} is {wnid}, but {labels[name]} in an earlier line")
     except csv.Error as error:
         raise PrepError(f"{place}: not a table of ImageId,PredictionString ({error})") from error
     return labels
 
 
 def read_all(files: Sequence[ValLabels]) -> Mapping[str, str]:
-    """Read the labels of all files. Raises PrepError if two files differ."""
+    """Read the labels in all files. Raises PrepError if two files disagree."""
     labels: dict[str, str] = {}
     for file in files:
         more = file.read()
@@ -152,9 +152,9 @@ def read_all(files: Sequence[ValLabels]) -> Mapping[str, str]:
         if differing:
             name = differing[0]
             raise PrepError(
-                f"{file.path}: has {more[name]} for {name}, and {files[0].path} has"
-                f" {labels[name]}: they differ on {len(differing):,} images; leave out the file"
-                " that is wrong"
+                f"{file.path}: has {more[name]} for {name}, but {files[0].path} has"
+                f" {labels[name]}; {len(differing):,} images differ: give only the correct label"
+                " file"
             )
         labels |= more
     return labels

@@ -1,15 +1,15 @@
-"""The layouts of ImageNet's images, and how each lists them.
+"""The supported layouts of ImageNet's images, and how to list their images.
 
     train   ILSVRC2012_img_train.tar            a tar of 1,000 tars
             <wnid>.tar ...                      these 1,000 tars
-            train/<wnid>/*.JPEG                 torchvision's tree, and Kaggle's (ILSVRC/...)
-    val     ILSVRC2012_img_val.tar, val/*.JPEG  flat: needs a file of labels (imagenet_labels.py)
+            train/<wnid>/*.JPEG                 torchvision's and Kaggle's folders (ILSVRC/...)
+    val     ILSVRC2012_img_val.tar, val/*.JPEG  flat: needs a label file (imagenet_labels.py)
             val/<wnid>/*.JPEG
-    both    *.zip                               Kaggle's, or a zip of train/ and val/
-            data/train-*.parquet, data/validation-*.parquet     Hugging Face's
+    both    *.zip                               Kaggle's zip, or a zip of train/ and val/
+            data/train-*.parquet, data/validation-*.parquet     Hugging Face's files
 
-A layout lists its images: archive or folder, name in it, WNID, offset, size. Listing reads headers
-and folders only. data_prep/read/imagenet_search.py finds the layouts.
+A layout lists the archive or folder, name, WNID, offset and size of each image. Listing reads only
+headers and folders. data_prep/read/imagenet_search.py finds the layouts.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ IMAGE = re.compile(
     r"((?:(n\d{8})_\d+|ILSVRC2012_val_\d{8}))(?:_(n\d{8}))?\.(?:jpe?g|png|webp)",
     re.IGNORECASE | re.ASCII,
 )
-"""Name of an image: key, WNID of a training image, WNID that Hugging Face appends."""
+"""The parts of an image name: key, WNID of a training image, WNID appended by Hugging Face."""
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 VAL_FOLDERS = ("val", "validation")
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 READERS = 4
-"""Archives or folders listed at once by threads, which wait for a disk or a network."""
+"""The number of archives or folders that threads list at once, to hide disk or network latency."""
 
 
 class Images(NamedTuple):
-    """Some images of a layout; `wnid` is "" if their place does not show it, but `wnids` may."""
+    """Some images of a layout. `wnid` is "" if the location does not give it; `wnids` may."""
 
     file: Path
     wnid: str
@@ -59,19 +59,19 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One split in a recognised layout."""
+    """One split in a recognized layout."""
 
     split: str
     title: str
     path: Path
     images: Callable[[Builder], Iterator[Images]]
     wnids: Callable[[Builder], Collection[str]]
-    """Returns the WNIDs of the classes; none if only a file of labels gives them."""
+    """A function that returns the WNIDs of the classes, or none if only a label file has them."""
     inputs: tuple[Path, ...]
-    """Archives and folders; a new modification time of one shows that the split has changed."""
+    """Archives and folders whose modification times show whether the split has changed."""
     flat: bool = False
     lacking: str = ""
-    """Line about files that are missing, which the names of the others show; "" if none are."""
+    """A line about missing files, inferred from the names of the others, or ""."""
 
 
 # ---- tars and folders ----------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Place(NamedTuple):
     """A folder of images, or a tar of images: the bytes [start, stop) of a file."""
 
     wnid: str
-    """"" for images of all classes."""
+    """The WNID of all images, or "" for mixed classes."""
     path: Path
     start: int = 0
     stop: int | None = None
@@ -94,7 +94,7 @@ class Place(NamedTuple):
 
 
 def members_of(folder: Path) -> Members:
-    """List the images of a folder, with offset 0; subfolders are ignored."""
+    """List the images of a folder with offset 0, ignoring subfolders."""
     names = [name for name in listed(folder)[1] if name.lower().endswith(IMAGE_EXTENSIONS)]
     sizes = [os.stat(folder / name).st_size for name in names]
     return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
@@ -116,7 +116,7 @@ def _layout_of(
     places: Callable[[], Sequence[Place]],
     inputs: Iterable[Path] = (),
 ) -> Layout:
-    """Return the layout of tars or folders; inputs: those of `Layout`, by default `path`."""
+    """Return the layout of tars or folders. inputs: see `Layout`; the default is `path`."""
     return Layout(
         split,
         title,
@@ -128,7 +128,7 @@ def _layout_of(
 
 
 def nested_tar(path: Path) -> Layout:
-    """Return the layout of the official tar of train, which holds a tar for each class."""
+    """Return the layout of the official training tar, which contains one tar per class."""
     return _layout_of("train", "a tar of tars, read in place", path, partial(_inner_tars, path))
 
 
@@ -137,33 +137,33 @@ def _inner_tars(path: Path) -> list[Place]:
     for members in walk_tar(path):
         for name, offset, size in zip(*members, strict=True):
             base = name.rpartition("/")[2]
-            if base.startswith("."):  # macOS puts `._x` next to x
+            if base.startswith("."):  # macOS writes `._x` next to x
                 continue
             wnid, _, extension = base.rpartition(".")
             if not WNID.fullmatch(wnid) or extension != "tar":
                 raise PrepError(
-                    f"{path}: holds {name!r}; expected tars named by WordNet ids, as n01440764.tar"
+                    f"{path}: contains {name!r}; expected tars named by WordNet ID (n01440764.tar)"
                 )
             tars.append(Place(wnid, path, int(offset), int(offset + size)))
     return tars
 
 
 def folder_of_tars(paths: Sequence[Path]) -> Layout:
-    """Return the layout of a folder with a tar for each class."""
+    """Return the layout of a folder with one tar per class."""
     title = f"{len(paths):,} tars, one a class, read in place"
     tars = [Place(path.stem, path) for path in paths]
     return _layout_of("train", title, paths[0].parent, lambda: tars, paths)
 
 
 def tree(split: str, folder: Path, wnids: Sequence[str]) -> Layout:
-    """Return the layout of a folder with a folder for each class."""
+    """Return the layout of a folder with one subfolder per class."""
     classes = [Place(wnid, folder / wnid) for wnid in wnids]
     inputs = (folder, *(place.path for place in classes))
     return _layout_of(split, f"{len(wnids):,} class folders", folder, lambda: classes, inputs)
 
 
 def flat(path: Path) -> Layout:
-    """Return the layout of validation images of all classes, in a tar or a folder."""
+    """Return the layout of validation images of all classes in one tar or folder."""
     title = "a flat folder" if path.is_dir() else "a flat tar, read in place"
     return replace(_layout_of("val", title, path, lambda: [Place("", path)]), flat=True)
 
@@ -176,7 +176,7 @@ IN_ZIP = re.compile(
 
 
 def place_in_zip(name: str) -> tuple[str, str, str] | None:
-    """Return (split, WNID or "", file name) of a member that is an image of ImageNet's."""
+    """Return (split, WNID or "", file name) of an ImageNet image, or None for other members."""
     match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
     if match is None or name.startswith("__MACOSX/"):
         return None
@@ -198,7 +198,7 @@ def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:
 
 
 def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
-    """Return the layout of a split in a zip. wnids: its class folders; "" for a flat folder."""
+    """Return the layout of a split in a zip. wnids: its class folders, or "" for a flat folder."""
     flat = "" in wnids
     title = (
         f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
@@ -208,7 +208,7 @@ def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
 
 
 def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]:
-    """Yield the images; labels must be positions among the sorted WNIDs in the names.
+    """Yield the images, and check that labels are positions in the sorted list of WNIDs.
 
     Some mirrors number the classes differently.
     """
@@ -220,7 +220,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
             if not wnid or label is None or wnid_of.setdefault(label, wnid) != wnid:
                 raise PrepError(
                     f"{rows.parquet}: image {name!r} has label {label}; expected a name that ends"
-                    " in its WordNet id"
+                    " in its WordNet ID"
                     + (f", and label {label} is {wnid_of[label]} elsewhere" if wnid else "")
                 )
         names = [
@@ -230,7 +230,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
         yield Images(rows.file, "", names, rows.offsets, rows.sizes, wnids)
     if [wnid_of[label] for label in sorted(wnid_of)] != sorted(set(wnid_of.values())):
         raise PrepError(
-            f"{files[0].parent}: labels are not in the order of the WordNet ids; expected the"
+            f"{files[0].parent}: labels are not in the order of the WordNet IDs; expected the"
             " numbering of ILSVRC/imagenet-1k"
         )
 

@@ -1,7 +1,7 @@
-"""Find ImageNet's layouts and files of labels among files and folders.
+"""Find ImageNet's layouts and label files in the given files and folders.
 
-Each given archive or folder, and those in the folders that downloads have, is recognised by its
-name or its first image.
+The name or the first image identifies each given archive or folder. The usual subfolders of
+downloads are searched as well.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from data_prep.write.samples import Sample
 FOLDERS = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {
     f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")
 }
-"""Folders that are searched, in lower case."""
+"""The names of searched folders, in lower case."""
 VAL_IMAGE = "ILSVRC2012_val_"
 KIT = "the development kit"
 
 
 @dataclass
 class Search:
-    """The layouts and files of labels in the given paths."""
+    """The layouts and label files found in the given paths."""
 
     layouts: list[Layout] = field(default_factory=list)
     labels: list[ValLabels] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Files that were not used and why, for an error message."""
+    """Notes for error messages about files that were not used."""
     inner_tars: set[Path] = field(default_factory=set)
     parquets: set[Path] = field(default_factory=set)
 
     def add_labels(self, title: str, read: Callable[[Path], dict[str, str]], path: Path) -> None:
-        """Add a file of labels."""
+        """Add a label file."""
         self.labels.append(ValLabels(path, title, partial(read, path), (path,)))
 
 
@@ -63,7 +63,7 @@ class Search:
 
 
 def _look_at_file(path: Path, search: Search, named: bool) -> None:
-    """Recognise a file. named: by the user, so it must be one of ImageNet's."""
+    """Identify a file. named: the user gave its path, so other files are an error."""
     name = path.name.lower()
     if DEVKIT.fullmatch(name):
         search.add_labels(KIT, imagenet_labels.read_devkit, path)
@@ -86,12 +86,12 @@ def _look_at_file(path: Path, search: Search, named: bool) -> None:
     elif named:
         raise PrepError(
             f"{path}: not one of ImageNet's files; expected {TRAIN_TAR}, {VAL_TAR}, a .zip,"
-            " .parquet, or a file of labels"
+            " .parquet, or a label file"
         )
 
 
 def _look_into_tar(path: Path, search: Search, named: bool) -> None:
-    """Recognise a renamed tar by its first member."""
+    """Identify a renamed tar by its first member."""
     first = ""
     try:
         first = next(walk_tar(path)).names[0].rpartition("/")[2]
@@ -101,7 +101,7 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
         )
     except (PrepError, StopIteration) as error:
         problem = str(error) or f"{path}: an empty tar; download it again"
-    is_task_3 = "_t3" in path.name.lower()  # 120 breeds of dogs
+    is_task_3 = "_t3" in path.name.lower()  # 120 dog breeds
     if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and not is_task_3:
         search.layouts.append(nested_tar(path))
     elif first.startswith(VAL_IMAGE):
@@ -125,7 +125,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
     search.layouts += [zip_layout(path, split, wnids[split]) for split in sorted(wnids)]
     if named and not wnids:
         raise PrepError(
-            f"{path}: holds no images in train/<wnid>/ or val/; expected Kaggle's"
+            f"{path}: no images in train/<wnid>/ or val/; expected Kaggle's"
             " imagenet-object-localization-challenge.zip"
         )
 
@@ -134,7 +134,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
 
 
 def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
-    """Return the split of class folders, by the first image, else by the name."""
+    """Return the split of class folders, from the first image or from the folder name."""
     for wnid in wnids:
         if names := members_of(folder / wnid).names:
             return "val" if names[0].startswith(VAL_IMAGE) else "train"
@@ -149,7 +149,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
         )
     if "_info.json" in files:
         raise PrepError(
-            f"{folder}: holds finished shards (_info.json), not the files they are made of"
+            f"{folder}: contains finished shards (_info.json) instead of ImageNet's original files"
         )
     wnids = [name for name in folders if WNID.fullmatch(name)]
     usual = [name for name in folders if name.lower() in FOLDERS]
@@ -161,12 +161,12 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     is_split = folder.name.lower() in ("train", *VAL_FOLDERS)
     if strange and (wnids or (is_split and not (usual or is_flat or has_archives))):
         raise PrepError(
-            f"{folder}: {len(strange)} class folders are not named by WordNet ids (as n01440764):"
-            f" {some(strange)}; rename or remove them; trees with other names are for `python -m"
-            " data_prep.imagefolder`"
+            f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
+            f" {some(strange)}; rename or remove them, or use `python -m data_prep.imagefolder` for"
+            " other class names"
         )
     if named and not (wnids or usual or is_flat):
-        search.remarks.append(f"{folder} holds {some(sorted(folders + files))}")
+        search.remarks.append(f"{folder} contains {some(sorted(folders + files))}")
     if wnids:
         search.layouts.append(tree(_split_of_tree(folder, wnids), folder, wnids))
     if is_flat:
@@ -181,16 +181,16 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
 
 
 def find_layouts(paths: Sequence[Path]) -> Search:
-    """Search these files and folders.
+    """Search files and folders for ImageNet's layouts.
 
-    Raises PrepError for missing, unreadable and foreign files, and for a split that occurs twice.
+    Raises PrepError for missing, unreadable and unknown files, and for a split that occurs twice.
     """
     search = Search()
     for path in dict.fromkeys(Path(os.path.abspath(path)) for path in paths):
         if not path.exists():
             raise PrepError(
                 f"{path}: no such file or folder; expected ImageNet's archives, or a folder that"
-                " holds them"
+                " contains them"
             )
         look = _look_into if path.is_dir() else _look_at_file
         look(path, search, named=True)
@@ -205,8 +205,8 @@ def find_layouts(paths: Sequence[Path]) -> Search:
         if len(once) > 1:
             places = "; ".join(f"{path} ({title})" for title, path in once)
             raise PrepError(
-                f"{split} is there {len(once)} times: {places}. Give the one to use, e.g. by its"
-                " own path, not the folder's"
+                f"{split} occurs {len(once)} times: {places}: give only the one to use, by its own"
+                " path"
             )
         search.layouts += once.values()
     return search

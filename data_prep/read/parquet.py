@@ -1,9 +1,9 @@
 """Images in parquet files (Hugging Face's layout), which have no random access.
 
-A row has an image, `{bytes, path}` or bytes alone, and a label; groups of rows are compressed. So
-each file is copied once: its images one after the other into `<name>.images`, and their names,
-labels and sizes into `<name>.json`, which is written last. Then an image is a range of bytes, as in
-a tar. Memory is that of one row group.
+A row has an image, `{bytes, path}` or only bytes, and a label. Row groups are compressed, so each
+file is copied once. The images go into `<name>.images`, and their names, labels and sizes into
+`<name>.json`, which is written last. Each image is then a byte range, as in a tar. One row group is
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from data_prep.write.samples import stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64
-"""Rows in memory in addition to their row group; 7 MB for ImageNet."""
+"""The rows in memory in addition to their row group, 7 MB for ImageNet."""
 
 
 class Columns(NamedTuple):
-    """The columns of image and label, and the name of each label, if recorded."""
+    """The image column, the label column, and the recorded class names."""
 
     image: str = "image"
     label: str = "label"
@@ -42,19 +42,19 @@ IMAGENET_COLUMNS = Columns()
 
 
 class Spooled(NamedTuple):
-    """The rows of one parquet file; `file` holds a copy of their images."""
+    """The rows of one parquet file. `file` contains a copy of the images."""
 
     parquet: Path
     file: Path
     names: list[str]
-    """"" for an image without a path."""
+    """The image names, "" for an image without a path."""
     labels: list[Any]
     offsets: np.ndarray
     sizes: np.ndarray
 
 
 def missing_files(split: str, files: Sequence[Path]) -> str:
-    """Return a line about missing files, by the names of the others; "" if all exist."""
+    """Return a line about missing files, inferred from the names of the others, or ""."""
     totals = {int(match[1]) for file in files if (match := re.search(r"-of-(\d+)", file.name))}
     missing = max(totals, default=len(files)) - len(files)
     return f"{missing} of {max(totals)} parquet files of {split} are missing" if missing > 0 else ""
@@ -81,7 +81,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
                 and image_fields(schema, columns.image)
             ):
                 raise PrepError(
-                    f"{path}: its columns are {', '.join(schema.names)}; expected {columns.image},"
+                    f"{path}: the columns are {', '.join(schema.names)}; expected {columns.image},"
                     f" with bytes and path, and {columns.label}"
                 )
             yield file
@@ -90,7 +90,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
 
 
 def image_fields(schema: Any, name: str) -> set[str]:
-    """Return the fields of a column of images, bytes and perhaps path; none for another column."""
+    """Return the fields of an image column (bytes, perhaps path), or none for other columns."""
     import pyarrow
 
     kind = schema.field(name).type
@@ -101,7 +101,7 @@ def image_fields(schema: Any, name: str) -> set[str]:
 
 
 def _place(path: Path, columns: Columns, spool: Path) -> Path:
-    """Return the place of a parquet file's images; files of the same name get different places."""
+    """Return a unique path for the copied images of a parquet file."""
     status = path.stat()
     parts = (os.path.abspath(path), status.st_size, status.st_mtime_ns, *columns[:2])
     return spool / f"{path.stem}-{stable_hash(*parts).hex()}.images"
@@ -113,7 +113,7 @@ def _is_copied(images: Path) -> bool:
 
 
 class _Copy(NamedTuple):
-    """A parquet file, and the place of its images."""
+    """A parquet file, and the path for the copy of its images."""
 
     path: Path
     columns: Columns
@@ -121,8 +121,8 @@ class _Copy(NamedTuple):
 
 
 def spool_file(copy: _Copy) -> None:
-    """Copy the images of a parquet file; runs in a worker process."""
-    if _is_copied(copy.images):  # another process has copied them for the same catalogue
+    """Copy the images of a parquet file in a worker process."""
+    if _is_copied(copy.images):  # another process copied them for the same catalogue
         return
     remove_leftovers(copy.images.parent, copy.images.name)
     names: list[str] = []
@@ -141,7 +141,7 @@ def spool_file(copy: _Copy) -> None:
 
 
 class _Batch(NamedTuple):
-    """Some rows; `images` is empty if only names and labels are read."""
+    """Some rows. `images` is empty if only names and labels are read."""
 
     names: list[str]
     labels: list[Any]
@@ -149,7 +149,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator[_Batch]:
-    """Yield the rows of a file; a null image becomes one of no bytes, which is unreadable."""
+    """Yield the rows of a file. A null image becomes 0 bytes, which is unreadable."""
     with open_parquet(path, columns) as file:
         has_path = "path" in image_fields(file.schema_arrow, columns.image)
         read = [columns.label]
@@ -170,7 +170,7 @@ def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator
 
 
 def count_labels(path: Path, columns: Columns) -> Counter[Any]:
-    """Count the rows of each label in a parquet file; reads that column alone."""
+    """Count the rows of each label in a parquet file, reading only the label column."""
     counts = Counter[Any]()
     with open_parquet(path, columns) as file:
         for batch in file.iter_batches(columns=[columns.label], use_threads=False):
@@ -179,7 +179,7 @@ def count_labels(path: Path, columns: Columns) -> Counter[Any]:
 
 
 def _listed(path: Path, columns: Columns) -> Spooled:
-    """Return the rows of a parquet file without its images."""
+    """Return the rows of a parquet file without reading its images."""
     names: list[str] = []
     labels: list[Any] = []
     for batch in _batches(path, columns, with_images=False):
@@ -192,11 +192,11 @@ def _listed(path: Path, columns: Columns) -> Spooled:
 def spool(
     files: Sequence[Path], builder: Builder, columns: Columns = IMAGENET_COLUMNS
 ) -> Iterator[Spooled]:
-    """Copy the images of all parquet files to `builder.spool`; yield the rows of each.
+    """Copy the images of all parquet files to `builder.spool`, and yield the rows of each file.
 
-    Existing copies are kept. A dry run copies nothing, and its sizes are means. Processes that
-    share the work start at different files. Raises PrepError if pyarrow is missing, the disk has
-    too little space, or a file is not as expected.
+    Existing copies are kept. A dry run copies nothing and uses mean sizes. Processes that divide
+    the work start at different files. Raises PrepError if pyarrow is missing, the disk has too
+    little space, or a file is invalid.
     """
     if builder.dry:
         for path in files:
@@ -213,8 +213,8 @@ def spool(
             f" {builder.spool}: {need / 1e9:,.1f} GB of {free / 1e9:,.1f} GB free"
         )
         if need > free:
-            raise PrepError(f"{plan}; free some space, or put --out on a larger disk")
-        print(f"{plan}; removed when the shards are complete", flush=True)
+            raise PrepError(f"{plan}: free some space, or choose a larger disk with --out")
+        print(f"{plan}; the copy is removed when the shards are complete", flush=True)
         first = random.SystemRandom().randrange(len(todo))
         todo = todo[first:] + todo[:first]
         jobs = [(spool_file, copy, copy.path) for copy in todo]

@@ -1,4 +1,4 @@
-"""Data sets of small raw images in a few files: the common part of MNIST and CIFAR."""
+"""Data sets of small raw images in a few files: the shared code of MNIST and CIFAR."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Records(NamedTuple):
 
     split: str
     file: int
-    """Number of the file in the catalogue."""
+    """The number of the file in the catalogue."""
     labels: np.ndarray
     labels_from: object
-    """The file of the labels, as messages name it."""
+    """The label file, for messages."""
     first: int
-    """Position of the first image in the file, in bytes."""
+    """The byte position of the first image in the file."""
     step: int
-    """Bytes from one image to the next."""
+    """The number of bytes from one image to the next."""
     name_stem: str
     key_stem: str
 
@@ -57,7 +57,7 @@ def _fill(
             number = int(np.argmax(part.labels >= num_classes))
             raise PrepError(
                 f"{part.labels_from}: record {number} has label {part.labels[number]}; expected 0"
-                f" to {num_classes - 1}; fetch it again"
+                f" to {num_classes - 1}; download the file again"
             )
         builder.add(
             part.split,
@@ -71,7 +71,7 @@ def _fill(
 
 
 def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
-    """Return a raw image, (H, W) or (3, H, W), as a JPEG of quality 100, not subsampled."""
+    """Return a raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without subsampling."""
     pixels = np.frombuffer(read_range(sample), np.uint8).reshape(shape)
     if pixels.ndim == 3:
         pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0))
@@ -81,21 +81,21 @@ def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
 
 
 def download_flags(files: str, size: str) -> Flags:
-    """Return `--download` and `--url` for `files`, such as "the archive"."""
+    """Return the flags `--download` and `--url` for `files`, such as "the archive"."""
     return {
         "--download": {
             "action": "store_true",
-            "help": f"fetch {files} into the folder SOURCE first ({size})",
+            "help": f"first download {files} into the folder SOURCE ({size})",
         },
         "--url": {
             "metavar": "BASE",
-            "help": f"with --download, which it implies: a mirror that has {files} below BASE",
+            "help": f"download from a mirror with {files} below BASE; implies --download",
         },
     }
 
 
 def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: str) -> None:
-    """Fetch the files with these names and md5 that SOURCE lacks, by `download_flags`."""
+    """Download the files that SOURCE lacks, if --download or --url was given."""
     if args.download or args.url:
         for name, expected in md5.items():
             url = f"{(args.url or base).rstrip('/')}/{name}"

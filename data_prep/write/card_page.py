@@ -1,8 +1,8 @@
 """A data set's card: dataset.md, its contact sheet, and a README.md for Hugging Face.
 
-Up to 1,000 images of the training split, spread over it by a hash, are decoded for the mean and
-standard deviation of their colours; one image of each of up to 60 classes is drawn. Equal data sets
-give equal bytes, with equal versions of Pillow.
+A hash selects up to 1,000 images spread over the training split. They are decoded for the mean and
+standard deviation of colors. The contact sheet has one image of each of up to 60 classes. Equal
+data sets give equal bytes with the same version of Pillow.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from vit.system.files import replacing, sha256_of
 SHEET_CELLS = 60
 COLUMNS = 10
 CELL = 128
-"""Pixels of a cell's side; the next three are pixels as well."""
+"""The side of a cell in pixels. The next three constants are also in pixels."""
 GAP = 10
 TEXT_HEIGHT = 22
 MARGIN = 16
 INK = "#222222"
 PALE = "#f2f2f2"
 SEAL = b"\n<!-- sha256 of the above: %s; of contact_sheet.png: %s -->\n"
-"""The last line of a card, with which `verify` detects alterations."""
+"""The last line of a card, which lets `verify` detect changes."""
 
 
 def write_card(place: Output | Path | str) -> None:
-    """Write the card of the finished data set at `place`, a folder or a URL, into it.
+    """Write the card of the finished data set at `place`, a folder or a URL.
 
-    Raises ShardError if something is missing or an image cannot be decoded; OSError and PrepError
-    as `Output` does.
+    Raises ShardError if a file is missing or an image cannot be decoded, and OSError and PrepError
+    like `Output`.
     """
     output = place if isinstance(place, Output) else Output(place)
     with output.staging() as folder:
         card = load_card(output, folder)
-        # Make both before either is written, so that an undecodable image leaves the old pair.
+        # Make text and picture before writing, so an undecodable image keeps the old card.
         picture = contact_sheet(card)
         text = card_text(card).encode("utf-8", "replace")
         sheet = folder / "contact_sheet.png"
@@ -80,9 +80,9 @@ def _seal(text: bytes, sheet: Path) -> bytes:
 
 
 def write_readme(output: Output, info: Mapping[str, Any]) -> None:
-    """Write `README.md` next to the shards, unless there is one.
+    """Write `README.md` next to the shards, unless one exists.
 
-    Without it Hugging Face's `load_dataset(ROOT)` takes the sidecars for data.
+    Without it, Hugging Face's `load_dataset(ROOT)` reads the sidecars as data.
     """
     if "shards_at" in info or output.size("README.md") >= 0:
         return
@@ -96,7 +96,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 
 
 def readme(info: Mapping[str, Any]) -> str:
-    """Return the files of each split in Hugging Face's YAML, and a line for people."""
+    """Return README.md: each split's files in Hugging Face's YAML, and one line of text."""
     everything = {name for described in info["splits"].values() for name in described["filenames"]}
     files = []
     for split, described in info["splits"].items():
@@ -111,7 +111,7 @@ def readme(info: Mapping[str, Any]) -> str:
             *(f"    - {json.dumps(path)}" for path in paths),
         ]
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
-    text = (  # a file of the data set: other words are other bytes
+    text = (  # rewording this changes the output bytes
         "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
         " writes dataset.md, which tells more."
     )
@@ -122,15 +122,15 @@ def readme(info: Mapping[str, Any]) -> str:
 
 
 def contact_sheet(card: Card) -> Image.Image:
-    """Draw images of up to 60 classes, evenly spaced, with the names under them.
+    """Draw images of up to 60 evenly spaced classes with their names.
 
-    One image of each class; several, side by side, if there are few classes.
+    If there are few classes, each gets several images side by side.
     """
     split = next(iter(card.indexes))
     labels = np.flatnonzero(card.images_per_class(split)).tolist()
     num_shown = min(len(labels), SHEET_CELLS)
     copies = min(COLUMNS, SHEET_CELLS // num_shown)
-    cells: list[tuple[int, int | None]] = []  # (label, row); None: an empty cell
+    cells: list[tuple[int, int | None]] = []  # (label, row), with None for an empty cell
     for number in range(num_shown):
         label = labels[number * len(labels) // num_shown]
         rows = np.flatnonzero(card.labels(split) == label)
@@ -163,7 +163,7 @@ def contact_sheet(card: Card) -> Image.Image:
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:
-    """Return the complete image, as large as fits into a cell."""
+    """Resize the complete image to fit into a cell."""
     size = (
         max(1, CELL * image.width // max(image.size)),
         max(1, CELL * image.height // max(image.size)),
@@ -172,9 +172,9 @@ def _thumbnail(image: Image.Image) -> Image.Image:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """Return DejaVu Sans of matplotlib, which has the letters of many languages.
+    """Return matplotlib's DejaVu Sans, which supports the letters of many languages.
 
-    Pillow's own font has Latin letters only.
+    Pillow's own font has only Latin letters.
     """
     import matplotlib
 
@@ -184,7 +184,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def shortened(text: str, fits: Callable[[str], bool]) -> str:
-    """Return `text` in one line; an ellipsis replaces as much of its middle as needed to fit."""
+    """Return `text` in one line, with its middle replaced by an ellipsis until it fits."""
     text = re.sub(r"\s+", " ", text)
     for num_dropped in range(max(1, len(text))):
         length = len(text) - num_dropped

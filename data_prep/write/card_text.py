@@ -1,4 +1,4 @@
-"""The text of a data set's card, in Markdown, from its records, its index and some images."""
+"""The Markdown text of a data set's card, from its records, its index and some images."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from vit.system.files import ShardError
 from vit.system.redact import escape_unprinted
 
 THREADS = 8
-"""Number of images decoded at once."""
+"""The number of images decoded in parallel."""
 QUANTILES = {"smallest": 0, "5 %": 5, "median": 50, "95 %": 95, "largest": 100}
 SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 65536)
-"""Bins of the histogram of shorter sides, in pixels."""
+"""The bin edges of the histogram of shorter sides, in pixels."""
 BAR = 40
-"""Characters of the longest bar."""
+"""The length of the longest bar in characters."""
 MOST_REASONS = 20
 COLOUR_IMAGES = 1000
-"""Images decoded for mean and standard deviation: seconds, and an error of the mean below 0.01."""
+"""Images decoded for mean and standard deviation. This takes seconds, with an error below 0.01."""
 
 
 class Classes:
-    """The classes that the `_info.json` of a data set records."""
+    """The classes recorded in a data set's `_info.json`."""
 
     info: Mapping[str, Any]
 
@@ -50,12 +50,12 @@ class Classes:
 
     @property
     def recorded_classes(self) -> int | None:
-        """Number of classes; 0 without labels, None if it is not recorded."""
+        """The number of classes, 0 without labels, or None if the number is not recorded."""
         return len(self.class_names) or self.info.get("num_classes")
 
 
 def count_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Count the labels of each class, (num_classes,); other labels are ignored."""
+    """Count each class, (num_classes,), ignoring labels out of range."""
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 
@@ -65,9 +65,9 @@ class Card(Classes):
 
     info: Mapping[str, Any]
     indexes: Mapping[str, np.ndarray]
-    """INDEX_DTYPE of each split; the first is the training split."""
+    """The INDEX_DTYPE array of each split. The first split is for training."""
     tars_at: str
-    """Folder or URL of the shards."""
+    """The folder or URL of the shards."""
     quarantined: Sequence[Mapping[str, Any]] = ()
 
     @property
@@ -81,7 +81,7 @@ class Card(Classes):
         return self.recorded_classes or 1 + largest
 
     def labels(self, split: str) -> np.ndarray:
-        """Return the label of each image; 0 for all images without labels."""
+        """Return the label of each image, or 0 for every image without labels."""
         return np.maximum(self.indexes[split]["label"], 0)
 
     @property
@@ -99,7 +99,7 @@ class Card(Classes):
         return count_classes(self.labels(split), self.num_classes)
 
     def image(self, split: str, row: int) -> Image.Image:
-        """Decode sample `row` of a split in RGB; safe to call from several threads."""
+        """Decode sample `row` of a split as RGB. This method is thread-safe."""
         sample = self.indexes[split][row]
         described = self.info["splits"][split]
         shard = bisect.bisect_right(first_samples(described["shard_lengths"]), row) - 1
@@ -109,15 +109,15 @@ class Card(Classes):
             return Image.fromarray(decode(data))
         except ValueError as error:
             raise ShardError(
-                f"{self.name}: image {row} of {split}: {error}; `python -m data_prep.verify`"
-                " reports more"
+                f"{self.name}: image {row} of {split}: {error}: run `python -m data_prep.verify`"
+                " for details"
             ) from error
 
 
 def load_card(output: Output, folder: Path) -> Card:
-    """Read the card's data. folder: gets the files of an output at a URL.
+    """Read the card's data. folder: receives the files of an output at a URL.
 
-    Raises ShardError if something is missing.
+    Raises ShardError if a file is missing.
     """
     info = output.read_json("_info.json") if output.local is None else read_info(output.local)
     if info is None:
@@ -135,7 +135,7 @@ def _load_index(output: Output, split: str, folder: Path) -> np.ndarray:
     if output.size(name) < 0:
         raise ShardError(
             f"{output}/{name}: no such file; run `python -m data_prep.index"
-            f" {quote(str(output))}`, which writes it"
+            f" {quote(str(output))}` to write it"
         )
     return open_index(output.fetch(name, folder))
 
@@ -144,14 +144,14 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
     if "://" not in place:
         with open(place, "rb") as file:
             return os.pread(file.fileno(), size, offset)
-    import fsspec  # slow to import, and not needed for a local folder
+    import fsspec  # slow to import, and unnecessary for a local folder
 
     system, path = fsspec.core.url_to_fs(place)
     return system.cat_file(path, start=offset, end=offset + size)
 
 
 def card_text(card: Card) -> str:
-    """Return the card in Markdown."""
+    """Return the card as Markdown."""
     has_labels = card.info.get("num_classes") != 0
     classes = f"of {card.num_classes:,} classes" if has_labels else "without labels"
     counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
@@ -163,9 +163,9 @@ def card_text(card: Card) -> str:
         _splits(card),
         "## Sizes",
         *_sizes(card),
-        "## Colours",
+        "## Colors",
         *_colours(card),
-        "## Converted or left out",
+        "## Converted or skipped images",
         *_conversions(card),
         "## Source",
         *_source(card),
@@ -176,7 +176,7 @@ def card_text(card: Card) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
-    """Return a table whose first `left` columns are aligned left, the others right."""
+    """Return a table with the first `left` columns aligned left, and the others right."""
 
     def line(cells: Iterable[Any]) -> str:
         return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
@@ -186,12 +186,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int
 
 
 def escaped(text: str) -> str:
-    """Return `text` in one line, with Markdown's characters escaped."""
+    """Return `text` in one line with Markdown's special characters escaped."""
     return re.sub(r"([\\`*|<\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", re.sub(r"\s+", " ", text))
 
 
 def number_range(counts: np.ndarray) -> str:
-    """Return the smallest and the largest count; "-" if there are none."""
+    """Return the smallest and the largest count, or "-" if there are none."""
     if not len(counts):
         return "-"
     low, high = counts.min(), counts.max()
@@ -211,7 +211,7 @@ def _splits(card: Card) -> str:
         )
         for split, index in card.indexes.items()
     ]
-    head = ("split", "images", "of each class", "shards", "MB of images", "left out")
+    head = ("split", "images", "per class", "shards", "MB of images", "skipped")
     return markdown_table(head, rows)
 
 
@@ -233,7 +233,7 @@ def _sizes(card: Card) -> list[str]:
     )
     more = f", and {len(pairs) - len(most):,} others" if len(pairs) > len(most) else ""
     return [
-        "Of all splits together, in pixels and bytes:",
+        "Over all splits, in pixels and bytes:",
         markdown_table(("", *QUANTILES), rows),
         f"Most frequent (width x height): {common}{more}.",
         "Shorter sides:",
@@ -246,7 +246,7 @@ def _percent(part: int, total: int) -> str:
 
 
 def histogram(sides: np.ndarray) -> str:
-    """Draw a bar of text for each bin of SIDE_EDGES, from the first filled one to the last."""
+    """Draw a text bar for each bin of SIDE_EDGES from the first to the last nonempty bin."""
     counts, _ = np.histogram(sides, SIDE_EDGES)
     filled = np.flatnonzero(counts)
     lines = []
@@ -269,14 +269,14 @@ def _colours(card: Card) -> list[str]:
         for name, values in (("mean", mean), ("std", std))
     ]
     return [
-        f"Over {number} images of `{split}`, each with the same weight, decoded in full; red, green"
-        " and blue from 0 to 1:",
+        f"Computed over {number} images of `{split}` with equal weight, decoded in full. Red,"
+        " green and blue range from 0 to 1:",
         markdown_table(("", "red", "green", "blue"), table_rows),
     ]
 
 
 def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation of red, green and blue over all pixels, (3,) in [0, 1].
+    """Return the mean and standard deviation of RGB over all pixels, (3,) in [0, 1].
 
     Each image has the same weight.
     """
@@ -293,24 +293,24 @@ def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.n
 
 def _conversions(card: Card) -> list[str]:
     if "catalogue" not in card.info:
-        return ["Not known: these shards were made elsewhere and indexed."]
+        return ["Unknown, because another program wrote these shards."]
     lines = ["No image was converted."]
     if changed := card.info.get("changed"):
         rows = [(reason, f"{count:,}") for reason, count in sorted(changed.items())]
         lines = [
-            "What the writer changed or remarked; all other images have the bytes of their source.",
+            "Changes and notes of the writer. All other images have the bytes of their source.",
             markdown_table(("", "images"), rows),
             *_restart_markers(changed),
         ]
     if turned := card.info.get(ASKS_TO_BE_TURNED):
         lines.append(f"{exif_summary(turned, card.num_images)}.")
     if not card.quarantined:
-        return [*lines, "No image was left out."]
+        return [*lines, "No image was skipped."]
     reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
     listed = [(*key, f"{count:,}") for key, count in reasons.most_common(MOST_REASONS)]
     lines += [
-        f"{len(card.quarantined):,} images cannot be read and were left out;"
-        " [quarantine.jsonl](quarantine.jsonl) names them.",
+        f"{len(card.quarantined):,} images cannot be read and were skipped."
+        " [quarantine.jsonl](quarantine.jsonl) lists them.",
         markdown_table(("split", "reason", "images"), listed, 2),
     ]
     if len(reasons) > MOST_REASONS:
@@ -330,20 +330,20 @@ def _restart_markers(changed: Mapping[str, int]) -> list[str]:
     if not marked and not unchanged:
         return []
     line = (
-        f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same"
-        " pixels in every decoder."
+        f"{marked:,} images got restart markers and better Huffman tables, with other bytes but the"
+        " same pixels in every decoder."
     )
     if unchanged:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in unchanged.most_common())
-        line += f" {unchanged.total():,} stayed as they were: {reasons}."
+        line += f" {unchanged.total():,} were not changed: {reasons}."
     return [line]
 
 
 def _source(card: Card) -> list[str]:
     if "source" in card.info:
-        lines = [f"Made by `python -m data_prep.{card.info['source']}`."]
+        lines = [f"Created by `python -m data_prep.{card.info['source']}`."]
     else:
-        lines = ["Not known."]
+        lines = ["Unknown."]
     if notes := card.info.get("origin"):
         lines.append("\n".join(f"- {escaped(line)}" for line in notes))
     if options := card.info.get("options"):

@@ -1,15 +1,15 @@
-"""The catalogue: the samples of a source in a table on disk, so memory does not grow with them.
+"""The catalogue, a table on disk that lists the samples of a source, so memory stays constant.
 
-A source names its classes and files and adds its samples, some thousands at a time: key, label, and
-where the encoded bytes are. Then the rows are put in the order of a hash of (seed, key), in which
-the writer deals samples to shards. So the order in which the source listed them does not matter,
-and the same images in two layouts give the same shards. Rows, hashes and texts are sorted in parts.
+A source defines its classes and files, and adds samples in batches of thousands: the key, the label
+and the location of the encoded bytes. The rows are then sorted by a hash of (seed, key), and the
+writer assigns samples to shards in this order. The order of listing therefore does not matter, and
+the same images in two layouts give the same shards. Rows, hashes and texts are sorted in parts.
 
-    <root>/._catalogue.*.tmp/       in the output folder, while a command runs
+    <root>/._catalogue.*.tmp/       in the output folder while a command runs
       <split>.rows.bin      ROW, in the order of adding
-      <split>.hashes.bin    HASH, likewise: what sorting needs
-      <split>.text.bin      key, a zero, original name; one after the other
-      <split>.order.npy     numbers of the rows in dealt order
+      <split>.hashes.bin    HASH, in the order of adding, for sorting
+      <split>.text.bin      key, zero byte and original name of every sample
+      <split>.order.npy     row numbers in sorted order
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from vit.system.files import locked_folder, remove_leftovers
 
 FORMAT = 1
 SPOOL = "_spool"
-"""Folder in the output folder for what `Builder.spool` keeps."""
+"""The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
-"""Rows sorted or compared at once; more are processed in parts."""
+"""The maximum number of rows sorted or compared together. More rows are processed in parts."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of samples."""
+    """A source of samples."""
 
     name: str
-    """The name in `_info.json`; it must be the same when a command continues."""
+    """The name in `_info.json`, which must stay the same when a command resumes."""
     options: dict[str, Any]
-    """The source's own settings that decide the written bytes (JSON values)."""
+    """The source's own settings that affect the written bytes (JSON values)."""
     fill: Callable[[Builder], None]
-    """Adds classes, files and samples to a catalogue. Raises PrepError for a bad source."""
+    """A function that adds classes, files and samples. Raises PrepError for a bad source."""
     read: Callable[[Sample], bytes]
-    """Returns the encoded image of a sample, in a worker process. Raises OSError or ValueError."""
+    """A worker function that returns a sample's encoded image. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
-    """Archives whose path, size and modification time show that a complete data set is up to date.
-    None if the source must be listed for that."""
+    """Archives whose path, size and modification time show whether a data set is up to date.
+    None if only listing the source shows it."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
-        """Return a sha256 of everything that decides the catalogue; None without `inputs`."""
+        """Return a sha256 of everything that affects the catalogue, or None without `inputs`."""
         if self.inputs is None:
             return None
         inputs = [
@@ -77,18 +77,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue; processes map its tables. The end of its block deletes its folder."""
+    """A finished catalogue, which processes memory-map. Leaving its block deletes the folder."""
 
     folder: Path
     class_names: list[str]
     notes: list[str]
     files: tuple[str, ...]
     splits: Mapping[str, int]
-    """Samples of each split; the first is the training split."""
+    """The number of samples in each split. The first split is for training."""
     sha256: str
-    """The hash of classes, splits, keys and labels: equal for the same images."""
+    """The hash of classes, splits, keys and labels, equal for the same images."""
     lock: int
-    """A descriptor that keeps other processes from removing the folder."""
+    """A file descriptor whose lock keeps other processes from removing the folder."""
 
     def table(self, split: str) -> Table:
         """Return the samples of a split."""
@@ -98,7 +98,7 @@ class Catalogue:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _open_table.cache_clear()  # it maps the files
+        _open_table.cache_clear()  # the cached table maps the files
         close_descriptors(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
@@ -112,9 +112,9 @@ def open_catalogue(
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
 ) -> Catalogue:
-    """Make a catalogue of `source` in `root`, under a temporary name.
+    """Create a catalogue of `source` in `root`, under a temporary name.
 
-    `finish` is called after `source.fill`. A catalogue that a killed process left is removed.
+    `finish` is called after `source.fill`. The catalogues of killed processes are removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
@@ -129,7 +129,7 @@ def open_catalogue(
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(folder)  # the error of a full disk has none
+            error.filename = str(folder)  # a full-disk error has no file name
         raise
     return Catalogue(folder, lock=lock, **content)
 
@@ -138,21 +138,21 @@ def open_catalogue(
 
 
 class Builder:
-    """A catalogue that is being made; passed to a source's `fill`."""
+    """A catalogue under construction, passed to a source's `fill`."""
 
     def __init__(self, folder: Path, seed: int, workers: int, spool: Path, dry: bool = False):
         self.folder = folder
         self.seed = seed
         self.workers = workers
         self.dry = dry
-        """True if nothing is written, so steps that only reading images needs are skipped."""
+        """True for a dry run, which skips steps that are needed only to read images."""
         self._spool = spool
         self.class_names: list[str] = []
         self.files: list[str] = []
         self.notes: list[str] = []
         self._counts: dict[str, np.ndarray] = {}
         self._written: dict[str, tuple[BinaryIO, ...]] = {}
-        """The files of texts, rows and hashes of each split, open until they are read."""
+        """The open text, row and hash files of each split."""
         self._text_bytes: dict[str, int] = {}
 
     def __enter__(self) -> Builder:
@@ -163,29 +163,29 @@ class Builder:
 
     @property
     def spool(self) -> Path:
-        """Folder for large intermediate files, such as the images of a parquet file.
+        """The folder for large intermediate files, such as the images of a parquet file.
 
-        Processes that build the same catalogue share it: write with `replacing`, keep existing
-        files. It is removed when the shards are complete.
+        Processes that build the same catalogue share the folder, so write with `replacing` and keep
+        existing files. It is removed when the shards are complete.
         """
         self._spool.mkdir(parents=True, exist_ok=True)
         return self._spool
 
     def classes(self, names: Sequence[str]) -> None:
-        """Set the name of each label. Without classes the label of all images is -1."""
+        """Set the class names in label order. Without classes, every label is -1."""
         self.class_names = list(names)
 
     def file(self, path: Path | str) -> int:
-        """Register a file or folder that holds samples; return its number."""
+        """Register a file or folder that contains samples, and return its number."""
         self.files.append(os.path.abspath(path))
         return len(self.files) - 1
 
     def note(self, text: str) -> None:
-        """Record a line about the source, for `_info.json` and the data set's card."""
+        """Record a line about the source in `_info.json` and the data set's card."""
         self.notes.append(text)
 
     def report(self, text: str) -> None:
-        """Print a line about the source, and record it."""
+        """Print and record a line about the source."""
         self.note(text)
         print(text, flush=True)
 
@@ -199,14 +199,14 @@ class Builder:
         sizes: Sequence[int] | np.ndarray,
         keys: Sequence[str] | None = None,
     ) -> None:
-        """Add samples of one file to a split; the first split is the training split.
+        """Add samples of one file to a split. The first split is for training.
 
-        names: original names. keys: by default the names without their extension; `safe_key`
-        replaces their unsafe characters. sizes: below 4 GiB.
+        names: original names. keys: by default the names without extension; `safe_key` replaces
+        unsafe characters. sizes: below 4 GiB.
         """
         if len(sizes) and (largest := int(np.max(sizes))) >> 32:
             raise PrepError(
-                f"{self.files[file]}: an image of {largest:,} bytes; no image has 4 GiB"
+                f"{self.files[file]}: an image of {largest:,} bytes; the limit is 4 GiB"
             )
         if keys is None:
             keys = [os.path.splitext(name)[0] for name in names]
@@ -237,7 +237,7 @@ class Builder:
         self._count(split, rows["label"])
 
     def _close_files(self) -> None:
-        """Close the files, so that they can be read; more samples can be added later."""
+        """Close the files for reading. More samples can be added later."""
         while self._written:
             for file in self._written.popitem()[1]:
                 file.close()
@@ -256,14 +256,14 @@ class Builder:
         return np.bincount(np.maximum(labels, 0), minlength=max(1, len(self.class_names)))
 
     def count(self, split: str) -> np.ndarray:
-        """Count the samples of each class until now, (num_classes,) int64; (1,) without classes."""
+        """Count the samples of each class so far, (num_classes,) int64, or (1,) without classes."""
         return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
 
     def hold_out(self, split: str, into: str, fraction: float) -> None:
-        """Move a fraction of each class of `split`, those with the smallest hashes, to a new split.
+        """Move the samples with the smallest hashes in each class of `split` to a new split.
 
-        The hash is of the key alone: neither the seed nor the position moves an image. The number
-        is rounded, and each class keeps at least one image.
+        The hash depends only on the key, not on the seed or the position. The number of moved
+        samples is rounded, and each class keeps at least one image.
         """
         self._close_files()
         table = Table(self.folder, split, self.files, ordered=False)
@@ -299,14 +299,14 @@ class Builder:
         self._counts[into] = counted
 
     def finish(self) -> dict[str, Any]:
-        """Order the rows; return the fields of a `Catalogue`.
+        """Sort the rows and return the fields of a `Catalogue`.
 
         Raises PrepError for empty splits and repeated keys.
         """
         self._close_files()
         digest = hashlib.sha256(json.dumps(self.class_names).encode())
         if not self._counts:
-            raise PrepError("the source holds no samples")
+            raise PrepError("the source contains no samples")
         for split, count in self._counts.items():
             if not count.sum():
                 raise PrepError(f"split {split!r} has no samples")
@@ -323,7 +323,7 @@ class Builder:
 
 
 def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
-    """Return the hash of `Builder.finish`, from the HASH rows of each split, sorted by hash."""
+    """Return the hash of `Builder.finish` from the HASH rows of each split, sorted by hash."""
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for split, hashes in splits.items():
         digest.update(f"{split}\t{len(hashes)}\n".encode() + hashes.tobytes())
@@ -331,7 +331,7 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
 
 
 def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first, records) of the parts of a file of records.
+    """Yield (number of the first record, records) for each part of a file of records.
 
     A memory map would count as this process's memory.
     """
@@ -341,11 +341,11 @@ def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _write_order(table: Table, folder: Path, digest: Any) -> None:
-    """Write the numbers of the rows by (hash, key), in parts that fit into memory.
+    """Write the row numbers sorted by (hash, key), in parts that fit into memory.
 
     Adds hashes and labels to the digest in this order. Raises PrepError for repeated keys.
     """
-    # a power of two, each about half full
+    # a power of two, with each part about half full
     parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
     width = (1 << 64) // parts
     twice = set()
@@ -362,7 +362,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
             by_hash = np.argsort(hashes["hash"], kind="stable")
             rows = rows[by_hash]
             hashes = hashes[by_hash]
-            # two keys share a hash in one of 10**11 data sets
+            # two keys have the same hash in one of 10**11 data sets
             for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
                 first, second = (table.text(int(row))[0] for row in rows[same : same + 2])
                 if first == second:
@@ -375,7 +375,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
     if twice:
         raise PrepError(
             f"split {table.split!r}: {len(twice)} keys are used more than once:"
-            f" {some(sorted(twice))}; keys must differ (dots, slashes and blanks count as '_'):"
+            f" {some(sorted(twice))}; keys must be unique (dots, slashes and blanks become '_'):"
             " rename these images, or remove the copies"
         )
 

@@ -1,13 +1,13 @@
-"""The image policy: encoded bytes of any source in, the bytes that go into a shard out.
+"""The image policy, which converts the encoded bytes of any source to the bytes in a shard.
 
-The headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour) that needs no
-change, its data are checked and its bytes stay untouched. Everything else is decoded and encoded
-again: as an RGB JPEG of the policy's quality with full chroma resolution (4:4:4), or as a grey one
-if a grey JPEG is resized or turned. An image that no decoder reads raises `Unreadable`, with the
-reason. The result gets restart markers if the policy has them (data_prep/write/restart_markers.py).
-Equal bytes and policy give equal bytes.
+An ordinary JPEG (8 bits, gray or color) that needs no change is checked, and its bytes are kept.
+All other images are decoded and encoded again as an RGB JPEG of the policy's quality with full
+chroma resolution (4:4:4). A gray JPEG that is resized or rotated stays gray. An image that no
+decoder reads raises `Unreadable` with the reason. The policy may add restart markers
+(data_prep/write/restart_markers.py). Equal bytes and policy give equal bytes.
 
-The loader can decode every readable image: `vit.data.decode.images` decodes for both.
+The writer decodes with `vit.data.decode.images`, like the loader, so the loader can decode every
+image that the writer accepts.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from vit.data.decode.jpeg_header import JpegHeader, read_header
 from vit.data.decode.upright import ORIENTATION_TAG, UPRIGHT, orientation_of
 
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
-"""The `change` of a JPEG that only Pillow reads; its bytes are untouched unless another change is
-named. It has stray bytes, bad Huffman codes or odd sampling. Most training code does not notice, so
-published numbers include such images, and the loader falls back to Pillow."""
+"""The `change` of a JPEG that only Pillow reads, because of stray bytes, bad Huffman codes or odd
+sampling. Its bytes are kept unless another change is named. Published numbers include such images,
+because most training code does not notice. The loader also falls back to Pillow."""
 ASKS_TO_BE_TURNED = "asks_to_be_turned"
-"""The key of sidecars and `_info.json` for the images whose EXIF orientation was not applied."""
+"""The sidecar and `_info.json` key for images whose EXIF orientation was not applied."""
 
 
 class Unreadable(ValueError):
-    """An image cannot become a sample; the text is the reason."""
+    """An image cannot become a sample. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class ImagePolicy:
-    """The treatment of each image. Raises PrepError for impossible values."""
+    """The treatment of each image. Raises PrepError for invalid values."""
 
     check: str = "decode"
-    """decode: each JPEG is decoded once. headers: only its headers and end marker are checked."""
+    """decode: decode each JPEG once. headers: check only the headers and the end marker."""
     apply_exif: bool = False
-    """Turn images upright by their EXIF orientation. Published numbers come from unturned ones."""
+    """Rotate images by their EXIF orientation. Published numbers come from unrotated images."""
     resize_short_side: int | None = None
-    """Shrink larger images until the shorter side has this many pixels; bicubic, antialiased."""
+    """Shrink images with a longer short side to this many pixels (bicubic, antialiased)."""
     jpeg_quality: int = 95
-    """Quality of re-encoded images, on libjpeg's scale from 1 to 100."""
+    """The quality of re-encoded images on libjpeg's scale from 1 to 100."""
     restart_markers: str = "off"
-    """off, or auto: give all JPEGs restart markers, by the C part of this package; same pixels."""
+    """off, or auto: losslessly add restart markers to all JPEGs with the native code."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.jpeg_quality <= 100:
             raise PrepError(f"--jpeg-quality {self.jpeg_quality}: expected 1 to 100")
         if self.restart_markers == "auto" and not native.AVAILABLE:
             raise PrepError(
-                "--restart-markers auto: needs the C part of this package:"
+                "--restart-markers auto: needs the native code of this package:"
                 f" {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0 turns it off'}"
             )
 
     def options(self) -> dict[str, Any]:
-        """Return the policy as JSON values, recorded with the data set."""
+        """Return the policy as JSON values that are recorded with the data set."""
         options = asdict(self)
-        if self.restart_markers == "off":  # so that earlier data sets can be continued
+        if self.restart_markers == "off":  # not recorded, so older data sets can be resumed
             del options["restart_markers"]
         return options
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) after `resize_short_side`, rounded as by torchvision's Resize."""
+        """Return (width, height) after `resize_short_side`, rounded like torchvision's Resize."""
         short = self.resize_short_side
         if short is None or min(width, height) <= short:
             return width, height
@@ -78,22 +78,22 @@ class ImagePolicy:
         return int(short * width / height), short
 
     def is_turned(self, orientation: int) -> bool:
-        """Return whether pixels of this EXIF orientation are moved."""
+        """Return whether applying this EXIF orientation moves pixels."""
         return self.apply_exif and orientation in UPRIGHT
 
 
 class Prepared(NamedTuple):
-    """One image as it goes into a shard."""
+    """An image as it is written to a shard."""
 
     data: bytes
-    """Encoded image, a JPEG."""
+    """The encoded image, a JPEG."""
     width: int
     height: int
-    """Pixels of `data`."""
+    """The height of `data` in pixels."""
     change: str | None
-    """Changes and remarks, such as "PNG (RGBA), resized"; None for untouched bytes."""
+    """Changes and notes, such as "PNG (RGBA), resized", or None for unchanged bytes."""
     asks_to_be_turned: bool = False
-    """True if its EXIF orientation is not upright and was not applied."""
+    """True if the EXIF orientation is not upright and was not applied."""
 
 
 def exif_summary(number: int, total: int) -> str:
@@ -105,7 +105,7 @@ def exif_summary(number: int, total: int) -> str:
 
 
 def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
-    """Return the encoded image `data` as it goes into a shard. Raises Unreadable."""
+    """Convert the encoded image `data` for a shard. Raises Unreadable."""
     prepared = _prepare(data, policy)
     if policy.restart_markers == "off":
         return prepared
@@ -122,7 +122,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     try:
         header = read_header(data)
     except ValueError:
-        # most likely another format; Pillow also reads some odd JPEG headers
+        # usually another format, but Pillow also reads some odd JPEG headers
         return _by_pillow(data, policy)
     try:
         check_jpeg(header)
@@ -137,7 +137,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if untouched and policy.check == "headers" and _has_end_marker(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
-        # An eighth of the size is cheap, but needs all entropy decoding, which finds all damage.
+        # Decoding at 1/8 size is cheap but does all entropy decoding, which finds all damage.
         reduction = 8 if untouched else _reduction(header.size, target)
         pixels = decode_jpeg(data, header.size, header.num_components, reduction)
     except ValueError as error:
@@ -149,14 +149,14 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
 
 
 def _has_end_marker(data: bytes, header: JpegHeader) -> bool:
-    """Return whether the data have an end marker; without it they are almost certainly cut off."""
+    """Return whether the data have an end marker. Files without one are almost always cut off."""
     return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
 
 
 def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
-    """Return by how much the decoder may reduce an image before the resize.
+    """Return the factor by which the decoder may reduce an image before resizing.
 
-    At four times the target or more, this costs less quality than the encoding.
+    Down to four times the target size, this loses less quality than the encoding.
     """
     fitting = (step for step in (8, 4, 2) if min(size) >= 4 * step * min(target))
     return next(fitting, 1)
@@ -171,7 +171,7 @@ def _by_pillow(
     """
     try:
         image = open_image(data)
-        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by others
+        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by other images
         is_usable = is_jpeg and image.mode in ("L", "RGB")
         change = f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
         if is_usable:
@@ -193,9 +193,9 @@ def _encode(
     policy: ImagePolicy,
     changes: list[str],
 ) -> Prepared:
-    """Resize, turn and encode.
+    """Resize, rotate and encode an image.
 
-    size: of the original, because the decoder may have reduced `image`. changes: earlier ones.
+    size: the original size, because the decoder may have reduced `image`. changes: earlier changes.
     """
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:

@@ -1,9 +1,8 @@
-"""Shards of other programs: their place, their records, and the index rows of each.
+"""Shards of other programs: location, records and index rows.
 
-A shard in a folder is scanned and hashed in place; a shard at a URL is fetched completely, unless
-an earlier command left its records. The index omits invalid samples. The sidecar, which is written
-last, lists them, and records the layout of samples, if unusual, and when the hashed tar was last
-changed.
+A local shard is scanned and hashed in place. A shard at a URL is downloaded completely, unless an
+earlier command left its records. The index omits invalid samples. The sidecar, which is written
+last, lists them. It also records an unusual sample layout and the tar's modification time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
-    """Return the split in a shard's name: a usual name between dashes, else the part before the
+    """Return the split in a shard's name: a usual name between dashes, or the part before the
     number."""
     *parts, number = filename.removesuffix(".tar").split("-")
     usual = [part for part in parts if part.lower() in SPLIT_NAMES]
@@ -46,21 +45,21 @@ def split_of(filename: str) -> str | None:
 
 
 def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
-    """Return the sorted file names of the tars of each split; all in `split` if given.
+    """Return each split's sorted tar names, or all names in `split` if given.
 
-    Raises PrepError without tars, and for names that do not fit.
+    Raises PrepError if there are no tars, or names that do not fit.
     """
     names = [name for name in files if name.endswith(".tar")]
     if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
         raise PrepError(
-            f"{root}: no .tar files but compressed ones ({some(compressed)}), of which no sample"
-            " can be read by itself: unpack them first (gunzip, bunzip2, unxz, unzstd)"
+            f"{root}: only compressed tars ({some(compressed)}), which have no random access:"
+            " decompress them first (gunzip, bunzip2, unxz, unzstd)"
         )
     if not names:
         folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
         inside = ""
         if folders:
-            inside = f" but in its folders {some(folders)}: move or link them into it"
+            inside = f", only in its subfolders {some(folders)}: move or link them into this folder"
         raise PrepError(
             f"{root}: no .tar files{inside}; expected <split>-00000.tar or"
             " <anything>-<split>-00000.tar"
@@ -69,9 +68,9 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
     unclear = [name for name in split_of_name if split_of_name[name] is None]
     if split is None and unclear:
         raise PrepError(
-            f"{root}: no split in the name of {some(unclear)}; if they are all of one split, as"
-            " img2dataset's 00000.tar, say which: --split train; else rename to <split>-00000.tar,"
-            " or move away what is not a shard"
+            f"{root}: no split in the names {some(unclear)}: use --split train if all shards are of"
+            " that split (as in img2dataset's 00000.tar), or rename the shards to"
+            " <split>-00000.tar, or move other files away"
         )
     splits: dict[str, list[str]] = {}
     for name, of_name in split_of_name.items():
@@ -80,13 +79,13 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
         return splits
     if different := [name for name in split_of_name if split_of_name[name] not in (None, split)]:
         raise PrepError(
-            f"{root}: --split {split}, but another split is in the name of {some(different)}"
+            f"{root}: --split {split}, but these names contain another split: {some(different)}"
         )
     return {split: list(split_of_name)}
 
 
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
-    """Return the place of the shards, and their names if `roots` are URLs of tars."""
+    """Return the location of the shards, and their names if `roots` are tar URLs."""
     urls = [
         url for root in roots for url in (expand_braces(resolve(root)) if "://" in root else [root])
     ]
@@ -102,19 +101,19 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     folders = {folder for folder, _ in places}
     if len(folders) > 1:
         raise PrepError(
-            f"shards of several folders ({some(sorted(map(shown, folders)))}); a data set is in"
-            " one: index each by itself"
+            f"shards in several folders ({some(sorted(map(shown, folders)))}): index each folder"
+            " separately"
         )
     return make(folders.pop()), [name for _, name in places]
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
-    """Return the place of the index, made and writable. Raises PrepError."""
+    """Create and return a writable location for the index. Raises PrepError."""
     if isinstance(source, Output) and source.local is not None:
         if out is not None:
             raise PrepError(
                 f"--out {out} is for shards at a URL; the index of a folder ({source}) is written"
-                " next to its shards"
+                " next to its shards: remove --out"
             )
         if not source.local.is_dir():
             problem = "not a folder" if source.local.exists() else "no such folder"
@@ -122,19 +121,19 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
         return source
     if out is None and isinstance(source, WebShards):
         raise PrepError(
-            f"{source}: nothing can be written next to shards on the web; give a folder for their"
-            " index with --out"
+            f"{source}: the index cannot be written next to shards on the web: give a folder with"
+            " --out"
         )
     output = Output(out) if out is not None else source
     assert isinstance(output, Output)
     try:
         output.make()
     except (PrepError, ShardError) as error:
-        hint = ". Where nothing can be written, give a folder for the index with --out"
+        hint = ". For shards without write permission, give a folder for the index with --out"
         raise PrepError(f"{error}{'' if out else hint}") from error
     if out is not None and (tars := sorted(fnmatch.filter(output.sizes(), "*.tar"))):
         raise PrepError(
-            f"{output}: holds shards itself ({some(tars)}); choose an empty folder for the index of"
+            f"{output}: contains shards ({some(tars)}): choose an empty folder for the index of"
             f" {source}"
         )
     return output
@@ -143,9 +142,9 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 def read_infos(
     source: Output | WebShards, output: Output, listed: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the `_info.json` next to the shards, and that in the output; they may be the same.
+    """Return the `_info.json` next to the shards and that in the output, which may be the same.
 
-    listed: the shards were given one by one, so the first file is not read.
+    listed: skip the first file, because the shards were given one by one.
     """
     for place in (source, output):
         if (
@@ -154,7 +153,7 @@ def read_infos(
             and not place.read_json("_info.json")
         ):
             raise PrepError(
-                f"{place}: a writer has not finished here; run its command again, it continues"
+                f"{place}: a writer has not finished this data set: run its command again"
             )
     own_info = _info(output)
     if output is source:
@@ -162,19 +161,19 @@ def read_infos(
     given_info = None if listed else _info(source)
     if given_info is None and not listed and isinstance(source, WebShards):
         raise PrepError(
-            f"{source}: no _info.json there, and the web has no lists of files: name the shards, as"
-            f" in '{source}/train-{{0000..0099}}.tar'"
+            f"{source}: no _info.json, and web servers cannot list files: name the shards, as in"
+            f" '{source}/train-{{0000..0099}}.tar'"
         )
     if own_info is not None and bare(own_info.get("shards_at", "")) != bare(str(source)):
         raise PrepError(
-            f"{output}: holds the index of {own_info.get('shards_at', 'other shards')}, not of"
-            f" {source}; choose another --out"
+            f"{output}: contains the index of {own_info.get('shards_at', 'other shards')}, not of"
+            f" {source}: choose another --out"
         )
     return given_info, own_info
 
 
 def _info(place: Output | WebShards) -> dict[str, Any] | None:
-    """Return the `_info.json` of a place, None if it does not exist. Raises ShardError."""
+    """Return the `_info.json` of a location, or None if absent. Raises ShardError."""
     info = place.read_json("_info.json")
     if info is not None:
         info_file.check_info(info, str(place))
@@ -189,7 +188,7 @@ def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError for missing shards; not on the web, where each would take a request."""
+    """Raise PrepError for missing shards, except on the web, where each would take a request."""
     if isinstance(source, Output):
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
@@ -200,12 +199,12 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 
 
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
-    """Return the rows of each shard in the index of an earlier command, if it has checksums."""
+    """Return the rows of each shard in an earlier index that has checksums."""
     rows_of: dict[str, np.ndarray] = {}
     for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
             continue
-        with temporary_folder() as folder, suppress(ValueError):  # a damaged file is made again
+        with temporary_folder() as folder, suppress(ValueError):  # a damaged index is rebuilt
             rows = open_index(output.fetch(f"{split}.index.npy", folder))
             firsts = first_samples(described["shard_lengths"])
             if has_checksums(rows) and len(rows) == firsts[-1]:
@@ -227,13 +226,13 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
             actual = [len(rows), sidecar["bytes"], sidecar["sha256"]]
             if any(old not in (None, new) for old, new in zip(recorded, actual, strict=True)):
                 problems.append(
-                    f"{name} has {actual[0]} samples that fit, {actual[1]} bytes and the sha256"
-                    f" {actual[2]}, _info.json says {', '.join(map(str, recorded))}"
+                    f"{name} has {actual[0]} valid samples, {actual[1]} bytes and the sha256"
+                    f" {actual[2]}, but _info.json records {', '.join(map(str, recorded))}"
                 )
     if problems:
         raise PrepError(
             f"{output}: {'; '.join(problems)}. If the tars are right, move _info.json away and run"
-            " this again"
+            " this command again"
         )
 
 
@@ -248,16 +247,15 @@ def choose_classes(
     num_classes = len(class_names) or (info or {}).get("num_classes")
     if class_names and largest >= len(class_names):
         raise PrepError(
-            f"labels up to {largest} (in {name}), but {len(class_names):,} class names, which are"
-            f" those of labels 0 to {len(class_names) - 1}: name all classes, in the order of"
-            " labels"
+            f"labels up to {largest} (in {name}), but only {len(class_names):,} class names, for"
+            f" labels 0 to {len(class_names) - 1}: name all classes in label order"
         )
     num_samples = sum(len(each.rows) for each in indexed.values())
     if num_classes is None and largest >= num_samples:
         raise PrepError(
-            f"a label {largest:,} (in {name}) would make {largest + 1:,} classes of"
-            f" {num_samples:,} samples: labels count from 0; correct it, name another member"
-            " (--label), or name all classes (--classes FILE)"
+            f"label {largest:,} (in {name}) would require {largest + 1:,} classes for"
+            f" {num_samples:,} samples: correct the label, select another member (--label), or name"
+            " all classes (--classes FILE)"
         )
     return {"class_names": class_names, "num_classes": num_classes or largest + 1}
 
@@ -270,12 +268,12 @@ class Shard(NamedTuple):
 
     source: Output | WebShards
     output: Output
-    """The place of its index."""
+    """The location of the index."""
     name: str
     split: str
     layout: SampleLayout
     rows: np.ndarray | None = None
-    """Its rows in the index of an earlier command."""
+    """The rows of the shard in an earlier index."""
 
 
 class Indexed(NamedTuple):
@@ -285,26 +283,26 @@ class Indexed(NamedTuple):
     """(num_samples,) INDEX_DTYPE."""
     sidecar: dict[str, Any]
     keys: np.ndarray
-    """(num_samples,) uint64, hashes of the keys; (0,) for a shard that an earlier command read."""
+    """(num_samples,) uint64 hashes of the keys, or (0,) if an earlier command read the shard."""
 
 
 def index_shard(shard: Shard) -> Indexed:
-    """Index a shard; write its `.idx` and sidecar if needed."""
+    """Index a shard, and write its `.idx` and sidecar if needed."""
     if isinstance(shard.source, Output) and shard.source.local is not None:
         return _index_in_place(shard, shard.source.local / shard.name)
     return _indexed_before(shard) or _index_fetched(shard, shard.source)
 
 
 def _index_in_place(shard: Shard, tar: Path) -> Indexed:
-    """Write `.idx` and sidecar if missing or wrong.
+    """Write `.idx` and sidecar if they are missing or wrong.
 
-    An earlier sidecar stays valid while size and time of the tar are unchanged.
+    An existing sidecar stays valid while the tar's size and modification time are unchanged.
     """
     survey = survey_tar(tar, shard.layout)
     status = tar.stat()
     about = _about(shard, survey)
     sidecar = info_file.read_sidecar(tar)
-    # our writer's sidecar has no time: its bytes depend on the data alone
+    # our writer's sidecar has no modification time, because its bytes depend only on the data
     of_writer = sidecar is not None and "plan" in sidecar
     fits = sidecar is not None and (
         of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
@@ -326,20 +324,20 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
 
 
 def _indexed_before(shard: Shard) -> Indexed | None:
-    """Return the records of an earlier command, if the shard still has its size."""
+    """Return the records of an earlier command if the shard still has the same size."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
         return None
     if sidecar.get("filename") != shard.name or not is_sidecar(sidecar):
         raise ShardError(
-            f"{shard.output}/{name}.json: not a sidecar of ours, and its place is needed: move it"
-            " away, or choose another --out"
+            f"{shard.output}/{name}.json: not a sidecar of this package: move it away, or choose"
+            " another --out"
         )
     check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
     rows = shard.rows
     if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
-        with temporary_folder() as folder, suppress(ValueError):  # a damaged file is made again
+        with temporary_folder() as folder, suppress(ValueError):  # a damaged file is rebuilt
             rows = np.array(open_index(shard.output.fetch(f"{name}.rows.npy", folder)))
     if (
         rows is None
@@ -356,7 +354,7 @@ def _indexed_before(shard: Shard) -> Indexed | None:
 
 
 def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
-    """Fetch a shard, scan and hash it, and publish its records; the sidecar marks completeness."""
+    """Fetch, scan and hash a shard, and publish its records. The sidecar is published last."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
         with renamed_errors(str(source), folder):
@@ -374,11 +372,11 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
 
 
 OF_SAMPLES = ("members", "quarantined", "passed_over")
-"""The keys of a sidecar about the samples in its tar."""
+"""The sidecar keys that describe the samples of a tar."""
 
 
 def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
-    """Return those of OF_SAMPLES that are not empty."""
+    """Return the nonempty values of OF_SAMPLES."""
     quarantined = [
         {
             "split": shard.split,
@@ -396,13 +394,13 @@ def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
 
 
 def _elsewhere(shard: Shard) -> str | None:
-    """Return the place of the tar if it is not next to its index."""
+    """Return the location of the tar, or None if the tar is next to its index."""
     return None if str(shard.source) == str(shard.output) else bare(str(shard.source))
 
 
 @contextmanager
 def renamed_errors(place: str, folder: Path) -> Iterator[None]:
-    """Make ShardErrors about files in a temporary folder name the place they came from."""
+    """Make ShardErrors about files in a temporary folder name the original location."""
     try:
         yield
     except ShardError as error:

@@ -1,6 +1,6 @@
-"""Run jobs in several processes, show their progress, stop them.
+"""Run jobs in several processes, show their progress, and stop them.
 
-A job is a module-level function with one argument; results come back by name.
+A job is a module-level function with one argument. Results are returned by name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
-"""Jobs in the pool for each worker: enough to keep it busy, and so few that a million jobs need
-little memory."""
+"""Queued jobs per worker: enough to keep it busy, but few enough that a million jobs need little
+memory."""
 
 
 def run_jobs(
@@ -34,12 +34,12 @@ def run_jobs(
 ) -> dict[Any, Any]:
     """Run (function, argument, name) jobs in worker processes and return {name: result}.
 
-    Shows the progress of `title`: of `num_images`, which the jobs count with `count_one`, else of
-    the jobs, in `unit`. `on_result(name, result)` is called as soon as a result is ready; then the
-    results are not returned. The first error stops all jobs, within one image if they count images,
-    and is raised.
+    Shows progress under `title`, in images if `num_images` is given and otherwise in `unit`. Jobs
+    count images with `count_one`. If given, `on_result(name, result)` receives each result
+    immediately, and nothing is returned. The first error stops all jobs and is raised. Jobs that
+    count images stop within one image.
     """
-    # Spawned, not forked: threads of the caller (torch's, rich's) do not survive a fork.
+    # Spawn, because threads of the caller (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)
@@ -80,21 +80,21 @@ def run_jobs(
                     else:
                         meter.update(finished_jobs)
         except BrokenProcessPool as error:
-            # the dead worker may have held a lock that the others wait for
+            # the dead worker may have held a lock that other workers wait for
             for worker in set(multiprocessing.active_children()) - children_before:
                 worker.kill()
             unguarded = ""
             if sys.modules["__main__"].__spec__ is None:  # a script, which each worker imports
                 unguarded = (
-                    ", or ended at its start, as where a script calls this outside of"
+                    ", or ended at its start, because a script calls this function outside"
                     ' `if __name__ == "__main__":`'
                 )
             raise PrepError(
-                f"a worker process was killed (out of memory?){unguarded}; run the same"
-                " command again, it continues, perhaps with fewer --workers"
+                f"a worker process was killed (out of memory?){unguarded}; run the same command"
+                " again to continue, perhaps with fewer --workers"
             ) from error
         except BaseException:
-            stopping.value = 1  # the pool waits for its workers, which clean up
+            stopping.value = 1  # lets the workers clean up before the pool joins them
             for future in names:
                 future.cancel()
             raise
@@ -107,11 +107,11 @@ _counters: Any = None  # three multiprocessing.Value, in worker processes
 
 
 class _Stopped(Exception):
-    """Another job failed, or the command was interrupted: remove incomplete files."""
+    """Another job failed, or the command was interrupted, so incomplete files are removed."""
 
 
 def count_one(num_bytes: int = 0) -> None:
-    """Report one more finished image to the parent, in functions that `run_jobs` runs.
+    """Report one finished image to the main process, from a function that `run_jobs` runs.
 
     Ends the job if all jobs are stopping.
     """
@@ -124,7 +124,7 @@ def count_one(num_bytes: int = 0) -> None:
 
 
 def _start_worker(*counters: Any) -> None:
-    """Share the counters."""
+    """Store the shared counters in a worker."""
     global _counters
     _counters = counters
     follow_parent()

@@ -1,11 +1,10 @@
-"""The output of the writer: a folder, or an object store by its URL.
+"""The output of the writer: a folder, or the URL of an object store.
 
-A worker makes its files in a staging folder and publishes them one after the other. In a local
-folder they are in place already, made under a temporary name and renamed. To a store
-(s3://bucket/folder, gs://...) each file is uploaded and its size compared. Stores show an object
-only after its last byte has arrived, so a kill during an upload leaves nothing visible. (Parts of
-an interrupted S3 upload are invisible but billed: a lifecycle rule "AbortIncompleteMultipartUpload"
-removes them.)
+A worker creates its files in a staging folder and publishes them one by one. In a local folder,
+files are written in place under a temporary name and renamed. For a store (s3://bucket/folder,
+gs://...), each file is uploaded and its size is compared. Stores show an object only after its last
+byte has arrived, so an interrupted upload leaves nothing visible. Parts of an interrupted S3 upload
+are invisible but billed. A lifecycle rule "AbortIncompleteMultipartUpload" removes them.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from vit.system.urls import local_path
 
 
 class Output:
-    """A local folder, or the URL of a folder in a store; files directly in it, by name.
+    """A local folder, or the URL of a folder in a store, with access to its files by name.
 
-    Picklable, because each worker gets one. `vit.system.retry` retries temporary errors of a store
-    (a lost connection, "slow down"); a ShardError has the remedy for other ones. Errors of a local
-    disk are raised unchanged (OSError).
+    Picklable, because each worker gets a copy. `vit.system.retry` retries temporary errors of a
+    store (a lost connection, "slow down"). Other store errors become a ShardError with a remedy,
+    and errors of a local disk are raised unchanged (OSError).
     """
 
     url: str
     local: Path | None
-    """The folder itself, None for a URL."""
+    """The folder itself, or None for a URL."""
 
     def __init__(self, url: str | Path):
         self.local = local_path(url)
@@ -50,9 +49,9 @@ class Output:
         return shown(self.url)
 
     def make(self) -> None:
-        """Make the folder and test with an empty file that it is writable.
+        """Create the folder, and test with an empty file that it is writable.
 
-        Raises PrepError, of a store ShardError.
+        Raises PrepError, or ShardError for a store.
         """
         if self.local is not None:
             try:
@@ -61,8 +60,8 @@ class Output:
                     pass
             except OSError as error:
                 raise PrepError(
-                    f"{self}: cannot be written ({error.strerror}); choose another folder, or"
-                    " change this one"
+                    f"{self}: cannot be written ({error.strerror}); choose another folder, or fix"
+                    " the permissions"
                 ) from error
             return
         if self._store.kind is None:
@@ -74,7 +73,7 @@ class Output:
         self._store.try_writing(f".writable.{socket.gethostname()}.{os.getpid()}")
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file, -1 if it does not exist."""
+        """Return the size of a file in bytes, or -1 if it does not exist."""
         if self.local is not None:
             path = self.local / name
             return path.stat().st_size if path.exists() else -1
@@ -84,7 +83,7 @@ class Output:
             return -1
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file directly in the folder, by name; {} without a folder."""
+        """Return the size of every file directly in the folder, or {} without a folder."""
         try:
             if self.local is not None:
                 with os.scandir(self.local) as entries:
@@ -96,7 +95,7 @@ class Output:
             return {}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file, None without a file. Raises ShardError if not JSON."""
+        """Return the object in a JSON file, or None if absent. Raises ShardError if not JSON."""
         if self.local is not None:
             return files.read_json(self.local / name)
         try:
@@ -106,7 +105,7 @@ class Output:
         return files.parse_json(content, f"{self}/{name}")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write `content` as JSON, atomically."""
+        """Write `content` as JSON atomically."""
         with self.staging() as folder:
             files.write_json(folder / name, content)
             self.publish(folder / name)
@@ -114,8 +113,8 @@ class Output:
     def claim(self, name: str, content: dict[str, Any]) -> None:
         """Write `content` as JSON unless the file exists.
 
-        If several processes claim a file in a folder at once, the file of the first stays. Stores
-        cannot do this: the file of the last stays.
+        If several processes claim a file in a folder, the first file is kept. Stores cannot do
+        this and keep the last file.
         """
         if self.local is None:
             self.write_json(name, content)
@@ -133,7 +132,7 @@ class Output:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """Provide a folder for files before `publish`: itself, or for a URL one in TMPDIR."""
+        """Provide a folder for files before `publish`, in TMPDIR if the output is a URL."""
         if self.local is not None:
             yield self.local
             return
@@ -141,7 +140,7 @@ class Output:
             yield folder
 
     def publish(self, path: Path) -> None:
-        """Move a complete file to its place, under its name."""
+        """Move a complete file to its final location under its name."""
         if self.local is not None:
             if path.parent != self.local:
                 with open(path, "rb") as source, replacing(self.local / path.name) as target:
@@ -155,7 +154,7 @@ class Output:
         path.unlink()
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """Return a local path of a file: in place, or for a URL fetched to `folder`.
+        """Return a local path of a file, after fetching it to `folder` if the output is a URL.
 
         Raises PrepError if the file does not exist.
         """
@@ -164,7 +163,7 @@ class Output:
         try:
             self._store.download(name, folder / name)
         except FileNotFoundError as error:
-            raise PrepError(f"{self}/{name}: no such file; write or copy it there again") from error
+            raise PrepError(f"{self}/{name}: no such file: write or copy it again") from error
         return folder / name
 
     def remove(self, name: str) -> None:
@@ -178,7 +177,7 @@ class Output:
             pass
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes on the disk of a folder, which need not exist; None for a URL."""
+        """Return the free bytes on the disk of a folder, which need not exist, or None for URLs."""
         if self.local is None:
             return None
         path = self.local.absolute()
@@ -187,7 +186,7 @@ class Output:
 
 
 def remove_left_folders() -> None:
-    """Remove the temporary folders of killed processes of this host."""
+    """Remove the temporary folders that killed processes left on this host."""
     host = socket.gethostname()
     for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
         remove_if_abandoned(leftover)
@@ -195,9 +194,9 @@ def remove_left_folders() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Provide a folder in TMPDIR, removed at the end."""
+    """Provide a folder in TMPDIR that is removed afterwards."""
     remove_left_folders()
-    # Not tempfile.TemporaryDirectory: it fails at the end if a cleaner of /tmp came first.
+    # tempfile.TemporaryDirectory would fail on exit if a cleaner of /tmp had removed the folder.
     folder, descriptor = locked_folder(Path(tempfile.gettempdir()) / "vit_staging")
     try:
         yield folder

@@ -1,9 +1,8 @@
 """The plan of a data set: settings, number of shards, and a comparison with an existing output.
 
-A source is listed; a few of its images are measured; the samples of each split are divided among
-shards. Everything that decides the bytes is recorded, in `_writing.json` while shards are missing
-and in `_info.json` when they are complete. An existing record is compared before anything is
-written.
+The writer lists the source, measures a few images, and divides the samples of each split among
+shards. All settings that affect the bytes are recorded, in `_writing.json` until all shards exist
+and then in `_info.json`. An existing record is compared before anything is written.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from data_prep.write.shard import Shard, Work
 from vit.system.files import private_folder
 
 FEW_UNREADABLE = 5
-"""Images that may always be unreadable, except with --max-unreadable 0, so that one broken photo
-does not make a small folder unusable."""
+"""The number of images that may be unreadable unless --max-unreadable is 0, so that one broken
+photo does not stop a small folder."""
 SHARD_BYTES = 768 << 20
-"""Target size of a shard: large enough for sequential disks, small enough to copy again."""
+"""The target size of a shard: large enough for sequential disks, small enough to copy again."""
 MIN_SHARDS = 8
-"""Shards of a small train split, so that workers of readers that cannot seek share them."""
+"""The minimum number of training shards, so that workers without random access can divide them."""
 MEASURED_SAMPLES = 64
-"""Number of images from which sizes and times are estimated."""
+"""The number of images from which sizes and times are estimated."""
 OVERHEAD_BYTES = 2048
-"""Estimated bytes of a sample in addition to its image: tar headers, padding, index lines."""
+"""The estimated overhead of a sample in bytes: tar headers, padding and index lines."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +45,22 @@ class Settings:
     """The settings of all sources. Raises PrepError for an invalid `part`."""
 
     num_shards: int | None = None
-    """Shards of the training split; the others get as many in proportion. None: by size."""
+    """Training shards, or None to choose by size. Other splits get a proportional number."""
     shard_bytes: int | None = None
-    """Target size of a shard. None: SHARD_BYTES, or the recorded number of shards."""
+    """The target size of a shard, or None for SHARD_BYTES or the recorded number of shards."""
     seed: int = 0
-    """Deals samples to shards."""
+    """The seed for assigning samples to shards."""
     workers: int = 1
-    """Number of processes; the bytes do not depend on it."""
+    """The number of processes, which does not affect the bytes."""
     part: str | None = None
-    """Write only these shards, see `choose_part`."""
+    """The shards to write, see `choose_part`."""
     policy: ImagePolicy = field(default_factory=ImagePolicy)
     with_json: bool = False
-    """A third member for each sample: original name, label and class."""
+    """Add a JSON member with original name, label and class to each sample."""
     minival: float | None = None
-    """Fraction of each training class that becomes the split `minival`."""
+    """The fraction of each training class that becomes the split `minival`."""
     max_unreadable: float = 0.01
-    """Fraction of all images that may be unreadable; a few always may be. 0: none."""
+    """The fraction of images that may be unreadable. A few always may, unless this is 0."""
 
     def __post_init__(self) -> None:
         if self.part is not None:
@@ -69,7 +68,7 @@ class Settings:
 
 
 def parse_part(part: str) -> tuple[int, str, int]:
-    """Return (first, "-", last) for "A-B", (number, "/", parts) for "I/N". Raises PrepError."""
+    """Parse "A-B" to (A, "-", B), or "I/N" to (I, "/", N). Raises PrepError."""
     match = re.fullmatch(r"([0-9]+)([-/])([0-9]+)", part)
     first, last = (int(match[1]), int(match[3])) if match else (0, 0)
     if match is None or not (first <= last if match[2] == "-" else first < last):
@@ -81,7 +80,7 @@ def parse_part(part: str) -> tuple[int, str, int]:
 
 
 def allowed_unreadable(share: float, total: int) -> int:
-    """Return how many of `total` images may be unreadable by --max-unreadable."""
+    """Return how many of `total` images --max-unreadable allows to be unreadable."""
     return max(FEW_UNREADABLE, int(share * total)) if share else 0
 
 
@@ -90,28 +89,28 @@ def allowed_unreadable(share: float, total: int) -> int:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Everything that decides the bytes, and the list of shards."""
+    """Everything that affects the bytes, and the list of shards."""
 
     source: Source
     settings: Settings
     output: Output
     catalogue: Catalogue
     counts: dict[str, int]
-    """Number of shards of each split."""
+    """The number of shards of each split."""
     mean_bytes: float
-    """Estimated size of an image as it is written."""
+    """The estimated size of a written image in bytes."""
     seconds_per_image: float
-    """Time to read, check and convert an image in one process; nan if none is readable."""
+    """The time to read, check and convert an image in one process, nan if none is readable."""
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The record in `_writing.json` and `_info.json`; compared when a command continues."""
+        """The record in `_writing.json` and `_info.json`, compared when a command resumes."""
         options = {**options_of(self.source, self.settings), "num_shards": self.counts}
         return {"source": self.source.name, "options": options, "catalogue": self.catalogue.sha256}
 
     @property
     def filenames(self) -> dict[str, list[str]]:
-        """File names of the shards of each split."""
+        """The shard file names of each split."""
         return {
             split: [f"{split}-{k:05d}.tar" for k in range(count)]
             for split, count in self.counts.items()
@@ -119,7 +118,7 @@ class WritePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated size of all shards."""
+        """The estimated size of all shards."""
         return round(sum(self.catalogue.splits.values()) * (self.mean_bytes + OVERHEAD_BYTES))
 
     def work(self) -> list[Work]:
@@ -144,7 +143,7 @@ class WritePlan:
 
 
 def fingerprint(recorded: Mapping[str, Any]) -> str:
-    """Return the sha256 of a plan's source, options and catalogue; each sidecar holds it."""
+    """Return the sha256 of a plan's source, options and catalogue, which each sidecar records."""
     plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
@@ -163,10 +162,10 @@ def options_of(source: Source, settings: Settings) -> dict[str, Any]:
 def make_plan(
     source: Source, out: Path | str, settings: Settings, dry: bool = False
 ) -> Iterator[WritePlan]:
-    """List the source and choose the shards; at the end of the block the catalogue is removed.
+    """List the source and choose the shards. Leaving the block removes the catalogue.
 
-    dry: the catalogue is in a temporary folder, because nothing is written. Raises PrepError, with
-    nothing changed, if `out` holds another data set.
+    dry: use a temporary folder for the catalogue, because nothing is written. Raises PrepError,
+    with nothing changed, if `out` contains another data set.
     """
     output = Output(out)
     record = existing_record(output)
@@ -191,32 +190,32 @@ def make_plan(
 
 
 def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # the spool may be in it
+    with suppress(OSError):  # the folder may contain the spool
         folder.rmdir()
 
 
 def _minival(settings: Settings) -> Callable[[Builder], None] | None:
-    """Return the function that finishes a catalogue; None without --minival."""
+    """Return the function that adds minival to a catalogue, or None without --minival."""
     fraction = settings.minival
     if not fraction:
         return None
 
     def cut(builder: Builder) -> None:
         if not builder.count("train").any():
-            raise PrepError(f"--minival {fraction}: there is no training split to cut it from")
+            raise PrepError(f"--minival {fraction}: the source has no training split to divide")
         largest = int(builder.count("train").max())
         builder.hold_out("train", "minival", fraction)
         if not builder.count("minival").any():
             raise PrepError(
-                f"--minival {fraction}: of {largest:,} images, the largest class, that is none; use"
-                f" {1 / largest:.2g} or more"
+                f"--minival {fraction}: this is less than one of the {largest:,} images in the"
+                f" largest class: use at least {1 / largest:.2g}"
             )
 
     return cut
 
 
 def _catalogue_root(output: Output, dry: bool) -> Path:
-    """Return the folder of the catalogue; for a URL, processes of a user on one host share it."""
+    """Return the catalogue's folder. For a URL, a user's processes on one host share it."""
     if dry:
         return Path(tempfile.mkdtemp(prefix="vit-data-prep-"))
     if output.local is not None:
@@ -226,7 +225,7 @@ def _catalogue_root(output: Output, dry: bool) -> Path:
 
 
 def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tuple[float, float]:
-    """Return the mean (bytes of a written image, seconds to make it) of a few training images.
+    """Return (mean bytes of a written image, seconds to make it) from a few training images.
 
     The seconds are nan if no image is readable.
     """
@@ -238,7 +237,7 @@ def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tupl
         try:
             sizes.append(len(prepare(source.read(sample), policy).data))
         except (OSError, ValueError):
-            continue  # an image that cannot be read is reported when its shard is written
+            continue  # unreadable images are reported when their shard is written
     if not sizes:
         return sum(sample.size for sample in samples) / len(samples), math.nan
     return sum(sizes) / len(sizes), (time.perf_counter() - began) / len(sizes)
@@ -247,10 +246,10 @@ def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tupl
 def choose_num_shards(
     splits: Mapping[str, int], settings: Settings, mean_bytes: float
 ) -> dict[str, int]:
-    """Return the number of shards of each split, by its samples and the mean size of an image.
+    """Return the number of shards of each split, from its samples and the mean image size.
 
-    The first split (train) gets the number in the settings, by default one for each `shard_bytes`,
-    but at least 8; the others get as many in proportion, at least 1.
+    Train gets the number in the settings, or by default one per `shard_bytes` but at least 8. Other
+    splits get a proportional number, at least 1.
     """
     train = next(iter(splits.values()))
     by_size = round(train * mean_bytes / (settings.shard_bytes or SHARD_BYTES))
@@ -259,18 +258,18 @@ def choose_num_shards(
     for split, total in splits.items():
         if chosen[split] > total:
             raise PrepError(
-                f"{chosen[split]} shards for the {total} samples of split {split!r}; use"
+                f"{chosen[split]} shards for the {total} samples of split {split!r}: use"
                 f" --num-shards {train} or fewer"
             )
     return chosen
 
 
 def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
-    """Return the numbers of the shards that `part` names, over all splits, train first.
+    """Return the numbers of the shards that `part` selects, over all splits, train first.
 
-    With {"train": 8, "val": 2}, val has 8 and 9. part: "A-B", from A to B, both included; "I/N",
-    the I-th of N equal parts, I from 0 (empty if there are fewer shards than parts); None: all.
-    Raises PrepError for anything else.
+    With {"train": 8, "val": 2}, val has shards 8 and 9. part: "A-B" is inclusive. "I/N" is the
+    I-th of N equal parts, with I from 0, and empty if there are fewer shards than parts. None
+    selects all shards. Raises PrepError for anything else.
     """
     total = sum(counts.values())
     if part is None:
@@ -281,21 +280,21 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
     if last < total:
         return range(first, last + 1)
     lengths = "; ".join(f"{split} has {count}" for split, count in counts.items())
-    raise PrepError(f"--shards {part}: there are shards 0 to {total - 1} ({lengths})")
+    raise PrepError(f"--shards {part}: expected shards between 0 and {total - 1} ({lengths})")
 
 
 def existing_record(output: Output) -> dict[str, Any] | None:
-    """Return the content of `_writing.json` or `_info.json`; None if the output is new.
+    """Return the content of `_writing.json` or `_info.json`, or None if the output is new.
 
-    Raises PrepError if it holds shards of unknown origin.
+    Raises PrepError if the output contains shards of unknown origin.
     """
-    # Tars first: another part may begin or end during this call, but tars never exist without one
-    # of the two files.
+    # List tars before the records. Another part may begin or end during this call, but tars never
+    # exist without one of the two files.
     tars = sorted(name for name in output.sizes() if name.endswith(".tar"))
     record = output.read_json("_writing.json") or output.read_json("_info.json")
     if record is None and tars:
         raise PrepError(
-            f"{output}: holds shards of unknown origin ({some(tars)}); choose another --out"
+            f"{output}: contains shards of unknown origin ({some(tars)}); choose another --out"
         )
     return record
 
@@ -308,7 +307,7 @@ def compare(
 ) -> None:
     """Raise PrepError if the records `existing` and `expected` differ, except in keys `later`.
 
-    Both have the form of `WritePlan.recorded`.
+    Both records have the form of `WritePlan.recorded`.
     """
     if existing is None:
         return
@@ -318,19 +317,19 @@ def compare(
     )
     meaning = {"catalogue": " (images were added, removed or renamed)"}
     differences = [
-        f"{key} is {_short(old.get(key))} there, {_short(new.get(key))} here{meaning.get(key, '')}"
+        f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}{meaning.get(key, '')}"
         for key in sorted((old.keys() | new.keys()).difference(later))
         if old.get(key) != new.get(key)
     ]
     if differences:
         raise PrepError(
-            f"{output}: holds another data set or other options: {'; '.join(differences)}. Nothing"
-            " was changed; use the same options, choose another --out or delete the folder"
+            f"{output}: contains another data set or other options: {'; '.join(differences)}."
+            " Nothing was changed; use the same options, choose another --out or delete the folder"
         )
 
 
 def _short(value: Any) -> str:
-    """Return a value for an error message; the first 8 digits of a sha256 suffice."""
+    """Return a value for an error message, with a sha256 shortened to 8 digits."""
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""Samples: their keys, their table in a catalogue, and their bytes."""
+"""Samples: keys, the table in a catalogue, and access to the bytes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ROW = np.dtype(
-    [  # 32 bytes a sample: 41 MB for ImageNet-1k
-        ("file", "<u4"),  # number in `files`
+    [  # 32 bytes per sample, 41 MB for ImageNet-1k
+        ("file", "<u4"),  # index into `files`
         ("size", "<u4"),
-        ("offset", "<u8"),  # of the encoded bytes; `Source.read` interprets it
+        ("offset", "<u8"),  # position of the encoded bytes, interpreted by `Source.read`
         ("label", "<i4"),
         ("text_size", "<u4"),
-        ("text", "<u8"),  # position of its key and name in text.bin
+        ("text", "<u8"),  # position of key and name in text.bin
     ]
 )
 HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash of (seed, key)
 MAX_OPEN_FILES = 256
-"""A quarter of the usual limit of a process."""
+"""A quarter of a process's usual limit."""
 
 
 MAX_KEY_BYTES = 90
-"""A ustar header holds names of 100 bytes, extension included."""
+"""The limit of a key, because a ustar header allows names of 100 bytes including extension."""
 SAFE_KEY = re.compile(r"[\w+=@,()~-]{1,90}", re.ASCII)
 SAFE_KEYS = re.compile(rf"(?:{SAFE_KEY.pattern}\n)*", re.ASCII)
 
 
 class Sample(NamedTuple):
-    """One image of a source: `size` bytes at `offset` of `file`, under the name `name`."""
+    """An image of a source: `size` bytes at `offset` of `file`, named `name`."""
 
     key: str
     label: int
@@ -56,9 +56,9 @@ def stable_hash(*parts: Any) -> bytes:
 
 
 def safe_key(text: str) -> str:
-    """Return `text` as a key: without dots, at which webdataset ends keys, slashes and blanks.
+    """Return `text` as a key: dots, at which webdataset ends keys, slashes and blanks are replaced.
 
-    It has at most 90 bytes: longer text keeps its beginning and ends in a hash of all of it.
+    A text of more than 90 bytes is cut off and ends in a hash of the whole text.
     """
     clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     key = re.sub(r"[./\\\s\x00-\x1f]", "_", clean)
@@ -70,7 +70,7 @@ def safe_key(text: str) -> str:
 
 
 def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
-    """Return `stable_hash(*before, key)` of each key, big-endian, as (len(keys),) uint64."""
+    """Return `stable_hash(*before, key)` of each key, as big-endian (len(keys),) uint64."""
     blake2b = hashlib.blake2b
     start = "".join(f"{part}\0" for part in before)
     digests = [
@@ -81,9 +81,9 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Return ascending row numbers, one from each of `num_chosen` equal ranges, by a hash.
+    """Return ascending row numbers, one chosen by a hash from each of `num_chosen` equal ranges.
 
-    Returns all rows if there are no more than `num_chosen`.
+    Returns all rows if there are at most `num_chosen`.
     """
     if num_chosen >= num_rows:
         return list(range(num_rows))
@@ -99,7 +99,7 @@ def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
 
 
 class Table:
-    """The samples of one split, by their place in the dealt order; all arrays are memory-mapped."""
+    """The samples of one split in catalogue order. All arrays are memory-mapped."""
 
     def __init__(self, folder: Path, split: str, files: Sequence[str], ordered: bool = True):
         self.split = split
@@ -121,12 +121,12 @@ class Table:
         return key, name
 
     def dealt(self, places: slice | np.ndarray) -> np.ndarray:
-        """Return the rows (ROW) at these places of the dealt order."""
-        assert self._order is not None, "not ordered yet"
+        """Return the rows (ROW) at these positions in catalogue order."""
+        assert self._order is not None, "the catalogue is not sorted yet"
         return self.rows[self._order[places]]
 
     def samples(self, places: Sequence[int] | np.ndarray) -> list[Sample]:
-        """Return the samples at these places of the dealt order."""
+        """Return the samples at these positions in catalogue order."""
         rows = self.dealt(np.asarray(places, np.int64))
         columns = ("label", "file", "offset", "size", "text", "text_size")
         samples = []
@@ -150,9 +150,9 @@ _descriptors: OrderedDict[str, int] = OrderedDict()
 
 
 def descriptor(file: str) -> int:
-    """Return a descriptor of `file`; it is open until MAX_OPEN_FILES others were used.
+    """Return a descriptor of `file`, which stays open until MAX_OPEN_FILES others were used.
 
-    For one thread only.
+    Not thread-safe.
     """
     if file in _descriptors:
         _descriptors.move_to_end(file)
@@ -164,7 +164,7 @@ def descriptor(file: str) -> int:
 
 
 def close_descriptors(folder: Path) -> None:
-    """Close the files below `folder` that `descriptor` holds open, to free their disk space."""
+    """Close the open descriptors of files below `folder`, to free their disk space."""
     for file in [file for file in _descriptors if Path(file).is_relative_to(folder)]:
         os.close(_descriptors.pop(file))
 

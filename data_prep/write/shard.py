@@ -1,9 +1,9 @@
-"""One shard, from its samples to a complete tar with index and sidecar; runs in a worker process.
+"""Write one shard in a worker process: a complete tar with index and sidecar.
 
-The samples of the shard are looked up in the catalogue. The bytes of each are read from the source,
-checked and, if needed, converted; tar headers are put between them, and everything is written to
-the disk some MiB at a time, while a thread hashes it. The sidecar lists unreadable images. `.idx`
-and the sidecar are written last; the sidecar marks the shard as complete.
+The shard's samples are looked up in the catalogue. Each image is read from the source, checked and,
+if needed, converted. Images and tar headers are written to disk a few MiB at a time while a thread
+hashes them. The sidecar lists unreadable images. `.idx` and the sidecar are written last, and the
+sidecar marks the shard as complete.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from vit.system.files import replacing
 from vit.system.tar_walk import TAR_BLOCK
 
 BUFFER_BYTES = 2 << 20
-"""Bytes of one write; before it they stay in a core's cache."""
+"""The number of bytes per write, which fit in a core's cache."""
 EARLY_BYTES = 8 << 20
-"""Bytes after which the kernel is asked to start writing, so that little remains at the end."""
+"""The number of bytes after which the kernel starts writing, so little remains at the end."""
 READ_AHEAD = 16
-"""Images of an archive announced to the kernel before they are read: reading several at once is far
-faster than one by one."""
+"""The number of images announced to the kernel before they are read from an archive, because
+parallel reads are much faster."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
 """False on macOS."""
 FILE_ERRORS = (
@@ -52,14 +52,14 @@ FILE_ERRORS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-"""Errors of one file in a tree, such as a dangling link; all others are errors of the disk."""
+"""Errors of one file in a tree, such as a dangling link. All others are errors of the disk."""
 
 
 class Shard(NamedTuple):
-    """The samples of a shard: every n-th place of its split's dealt order."""
+    """The samples of a shard: every n-th sample of its split in catalogue order."""
 
     name: str
-    """Without .tar."""
+    """The name without .tar."""
     split: str
     places: range
 
@@ -74,10 +74,10 @@ class Work(NamedTuple):
     with_json: bool
     output: Output
     plan: str
-    """Fingerprint of everything that decides the bytes."""
+    """The fingerprint of everything that affects the bytes."""
 
     def samples(self) -> list[Sample]:
-        """Return the shard's samples, in order."""
+        """Return the shard's samples in order."""
         return self.catalogue.table(self.shard.split).samples(self.shard.places)
 
 
@@ -89,7 +89,7 @@ ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """Return a member's header; that of `tarfile` depends on the version of Python."""
+    """Return a member's header, because `tarfile`'s headers depend on the Python version."""
     return HEADER.pack(
         name,
         b"0000644",
@@ -106,20 +106,20 @@ def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
 
 
 CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
-"""Checksum of all fields but name and size; the checksum itself counts as blanks."""
+"""The checksum of all fields except name and size, with the checksum field as blanks."""
 
 
 class TarStream:
-    """Appends members to a file descriptor, some MiB at a time, and hashes the written bytes.
+    """A writer that appends members to a file descriptor and hashes the written bytes.
 
-    Bytes are copied into two reused buffers: one is filled while the other is hashed. Keeping each
-    image until it is written would be slower, because new memory would have to be mapped for it.
+    Bytes are copied into two reused buffers, so one is filled while the other is hashed. Collecting
+    the images instead would be slower, because the system would have to map new memory.
     """
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
-        """pool: has one thread, which hashes."""
+        """Set up the buffers. pool: has one thread, which hashes."""
         self.size = 0
-        """Bytes appended until now."""
+        """The number of bytes appended so far."""
         self._descriptor = descriptor
         self._filled = 0
         self._sent_on = 0
@@ -130,7 +130,7 @@ class TarStream:
         self._hashed = self._pool.submit(self._sha256.update, b"")
 
     def add(self, name: str, data: bytes) -> Member:
-        """Append a ustar member, whose name has at most 100 bytes."""
+        """Append a ustar member with a name of at most 100 bytes."""
         encoded = name.encode()
         size = b"%011o" % len(data)
         checksum = CHECKSUM_OF_REST + sum(encoded) + sum(size)
@@ -141,7 +141,7 @@ class TarStream:
         return Member(name.partition(".")[2], offset, len(data), name)
 
     def close(self) -> str:
-        """Append the end-of-archive mark; return the sha256 of everything, in hex."""
+        """Append the end-of-archive mark, and return the hex sha256 of the tar."""
         self._append(bytes(2 * TAR_BLOCK))
         self._flush()
         self._hashed.result()
@@ -161,11 +161,11 @@ class TarStream:
     def _flush(self) -> None:
         hashed = self._pool.submit(self._sha256.update, self._buffer[: self._filled])
         rest = self._buffer[: self._filled]
-        while rest:  # a signal, or a disk that is almost full, makes a write incomplete
+        while rest:  # signals and almost full disks cause partial writes
             rest = rest[os.write(self._descriptor, rest) :]
-        # Linux starts to write these pages, because it may drop them only afterwards
+        # start writeback early, because Linux can drop these pages only afterwards
         if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
-            with suppress(OSError):  # only advice; some file systems refuse it
+            with suppress(OSError):  # advisory; some file systems reject it
                 os.posix_fadvise(
                     self._descriptor,
                     self._sent_on,
@@ -173,14 +173,14 @@ class TarStream:
                     os.POSIX_FADV_DONTNEED,
                 )
             self._sent_on = self.size
-        self._hashed.result()  # the other buffer is free after this
+        self._hashed.result()  # frees the other buffer
         self._hashed = hashed
         self._buffer, self._other = self._other, self._buffer
         self._filled = 0
 
 
 def write_shard(work: Work) -> dict[str, Any]:
-    """Write and publish one shard; return its sidecar."""
+    """Write and publish one shard, and return its sidecar."""
     shard = work.shard
     scanned: list[ScannedSample] = []
     quarantined: list[dict[str, Any]] = []
@@ -223,14 +223,14 @@ def write_shard(work: Work) -> dict[str, Any]:
         if num_turned:
             extra[ASKS_TO_BE_TURNED] = num_turned
         sidecar = info_file.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
-        # the sidecar last: it marks completeness
+        # the sidecar is published last because it marks the shard as complete
         for extension in (".tar", ".idx", ROWS, ".json"):
             work.output.publish(tar.with_suffix(extension))
     return sidecar
 
 
 def _announce(sample: Sample) -> None:
-    """Ask the kernel to read a sample of an archive ahead; reading it raises the errors."""
+    """Ask the kernel to read a sample ahead. Later reads report errors."""
     if HAS_ADVICE:
         with suppress(OSError):  # the file may be a folder
             os.posix_fadvise(
@@ -239,10 +239,10 @@ def _announce(sample: Sample) -> None:
 
 
 def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
-    """Return the image as it goes into the shard, or its line of `quarantine.jsonl`.
+    """Return the image for the shard, or its line of `quarantine.jsonl`.
 
-    Raises OSError if the system cannot read an archive or a disk: the image may be intact, and the
-    error temporary.
+    Raises OSError if the system cannot read an archive or a disk, because the image may be intact
+    and the error temporary.
     """
     data = None
     try:
@@ -252,7 +252,7 @@ def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
         if error.errno not in FILE_ERRORS or not Path(sample.file).is_dir():
             raise
         reason = str(error)
-    except ValueError as error:  # Unreadable among them
+    except ValueError as error:  # includes Unreadable
         reason = str(error)
     return {
         "split": work.shard.split,
@@ -295,7 +295,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
 
 
 def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
-    """Return whether the unreadable images of a complete shard are unchanged, so not repaired."""
+    """Return whether a shard's unreadable images are unchanged, so not repaired."""
     if not sidecar.get("quarantined"):
         return True
     samples = {sample.key: sample for sample in work.samples()}
@@ -309,26 +309,26 @@ def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
     return True
 
 
-# ---- index rows, kept next to the shard until the index is written -------------------------------
+# ---- index rows, stored next to the shard until the index is written -----------------------------
 
 ROWS = ".rows.npy"
-"""Suffix of the files of these rows."""
+"""The suffix of the files with these rows."""
 
 
 _parsing = threading.Lock()
-"""Guards np.load, which parses a header: before 3.11.5 Python sometimes raises SystemError if two
-threads parse at once (python/cpython#106905)."""
+"""A lock for np.load, whose header parser can raise SystemError in parallel threads before Python
+3.11.5 (python/cpython#106905)."""
 
 
 def load_rows(work: Work) -> np.ndarray:
-    """Return the index rows of a complete shard: from the file next to it, else from its tar.
+    """Return the index rows of a complete shard, from the file next to it or from its tar.
 
-    Safe to call from threads, since an object store takes a round trip for each.
+    Thread-safe, because each request to an object store takes a round trip.
     """
     with work.output.staging() as folder:
         try:
             rows_file = work.output.fetch(f"{work.shard.name}{ROWS}", folder)
             with _parsing:
                 return np.load(rows_file)
-        except (PrepError, FileNotFoundError):  # a complete data set has no files of rows
+        except (PrepError, FileNotFoundError):  # a complete data set has no row files
             return index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder)))

@@ -1,28 +1,29 @@
-"""The writer of all sources: a source in, a data set of shards out.
+"""The writer of all sources, which turns a source into a data set of shards.
 
-1. The samples are listed in a catalogue (write/catalogue.py).
-2. A hash of (seed, key) deals them to a fixed number of shards, of equal length up to one sample.
-3. Worker processes write one shard at a time (write/shard.py).
-4. When every shard is complete, the index, the list of unreadable images, `_info.json` and the data
-   set's card follow.
+1. List the samples in a catalogue (write/catalogue.py).
+2. Assign the samples to a fixed number of shards by a hash of (seed, key). Shard lengths differ by
+   at most one sample.
+3. Write one shard at a time in each worker process (write/shard.py).
+4. When every shard is complete, write the index, the list of unreadable images, `_info.json` and
+   the data set's card.
 
     <root>/                 the format: vit/data/shards/info_file.py
-      _writing.json         the plan of this folder, until `_info.json` takes its place
+      _writing.json         the plan of this folder, later replaced by `_info.json`
       ._catalogue.*/        the origin of each sample (write/catalogue.py), while a command runs
-      train-00000.rows.npy  a complete shard's rows of the index; removed at the end
-      _spool/               images of sources that cannot be read in place; removed at the end
-      .train-00000.tar.*    a shard being written; renamed when it is complete and on the disk
+      train-00000.rows.npy  index rows of a complete shard, finally removed
+      _spool/               images of sources that cannot be read in place, finally removed
+      .train-00000.tar.*    a shard being written, renamed when it is complete and on disk
       train-00000.tar  train-00000.idx  train-00000.json      written in this order
       train.index.npy  quarantine.jsonl  _info.json           written last
-      dataset.md  contact_sheet.png                           drawn from all of them
+      dataset.md  contact_sheet.png                           drawn from all other files
 
-Shard k is a pure function of (catalogue, options, k). So the bytes depend neither on the number of
-workers nor on the order in which they finish, and the same command after a kill only writes the
-missing shards. For the same reason several machines can share the work (`--shards`): each writes
-its part, and the machine that finds all shards complete writes the rest.
+Shard k is a pure function of (catalogue, options, k). The bytes therefore do not depend on the
+number of workers or their timing. After a kill, the same command writes only the missing shards.
+Several machines can divide the work with `--shards`. The machine that finds all shards complete
+writes the remaining files.
 
-A root at a URL gets the same files, but `_catalogue` and `_spool` are in the folder for temporary
-files (TMPDIR).
+A root at a URL gets the same files, but `_catalogue` and `_spool` are in the temporary folder
+(TMPDIR).
 """
 
 from __future__ import annotations
@@ -60,42 +61,42 @@ from vit.system.files import remove_leftovers, replacing
 from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
-"""If some unreadable images are allowed, up to this many do not stop the writing: at its end all of
-them can be listed, with the fraction that would pass."""
+"""The number of unreadable images that do not stop the writing if some are allowed, so that the
+final error can list all of them and the fraction that would pass."""
 Sidecars = dict[str, dict[str, Any]]
-"""The sidecar of each shard, by its name without .tar."""
+"""The sidecar of each shard, by shard name without .tar."""
 
 
 def write(source: Source, out: Path | str, settings: Settings | None = None) -> None:
     """Write all splits of a source to `out`, a folder or a URL, or complete them.
 
-    Prints its progress. With `settings.part` it writes only these shards; the call that finds all
-    shards complete writes index and `_info.json`, even if several calls run at once.
+    Prints progress. With `settings.part`, only these shards are written. The call that finds all
+    shards complete writes index and `_info.json`, even if several calls run in parallel.
 
-    Raises PrepError, with nothing overwritten, if `out` holds another catalogue or other options,
-    and if too many images are unreadable (then it writes no `_info.json`, and keeps complete
-    shards). OSError: disk full, no permission; the same command continues.
+    Raises PrepError, without overwriting anything, if `out` contains another catalogue or other
+    options. Too many unreadable images also raise it; complete shards are kept, but no `_info.json`
+    is written. Raises OSError for a full disk or missing permission. The same command resumes.
     """
     start_s = time.monotonic()
     settings = settings or Settings()
     output = Output(out)
     output.make()
-    remove_left_folders()  # a complete data set makes no new folder, which would do this
+    remove_left_folders()  # a complete data set creates no folder, which would do this
     try:
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
             return
     except FileNotFoundError as error:
         # Another process has completed the data set and removed the spool. Any other missing file
-        # belongs to the source, and is an error.
+        # is part of the source, and is an error.
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
         print(f"{output}: completed by another process")
         _remove_intermediate(output, output.local)
         return
     finally:
-        # A worker of a killed command cannot end before the disk has its last bytes. On a slow disk
-        # it may hold its file until after this command began.
+        # A worker of a killed command exits only after its last bytes are on disk. On a slow disk
+        # this may be after the current command began.
         remove_left_folders()
         if output.local:
             remove_leftovers(output.local)
@@ -104,13 +105,13 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     if output.size("dataset.md") < 0:
         write_card(output)
         check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
-        print(f"look at {output}/contact_sheet.png and dataset.md{check if output.local else ''}")
+        print(f"see {output}/contact_sheet.png and dataset.md{check if output.local else ''}")
 
 
 def _is_complete_already(output: Output, source: Source, settings: Settings) -> bool:
-    """Return whether `_info.json` shows, without listing the source, that all is complete.
+    """Return whether `_info.json` shows that the data set is complete, without listing the source.
 
-    It does if the source's archives are unchanged and no image was unreadable.
+    This requires that the source's archives are unchanged and no image was unreadable.
     """
     info = output.read_json("_info.json")
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
@@ -120,7 +121,7 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
         return False
     expected = {"source": source.name, "options": options_of(source, settings)}
     compare(output, existing_record(output), expected, later=("num_shards", "catalogue"))
-    print(f"{output}: complete already")
+    print(f"{output}: already complete")
     return True
 
 
@@ -142,26 +143,26 @@ def _has_all_files(output: Output) -> bool:
 
 
 def _write(source: Source, output: Output, settings: Settings, start_s: float) -> bool:
-    """Write shards and, if all are complete, their records; return whether all are complete."""
+    """Write shards and, if all are complete, their records. Return whether all are complete."""
     with make_plan(source, output.url, settings) as plan:
         work = plan.work()
         mine = [work[k] for k in choose_part(settings.part, plan.counts)]
         _claim(plan)
         sidecars = _write_shards(plan, work, mine)
         if settings.part is not None:
-            sidecars = _complete_shards(plan, work)  # other parts may have written more
+            sidecars = _complete_shards(plan, work)  # includes shards of other parts
             missing = [f"{job.shard.name}.tar" for job in work if job.shard.name not in sidecars]
             if missing:
                 print(
                     f"{output}: part {settings.part} written, {time.monotonic() - start_s:.1f} s;"
-                    f" {len(missing)} of {len(work)} are still missing ({some(missing)}), other"
-                    " parts write them"
+                    f" {len(missing)} of {len(work)} shards are still missing ({some(missing)}):"
+                    " write them with the other parts"
                 )
                 return False
         _refuse_unreadable(sidecars, plan, _allowed(plan))
         info = _info(plan, work, sidecars)
         if output.read_json("_info.json") == info and _has_all_files(output):
-            print(f"{output}: complete already")
+            print(f"{output}: already complete")
         else:
             _complete(plan, work, sidecars, info)
             print(
@@ -173,23 +174,23 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
 
 
 def _remove_intermediate(output: Output, root: Path | None) -> None:
-    """Remove files that only the writing needs from a complete data set and its catalogue's folder.
+    """Remove the intermediate files of a complete data set.
 
-    Another process may have made some after the data set was complete.
+    Another process may have created some after the data set was complete.
     """
     info = output.read_json("_info.json") or {"splits": {}}
     tars = [name for described in info["splits"].values() for name in described["filenames"]]
     rows = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
-    # `_writing.json` is last: while it exists, the next command repeats this.
+    # Remove `_writing.json` last. While it exists, the next command repeats this cleanup.
     for name in (*rows, "_writing.json"):
         output.remove(name)
     if root is not None:
-        for folder in (root / SPOOL, *root.glob("_catalogue-*")):  # of earlier versions
+        for folder in (root / SPOOL, *root.glob("_catalogue-*")):  # from earlier versions
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _claim(plan: WritePlan) -> None:
-    """Record the plan of the folder. Raises PrepError if it already has another plan."""
+    """Record the plan in the output. Raises PrepError if the output has another plan."""
     output = plan.output
     if not {"_writing.json", "_info.json"} & output.sizes().keys():
         output.claim("_writing.json", plan.recorded)
@@ -197,19 +198,19 @@ def _claim(plan: WritePlan) -> None:
 
 
 def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sidecars:
-    """Write the jobs of `mine` that are not complete; returns the sidecars of complete shards."""
+    """Write the incomplete shards of `mine`, and return the sidecars of complete shards."""
     sidecars = _complete_shards(plan, work)
     todo = [job for job in mine if job.shard.name not in sidecars]
     if len(todo) < len(mine):
         print(
-            f"{plan.output}: {len(mine) - len(todo)} of {len(mine)} shards are there already and"
-            " are kept"
+            f"{plan.output}: keeping {len(mine) - len(todo)} of {len(mine)} shards that already"
+            " exist"
         )
     allowed = _allowed(plan)
 
     def on_result(name: str, sidecar: dict[str, Any]) -> None:
         sidecars[name] = sidecar
-        os.utime(plan.catalogue.folder)  # shows that it is in use, even if locks do not work
+        os.utime(plan.catalogue.folder)  # shows use of the folder even if locks do not work
         _refuse_unreadable(sidecars, plan, allowed and max(allowed, MANY_UNREADABLE))
 
     run_jobs(
@@ -224,11 +225,11 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
 
 def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
-    """Return the sidecars of the existing shards of this plan; a sidecar is written last."""
+    """Return the sidecars of this plan's existing shards. A sidecar is written last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
     jobs = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]
-    with ThreadPoolExecutor(16) as pool:  # an object store takes a round trip for each
+    with ThreadPoolExecutor(16) as pool:  # each request to an object store takes a round trip
         read = pool.map(lambda job: plan.output.read_json(f"{job.shard.name}.json"), jobs)
         sidecars = list(read)
     return {
@@ -247,7 +248,7 @@ def _allowed(plan: WritePlan) -> int:
 
 
 def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> None:
-    """Raise PrepError, with the fraction that would pass, if more than `allowed` are unreadable."""
+    """Raise PrepError if more than `allowed` images are unreadable, and name a passing fraction."""
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
     if len(entries) <= allowed:
         return
@@ -255,15 +256,15 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
     seen = len(entries) + sum(sidecar["num_samples"] for sidecar in sidecars.values())
     follow = ""
     if seen < total:
-        follow = f"; others may follow in the {total - seen:,} images that were not read yet"
+        follow = f"; the {total - seen:,} images that were not read yet may add others"
     lines = [
         f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}" for entry in entries
     ]
     raise PrepError(
         f"{len(entries)} images cannot be read, more than the {_allowed(plan)} that"
         f" --max-unreadable {plan.settings.max_unreadable} allows{follow}. Repair or replace them,"
-        f" or allow more (--max-unreadable {share_to_allow(len(entries), seen)}); then run the same"
-        f" command again, complete shards are kept:\n  {some(lines, 20, NEXT_LINE)}"
+        f" or allow more (--max-unreadable {share_to_allow(len(entries), seen)}), and run the same"
+        f" command again, which keeps complete shards:\n  {some(lines, 20, NEXT_LINE)}"
     )
 
 
@@ -295,9 +296,9 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
 
 
 def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[str, Any]) -> None:
-    """Write index, list of unreadable images and `_info.json`, and print a summary."""
+    """Write the index, the list of unreadable images and `_info.json`, and print a summary."""
     output = plan.output
-    output.remove("dataset.md")  # it describes an earlier state
+    output.remove("dataset.md")  # the card describes an earlier state
     rows = {}
     with (
         ThreadPoolExecutor(16) as pool,
@@ -322,15 +323,15 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
         )
     if info["changed"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info["changed"].items())
-        print(f"changed or remarkable: {reasons}")
+        print(f"changed or noted: {reasons}")
     if turned := info.get(ASKS_TO_BE_TURNED):
         print(exif_summary(turned, total))
     if entries:
-        print(f"left out: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")
+        print(f"skipped: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")
 
 
 def write_quarantine(output: Output, entries: list[dict[str, Any]]) -> None:
-    """Write `quarantine.jsonl`, a line for each entry of the sidecars, or no file."""
+    """Write `quarantine.jsonl` with one line per sidecar entry, or no file without entries."""
     if not entries:
         output.remove("quarantine.jsonl")
         return

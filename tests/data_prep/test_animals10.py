@@ -239,17 +239,17 @@ def without(files: dict[str, bytes], *folders: str) -> dict[str, bytes]:
     [
         (
             lambda files: without(files, "ragno", "cane"),
-            r"no images of dog \(cane\), spider \(ragno\)\. Expected the ten",
+            r"no images of dog \(cane\), spider \(ragno\): provide each of the ten",
         ),
         (lambda files: {"readme.txt": b""}, r"no images of dog \(cane\), horse \(cavallo\), "),
         (
             lambda files: {**files, "leone/1.jpeg": b"", "tigre/1.jpeg": b""},
-            r"folders next to the class folders that are not classes: leone, tigre\.",
+            r"unknown folders next to the class folders: leone, tigre:",
         ),
-        (lambda files: {**files, "dog/1.jpeg": b""}, r"dog is there 2 times \(.*cane, .*dog\)\."),
+        (lambda files: {**files, "dog/1.jpeg": b""}, r"dog has 2 folders \(.*cane, .*dog\):"),
         (
             lambda files: {**files, "copy/ragno/1.jpeg": b""},
-            r"spider is there 2 times \(.*copy/ragno, .*ragno\)",
+            r"spider has 2 folders \(.*copy/ragno, .*ragno\)",
         ),
     ],
 )
@@ -273,7 +273,7 @@ def test_wrong_trees_are_one_line(files, tmp_path, capsys, change, message, pack
         (["nowhere"], "nowhere: no such file or folder; expected Kaggle's animals10 zip"),
         (
             ["{kaggle}", "--fractions", "0.85"],
-            "--fractions 0.85: expected two (train, val) or three (train, val, test)",
+            "--fractions 0.85: expected two fractions (train, val) or three (train, val, test)",
         ),
         (["{kaggle}", "--fractions", "0.8", "0.3"], "--fractions 0.8 0.3: expected"),
         (["{kaggle}", "--fractions", "1.5", "-0.5"], "expected"),

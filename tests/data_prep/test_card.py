@@ -159,7 +159,7 @@ def test_colours_are_those_of_the_pixels(made):
     ]
     mean = np.mean([image.mean(0) for image in pixels], 0)
     std = np.sqrt(np.mean([((image - mean) ** 2).mean(0) for image in pixels], 0))
-    rows = table((made / "dataset.md").read_text(), "Colours")
+    rows = table((made / "dataset.md").read_text(), "Colors")
     assert [[float(cell) for cell in row[1:]] for row in rows] == [
         [pytest.approx(x, abs=6e-4) for x in found] for found in (mean, std)
     ]
@@ -198,7 +198,7 @@ def test_the_same_again(root, capsys):
     for name in before:
         (root / name).unlink()
     assert main([str(root)]) == 0
-    assert capsys.readouterr().out == f"look at {root}/contact_sheet.png and dataset.md\n"
+    assert capsys.readouterr().out == f"card written: see {root}/contact_sheet.png and dataset.md\n"
     assert {name: (root / name).read_bytes() for name in before} == before
 
 
@@ -220,7 +220,7 @@ def test_shards_of_others(tmp_path):
     write_card(root)
     text = (root / "dataset.md").read_text()
     assert "130 images of 130 classes" in text
-    assert "made elsewhere and indexed" in text
+    assert "another program wrote these shards" in text
     assert table(text, "Classes")[129] == ["129", "class 129", "1"]
     with Image.open(root / "contact_sheet.png") as sheet:
         assert sheet.size == (

@@ -144,7 +144,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
     } == everything[0][1]
     assert not list((tmp_path / "out").glob("[._]*atalogue*")), "what was unpacked is gone"
     assert cifar.main([str(tmp_path / "two"), "--out", str(tmp_path / "none")]) == 2
-    assert "there are CIFAR-10 in " in capsys.readouterr().err
+    assert "contains CIFAR-10 in " in capsys.readouterr().err
 
 
 def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
@@ -163,16 +163,16 @@ def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
     [
         (
             lambda files: files.pop("data_batch_3.bin"),
-            "CIFAR-10's data_batch_3.bin are missing; the archive cifar-10-binary.tar.gz has",
+            "missing files: data_batch_3.bin; extract the files from cifar-10-binary.tar.gz",
         ),
-        (lambda files: files.pop("batches.meta.txt"), "CIFAR-10's batches.meta.txt are missing"),
+        (lambda files: files.pop("batches.meta.txt"), "missing files: batches.meta.txt"),
         (
             lambda files: files.clear(),
             "no CIFAR files; expected cifar-10-binary.tar.gz or its data_batch_1.bin, ",
         ),
         (
             lambda files: files.update({"test_batch.bin": files["test_batch.bin"][:-1]}),
-            "test_batch.bin: 307,299 bytes; expected 100 rec",
+            "test_batch.bin: 307,299 bytes; expected 307,300 (100 rec",
         ),
         (
             lambda files: files.update(
@@ -186,7 +186,7 @@ def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
         ),
         (
             lambda files: files.update({"batches.meta.txt": b"cat\ncat\n"}),
-            "batches.meta.txt: 2 names, 1 of them different; expected those",
+            "batches.meta.txt: 2 names, 1 of them different; expected the names",
         ),
     ],
 )
@@ -230,13 +230,13 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     with pytest.raises(
         PrepError,
         match=(
-            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more; that is not a CIFAR"
+            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more, but a CIFAR"
             r" archive"
         ),
     ):
         cifar.source(tmp_path / "bomb.tar")
     many = pack(tmp_path / "many.tar", {f"{number}.txt": b"" for number in range(101)}, mode="w")
-    with pytest.raises(PrepError, match="that is not a CIFAR archive"):
+    with pytest.raises(PrepError, match="but a CIFAR archive does not"):
         cifar.source(many)
 
 
@@ -277,7 +277,7 @@ def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
     ]
     with WebServer({"/kriz/cifar-100-binary.tar.gz": archive}) as server:
         assert cifar.main([*command, "--url", f"{server.url}/kriz"]) == 2
-        assert "--download needs --classes 10 or --classes 100" in capsys.readouterr().err
+        assert "--download requires --classes 10 or --classes 100" in capsys.readouterr().err
         assert cifar.main([*command, "--url", f"{server.url}/kriz", "--classes", "100"]) == 2
         assert "expected 03b5dce01913d631647c71ecec9e9cb8" in capsys.readouterr().err
         kind = cifar.KINDS[100]._replace(md5=hashlib.md5(archive).hexdigest())

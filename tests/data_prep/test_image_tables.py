@@ -105,7 +105,8 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path, capsys):
     assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert (
         "metadata.csv: 3 of 4 rows have no label, or name a file that is not in the folder: 0.jpg"
-        " (no label), gone.jpg (cat), ../out.jpg (dog); add what is missing, or remove these rows"
+        " (no label), gone.jpg (cat), ../out.jpg (dog); add the labels and files, or remove these"
+        " rows"
     ) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -115,7 +116,7 @@ def test_the_column_is_named_where_it_is_unclear(tmp_path, capsys):
     listed = [{"file_name": name, "breed": kind, "age": "1"} for name, kind in CLASSES.items()]
     write_csv(tmp_path / "in" / "metadata.csv", listed)
     assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
-    assert "one of breed, age is meant; say which: --label-column" in capsys.readouterr().err
+    assert "breed, age are possible: choose one with --label-column" in capsys.readouterr().err
     info = prepared(tmp_path / "in", tmp_path / "out", "--label-column", "breed")
     assert info["class_names"] == ["a", "a/b", "c"]
 

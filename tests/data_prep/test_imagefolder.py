@@ -147,7 +147,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     }
     (tmp_path / "elsewhere/deep/round").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
-        PrepError, match=r"b/more/deep/round: a link back to a folder above it; remove the link"
+        PrepError, match=r"b/more/deep/round: this link leads to a parent folder: remove the link"
     ):
         listed(tmp_path / "flat", 0)
     (tmp_path / "flat/b/more").unlink()
@@ -186,8 +186,8 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     assert (done.returncode, done.stderr) == (
         2,
         (
-            f"error: {locked}: cannot be listed (Permission denied); correct that, or move it"
-            " elsewhere\n"
+            f"error: {locked}: cannot be listed (Permission denied): fix the permissions, or move"
+            " the folder elsewhere\n"
         ),
     )
 
@@ -223,13 +223,17 @@ def test_what_is_not_a_regular_file_is_left_out_and_listed(tmp_path):
         (
             ["cat/1.jpg", "cat/2.jpg", "dog/1.jpg"],
             "cat",
-            r"cat: 2 images lie in this folder itself: name its parent, /.*/source; expected",
+            r"cat: contains 2 images outside class folders: give its parent, /.*/source, for",
         ),
         (["train/1.jpg", "train/2.jpg"], "", r"no images .* in its 0 subfolders"),
         (["a/notes.txt", "b/notes.txt"], "", "no images .* in its 2 subfolders"),
         (["a/1.jpg", "a/2.jpg"], "", r"only one class \(a\)"),
         (["a/1.jpg", "b/x.txt"], "", "classes without images: b"),
-        (["train/a/1.jpg", "train/b/1.jpg", "val/c/1.jpg"], "", "val: classes that train lacks: c"),
+        (
+            ["train/a/1.jpg", "train/b/1.jpg", "val/c/1.jpg"],
+            "",
+            "val: classes without a training folder: c",
+        ),
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/x.txt"], "", "val: no images"),
         (["val/a/1.jpg"], "", "has val/ but no train/"),
         (["a/1.jpg"], "a/1.jpg", "1.jpg: not a folder; expected"),
@@ -277,7 +281,7 @@ def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, ca
     assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err
     assert (
-        "sorted as text label 2 is class 10, sorted as numbers it is class 2 (10 of 12 labels"
+        "sorted as text, label 2 is class 10; sorted as numbers, class 2 (10 of 12 labels"
         " differ)" in error
     )
     for order, names in (
@@ -323,7 +327,7 @@ def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
     add(tmp_path / "mixed" / "train" / apart / "0.jpg")
     assert main([str(tmp_path / "mixed"), "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "folders whose names are one in Unicode" in error
+    assert "folders have the same name in Unicode" in error
     assert str(apart.encode()) in error
     assert str(together.encode()) in error
 

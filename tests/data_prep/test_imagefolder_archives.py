@@ -85,7 +85,7 @@ def unpacked(tmp_path_factory) -> dict[str, str]:
 def test_an_archive_gives_the_shards_of_its_folder(pack, name, prefix, unpacked, tmp_path, capsys):
     archive = pack(tmp_path / name, {**SPLIT, **OTHERS}, prefix)
     assert prepare(archive, tmp_path / "out") == unpacked
-    assert "read in place, without unpacking" in capsys.readouterr().out
+    assert "in place, without unpacking" in capsys.readouterr().out
     assert open_split(tmp_path / "out", "train").class_names == ["pizza", "steak", "sushi"]
     assert open_split(tmp_path / "out", "val").num_samples == 6, "the archive's own test folder"
     left = {path.name for path in tmp_path.iterdir()}
@@ -158,7 +158,7 @@ def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys)
     assert ranges == ["bytes=1000-", f"bytes=3000-{len(whole) - 1}"]
     said = capsys.readouterr().err
     assert "not compared with any checksum" in said
-    (found,) = re.findall(r"--sha256 (\w{64}) compares it the next time", said)
+    (found,) = re.findall(r"--sha256 (\w{64}) to verify it", said)
     assert found == hashlib.sha256(whole).hexdigest()
     words = ("--download", url, "--sha256", found)
     assert prepare(folder, tmp_path / "again", *words) == unpacked

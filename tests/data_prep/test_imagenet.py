@@ -115,7 +115,7 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
     with pytest.raises(
         PrepError,
         match=(
-            r"train is there 2 times: .*ILSVRC2012_img_train.tar \(a tar of tars.*/train \(12 class"
+            r"train occurs 2 times: .*ILSVRC2012_img_train.tar \(a tar of tars.*/train \(12 class"
             r" folders\)"
         ),
     ):
@@ -341,9 +341,9 @@ def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):
         )
         monkeypatch.setitem(imagenet.MD5, name, found)
     source([folder], allow_partial=True, md5=True)
-    assert capsys.readouterr().out.count(": as published") == 3
+    assert capsys.readouterr().out.count(": correct") == 3
     source([write_torchvision_tree(fake, tmp_path / "tree")], allow_partial=True, md5=True)
-    assert "md5: none of the files has an official one" in capsys.readouterr().out
+    assert "md5: none of these files has a published md5" in capsys.readouterr().out
 
 
 def test_reading_tells_what_it_lacks(tmp_path, fake):

@@ -176,11 +176,11 @@ WRONG = {
         lambda fake, folder: [folder],
         r"an empty folder; expected ImageNet's archives",
     ),
-    "other folders": (lambda fake, folder: [_other_folder(folder)], "holds cat, dog"),
+    "other folders": (lambda fake, folder: [_other_folder(folder)], "contains cat, dog"),
     "classes not WNIDs": (
         lambda fake, folder: _tree_with(fake, folder, "train/tench/1.JPEG"),
         (
-            r"in/train: 1 class folders are not named by WordNet ids \(as n01440764\): tench;"
+            r"in/train: 1 class folders are not named by WordNet ID \(n01440764\): tench;"
             r" .*data_prep.imagefolder"
         ),
     ),
@@ -190,19 +190,19 @@ WRONG = {
     ),
     "foreign image": (
         lambda fake, folder: _tree_with(fake, folder, f"train/{fake.wnids[0]}/cat.jpg"),
-        r"train: 1 images are not named as ImageNet's of their class: cat\.jpg",
+        r"train: 1 images have file names that do not match their class in ImageNet: cat\.jpg",
     ),
     "two layouts": (
         lambda fake, folder: [
             *as_torchvision(fake, folder),
             write_train_tar(fake, folder / "t.tar"),
         ],
-        r"train is there 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
+        r"train occurs 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
     ),
     "no labels of val": (
         _flat_val_without_labels,
         (
-            r"(?s)val is a flat .* any one of these does: ILSVRC2012_devkit_t12\.tar\.gz"
+            r"(?s)val is a flat .* add one of these files: ILSVRC2012_devkit_t12\.tar\.gz"
             r" .*LOC_val_solution\.csv"
         ),
     ),
@@ -219,7 +219,7 @@ WRONG = {
     "inner tar cut off": (_cut_inner_tar, r"n\d+\.tar: cut off"),
     "image in a wrong tar": (
         _image_in_a_wrong_tar,
-        r"2 images are not named .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg",
+        r"2 images have file names that .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg",
     ),
     "compressed tar": (
         lambda fake, folder: [write_devkit(fake, folder / "train_images_0.tar.gz")],
@@ -231,11 +231,11 @@ WRONG = {
     "foreign tar": (_foreign_tar, r"foreign\.tar: begins with 'readme\.txt'; expected ImageNet's"),
     "foreign train tar": (
         _foreign_train_tar,
-        r"holds 'readme\.txt'; expected tars named by WordNet ids",
+        r"contains 'readme\.txt'; expected tars named by WordNet ID",
     ),
     "train tar with a file without a suffix": (
         _train_tar_with_a_readme,
-        r"holds 'README'; expected tars named by WordNet ids",
+        r"contains 'README'; expected tars named by WordNet ID",
     ),
     "hostile tar": (_hostile_inner_tar, r"member '\.\./\.\./etc/passwd' leads out of the archive"),
     "table without an image": (
@@ -244,7 +244,7 @@ WRONG = {
                 line for line in text.splitlines() if "val_00000003," not in line
             )
         ),
-        r"val: 1 images have no class in the file of labels: ILSVRC2012_val_00000003\.JPEG",
+        r"val: 1 images have no class in the label file: ILSVRC2012_val_00000003\.JPEG",
     ),
     "table with an unknown class": (
         _other_table(lambda text: text.replace(WNIDS[2], "n99999999")),
@@ -252,7 +252,7 @@ WRONG = {
     ),
     "table without WNIDs": (
         _other_table(lambda text: text.replace(WNIDS[2], "tench")),
-        r"line \d+: expected a WordNet id and a box",
+        r"line \d+: expected a WordNet ID and a box",
     ),
     "table with other columns": (
         _other_table(lambda text: text.replace("ImageId", "id")),
@@ -265,11 +265,11 @@ WRONG = {
                 + f"ILSVRC2012_val_00000001,{WNIDS[0]} 1\nILSVRC2012_val_00000001,{WNIDS[1]} 1\n"
             )
         ),
-        r"line \d+: 'ILSVRC2012_val_00000001' is n\d+ here and n\d+ above",
+        r"line \d+: 'ILSVRC2012_val_00000001' is n\d+, but n\d+ in an earlier line",
     ),
     "labels that differ": (
         _labels_that_differ,
-        r"they differ on \d+ images; leave out the file that is wrong",
+        r"\d+ images differ: give only the correct label file",
     ),
     "folders by the kit's ids": (
         _folders_by_another_rule,
@@ -285,17 +285,17 @@ WRONG = {
     ),
     "kit with other ids": (
         _kit(lambda files: files | {TRUTH: b"1\n2\n13\n"}),
-        r"line 3 is '13'; expected an ILSVRC2012_ID of one",
+        r"line 3 is '13'; expected the ILSVRC2012_ID of one",
     ),
     "kit with a group's id": (_kit(lambda files: files | {TRUTH: b"14\n"}), r"line 1 is '14'"),
     "parquets numbered otherwise": (
         _parquets_numbered_otherwise,
-        "labels are not in the order of the WordNet ids",
+        "labels are not in the order of the WordNet IDs",
     ),
     "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a complete parquet"),
     "parquet of something else": (
         _parquet_of_something_else,
-        r"its columns are text, label; expected image",
+        r"the columns are text, label; expected image",
     ),
 }
 
@@ -319,10 +319,10 @@ def test_what_is_wrong_is_one_clear_error(tmp_path, fake, wrong):
 def test_source_and_out_must_differ(tmp_path, fake, capsys):
     folder = as_official(fake, tmp_path)[0]
     assert main([str(folder), "--out", f"{folder}/../downloads"]) == 2
-    assert "is SOURCE and --out" in capsys.readouterr().err
+    assert "SOURCE and --out are the same folder" in capsys.readouterr().err
     (folder / "_info.json").write_text("{}")
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert "holds finished shards" in capsys.readouterr().err
+    assert "contains finished shards" in capsys.readouterr().err
 
 
 def test_a_listed_parquet_that_is_missing(tmp_path, fake):

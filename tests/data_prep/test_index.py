@@ -83,7 +83,7 @@ def test_info_of_others_is_kept(foreign, capsys):
     theirs["splits"]["train"]["shard_lengths"] = [3, 5]
     (foreign / "_info.json").write_text(json.dumps(theirs))
     assert main([str(foreign), "--workers", "1"]) == 2
-    assert "imagenet1k-train-0000.tar has 4 samples that fit" in capsys.readouterr().err
+    assert "imagenet1k-train-0000.tar has 4 valid samples" in capsys.readouterr().err
 
 
 def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
@@ -166,15 +166,15 @@ def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
     shutil.copy(root / "train-0000.tar", root / "train-0001.tar")
     assert main([str(root), "--workers", "1"]) == 0
     equal = "train-0000.tar, train-0001.tar, val-0000.tar"
-    assert f"note: {equal} have the same bytes: move all but one away" in capsys.readouterr().out
+    assert f"note: {equal} have the same bytes: move _info.json and" in capsys.readouterr().out
     (root / "_info.json").unlink()
     (root / "train-0001.tar").unlink()
     (root / "val-0000.tar").unlink()
     shard_with(root, [("s9.jpg", jpeg(3)), ("s9.cls", b"0")], "train-0001.tar")
     assert main([str(root), "--workers", "1"]) == 0
     assert (
-        f"note: 3 keys of train are there more than once: `python -m data_prep.verify {root}`"
-        " names them" in capsys.readouterr().out
+        f"note: 3 keys of train occur more than once: `python -m data_prep.verify {root}`"
+        " lists them" in capsys.readouterr().out
     )
 
 
@@ -188,9 +188,9 @@ def test_a_script_without_a_guard_is_told_why_its_workers_end(foreign, tmp_path)
         ends.append((done.returncode, done.stderr.strip()))
     assert ends[0][0] == 1
     assert ends[0][1].endswith(
-        "a worker process was killed (out of memory?), or ended at its start, as where a script"
-        ' calls this outside of `if __name__ == "__main__":`; run the same command again, it'
-        " continues, perhaps with fewer --workers"
+        "a worker process was killed (out of memory?), or ended at its start, because a script"
+        ' calls this function outside `if __name__ == "__main__":`; run the same command again'
+        " to continue, perhaps with fewer --workers"
     )
     assert ends[1][0] == 0
 
@@ -227,7 +227,7 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
 def shard_with(
     root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar"
 ) -> Path:
-    """Three samples that fit around one that does not."""
+    """Three valid samples around an invalid one."""
     root.mkdir(exist_ok=True)
     good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
     write_members(root / name, [*good[0], *good[1], *bad, *good[2]])
@@ -240,7 +240,7 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     assert main([str(tar.parent), "--workers", "1"]) == 0
     told = capsys.readouterr().out
     assert (
-        f"left out: 1 sample that does not fit, listed in {tar.parent}/quarantine.jsonl; the first:"
+        f"skipped 1 invalid sample, listed in {tar.parent}/quarantine.jsonl; the first:"
         " train-0000.tar: sample 'bad' " in told
     )
     assert [
@@ -266,9 +266,9 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD["empty image"])
     assert main([str(tar.parent), "--workers", "1", "--max-unreadable", "0"]) == 2
     error = capsys.readouterr().err
-    assert "1 of 4 samples do not fit, more than the 0 that --max-unreadable 0" in error
+    assert "1 of 4 samples are invalid, more than the 0 that --max-unreadable 0" in error
     assert (
-        "have them left out (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image"
+        "skip them (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image"
         " of 0 bytes, 'bad.jpg'" in error
     )
     assert not (tar.parent / "_info.json").exists()
@@ -310,7 +310,7 @@ def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, 
     tar = shard_with(tmp_path / "root", [("far.jpg", jpeg(1)), ("far.cls", b"999999999")])
     assert main([str(tar.parent), "--workers", "1"]) == 2
     assert (
-        "a label 999,999,999 (in train-0000.tar) would make 1,000,000,000 classes of 4 samples"
+        "label 999,999,999 (in train-0000.tar) would require 1,000,000,000 classes for 4 samples"
         in capsys.readouterr().err
     )
     (tmp_path / "names.txt").write_text("".join(f"class{n}\n" for n in range(100)))
@@ -328,7 +328,7 @@ def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
     tar.write_bytes(corrected[:at] + bytes([corrected[at] ^ 1]) + corrected[at + 1 :])
     os.utime(tar, (2, 2))
     assert main([str(tar.parent), "--workers", "1"]) == 2
-    assert "train-0000.tar has 3 samples that fit" in capsys.readouterr().err
+    assert "train-0000.tar has 3 valid samples" in capsys.readouterr().err
     (tar.parent / "_info.json").unlink()
     assert main([str(tar.parent), "--workers", "1"]) == 0
     info = json.loads((tar.parent / "_info.json").read_text())
@@ -341,7 +341,7 @@ def test_split_from_the_command_line(foreign, capsys):
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
     assert (
-        "no split in the name of 00000.tar, 00001.tar, 00002.tar; if they are all of one split"
+        "no split in the names 00000.tar, 00001.tar, 00002.tar: use --split train if all"
         in capsys.readouterr().err
     )
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
@@ -354,7 +354,7 @@ def test_split_from_the_command_line(foreign, capsys):
 def test_split_against_the_names(foreign, capsys):
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 2
     assert (
-        "--split train, but another split is in the name of imagenet1k-validation-0000.tar"
+        "--split train, but these names contain another split: imagenet1k-validation-0000.tar"
         in capsys.readouterr().err
     )
 
@@ -387,14 +387,14 @@ def test_shards_without_labels(tmp_path, capsys):
             lambda root: [tar.unlink() for tar in root.glob("*.tar")],
             "no .tar files; expected <split>-00000.tar",
         ),
-        (lambda root: (root / "0001.tar").write_bytes(b"x"), "no split in the name of 0001.tar"),
+        (lambda root: (root / "0001.tar").write_bytes(b"x"), "no split in the names 0001.tar"),
         (
             lambda root: (root / "imagenet1k-train-0000.tar").write_bytes(b"x" * 600),
             "imagenet1k-train-0000.tar: not a tar",
         ),
         (
             lambda root: (root / "_writing.json").write_text('{"source": "x"}'),
-            "a writer has not finished here",
+            "a writer has not finished this data set",
         ),
         (
             lambda root: (root / "imagenet1k-train-0002.json").write_text("[]"),

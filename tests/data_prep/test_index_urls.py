@@ -127,7 +127,7 @@ def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
     theirs["splits"]["train"]["shard_lengths"] = [3, 5]
     web.files["/shards/_info.json"] = json.dumps(theirs).encode()
     assert main([f"{web.url}/shards", "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
-    assert "imagenet1k-train-0000.tar has 4 samples that fit" in capsys.readouterr().err
+    assert "imagenet1k-train-0000.tar has 4 valid samples" in capsys.readouterr().err
 
 
 def test_killed_and_continued(foreign, web, tmp_path):
@@ -180,7 +180,7 @@ def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
     web.requests.clear()
     assert main(arguments) == 2
     assert fetched(web) == ["imagenet1k-train-0001.tar"]
-    assert "imagenet1k-train-0001.tar has 4 samples that fit" in capsys.readouterr().err
+    assert "imagenet1k-train-0001.tar has 4 valid samples" in capsys.readouterr().err
     (out / "_info.json").unlink()
     assert main(arguments) == 0
     described = json.loads((out / "_info.json").read_text())["splits"]["train"]
@@ -213,7 +213,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         error = capsys.readouterr().err
         assert "no permission to do this" in error
         assert error.endswith(
-            "Where nothing can be written, give a folder for the index with --out\n"
+            "For shards without write permission, give a folder for the index with --out\n"
         )
         assert main([bucket, "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     assert_indexed_as_if_local(tmp_path / "out", foreign, bucket)
@@ -224,15 +224,12 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
     [
         (
             f"<url>/{BRACES}",
-            (
-                "nothing can be written next to shards on the web; give a folder for their index"
-                " with --out"
-            ),
+            ("the index cannot be written next to shards on the web: give a folder with --out"),
         ),
         (
             "<url> --out <out>",
             (
-                "no _info.json there, and the web has no lists of files: name the shards, as in"
+                "no _info.json, and web servers cannot list files: name the shards, as in"
                 " '<url>/train-{0000..0099}.tar'"
             ),
         ),
@@ -246,7 +243,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         ),
         (
             "<url>/{a,b}/train-0.tar --out <out>",
-            "shards of several folders (<url>/a, <url>/b); a data set is in one",
+            "shards in several folders (<url>/a, <url>/b): index each folder",
         ),
         (
             "<folder> --out <out>",
@@ -257,7 +254,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         ),
         (
             "<url>/train-0.tar --out <folder>",
-            "<folder>: holds shards itself (imagenet1k-train-0000.tar, imagenet1k-train-0001.tar, ",
+            "<folder>: contains shards (imagenet1k-train-0000.tar, imagenet1k-train-0001.tar, ",
         ),
         ("<url>/damaged-train-0000.tar --out <out>", "<url>/damaged-train-0000.tar: cut off"),
         (
@@ -267,8 +264,8 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         (
             "<url>/train-0.tar --out <other>",
             (
-                "<other>: holds the index of http://elsewhere/shards, not of <url>; choose another"
-                " --out"
+                "<other>: contains the index of http://elsewhere/shards, not of <url>: choose"
+                " another --out"
             ),
         ),
     ],

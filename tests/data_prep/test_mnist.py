@@ -160,7 +160,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     [
         (
             lambda files: files.pop("t10k-labels-idx1-ubyte"),
-            "missing: t10k-labels-idx1-ubyte (with .gz or without); fetch them from https",
+            "missing: t10k-labels-idx1-ubyte (with or without .gz); download them from https",
         ),
         (
             lambda files: files.clear(),
@@ -237,26 +237,26 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
 
 def test_folders_that_are_ambiguous_or_another_variants(small, tmp_path, monkeypatch):
     with pytest.raises(
-        PrepError, match="nowhere: no such folder; expected the folder of the four idx files"
+        PrepError, match="nowhere: no such folder; expected a folder with the four idx files"
     ):
         mnist.source(tmp_path / "nowhere")
     put(tmp_path / "KMNIST" / "raw", small, compressed=True)
     (tmp_path / "two" / "KMNIST" / "raw").mkdir(parents=True)
     (tmp_path / "two" / "FashionMNIST" / "raw").mkdir(parents=True)
-    with pytest.raises(PrepError, match="or use --download, or another --variant"):
+    with pytest.raises(PrepError, match="or use --download or another --variant"):
         mnist.source(tmp_path / "two")
-    with pytest.raises(PrepError, match="or use --download, or another --variant"):
+    with pytest.raises(PrepError, match="or use --download or another --variant"):
         mnist.source(tmp_path)
     monkeypatch.setitem(
         mnist.VARIANTS, "kmnist", mnist.VARIANTS["kmnist"]._replace(md5=md5_of(small))
     )
     with pytest.raises(
-        PrepError, match=r"train-images-idx3-ubyte.gz: this is KMNIST's; use --variant kmnist"
+        PrepError, match=r"train-images-idx3-ubyte.gz: file of KMNIST; use --variant kmnist"
     ):
         mnist.source(tmp_path / "KMNIST", "fashion")
     put(tmp_path, small)
     with pytest.raises(
-        PrepError, match=f"idx files in {tmp_path} and in {tmp_path}/KMNIST/raw; give the one"
+        PrepError, match=f"idx files exist in {tmp_path} and in {tmp_path}/KMNIST/raw: give one"
     ):
         mnist.source(tmp_path, "kmnist")
 

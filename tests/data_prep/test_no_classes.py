@@ -118,7 +118,9 @@ def test_tars_one_folder_below_are_named(tmp_path, capsys):
         (tmp_path / "tars" / split).mkdir(parents=True)
         (tmp_path / "tars" / split / "0.tar").write_bytes(b"")
     assert index.main([str(tmp_path / "tars"), "--workers", "1"]) == 2
-    assert "no .tar files but in its folders test, train: move or link" in capsys.readouterr().err
+    assert (
+        "no .tar files, only in its subfolders test, train: move or link" in capsys.readouterr().err
+    )
 
 
 def test_foreign_tars_of_images_alone(tmp_path, capsys):

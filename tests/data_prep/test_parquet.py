@@ -193,7 +193,7 @@ def test_missing_files_and_empty_classes_need_partial(tmp_path, capsys):
     lines = ("1 of 3 parquet files of train are missing", "train: classes without images: owl")
     error = capsys.readouterr().err
     assert error.endswith(
-        f"{lines[0]}\n  {lines[1]}\n  add what is missing, or take what is there: --partial\n"
+        f"{lines[0]}\n  {lines[1]}\n  add the missing files, or accept the source with --partial\n"
     )
     info = prepared(folder, tmp_path / "out", "--partial")
     assert info["class_names"] == NAMES
@@ -208,13 +208,13 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
     "no label": (
         {"train": _without("label")},
         (),
-        "its columns are image, and none that is known as it is meant; say which: --label-column",
+        "the columns are image, and no name is a usual one: choose one with --label-column",
     ),
-    "no image": ({"train": _without("image")}, (), "say which: --image-column"),
+    "no image": ({"train": _without("image")}, (), "choose one with --image-column"),
     "two labels": (
         {"train": [{**row, "label": 1, "class": 2} for row in rows(6)]},
         (),
-        "one of label, class is meant; say which: --label-column",
+        "label, class are possible: choose one with --label-column",
     ),
     "another column": ({"train": rows(6)}, ("--label-column", "lable"), "--label-column lable: "),
     "a column that is no image": (
@@ -225,20 +225,24 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
     "other columns in another file": (
         {"train": rows(6), "test": _without("label")},
         (),
-        "test.parquet: its columns are image; expected image, with bytes and path, and label",
+        "test.parquet: the columns are image; expected image, with bytes and path, and label",
     ),
-    "no train": ({"test": rows(6)}, (), "no files of train: add train-*.parquet"),
+    "no train": ({"test": rows(6)}, (), "no training files: add train-*.parquet"),
     "an unclear split": (
         {"train": rows(6), "more": rows(3)},
         (),
-        "no split in the name of more.parquet: name them train-*, validation-* or test-*",
+        "no split in the names more.parquet: rename these files to train-*, validation-* or test-*",
     ),
     "two data sets": (
         {"fine/train": rows(6), "coarse/train": rows(3)},
         (),
         "files of train are in several folders",
     ),
-    "one class": ({"train": rows(6, label=lambda _: 5)}, (), "only one class (5): give two"),
+    "one class": (
+        {"train": rows(6, label=lambda _: 5)},
+        (),
+        "only one class (5): provide at least two",
+    ),
     "labels that are missing": (
         {"train": rows(8, label=lambda n: None if n == 7 else n % 3)},
         (),
@@ -276,7 +280,7 @@ def test_a_label_that_is_no_class(tmp_path, capsys):
     labels = pyarrow.array([0, 1, 2, 0, 1, 9])
     pyarrow.parquet.write_table(table.set_column(1, table.schema.field(1), labels), path)
     assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert "labels that are none of the 3 classes: 9: correct them" in capsys.readouterr().err
+    assert "labels outside the 3 classes: 9: correct them" in capsys.readouterr().err
 
 
 def test_what_is_there_instead_of_parquet_files_is_counted(tmp_path, capsys):

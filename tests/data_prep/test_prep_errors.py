@@ -252,7 +252,7 @@ class Background:
             timeout=240,
         )
         assert done.returncode == 0, done.stderr
-        assert "shards are there already and are kept" in done.stdout
+        assert "shards that already exist" in done.stdout
 
 
 @functools.cache

@@ -168,11 +168,11 @@ def test_two_ranks_have_the_results_of_one(base, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--l2", "0.1"], "--l2 0.1 belongs to --linear-probe"),
+        (["--l2", "0.1"], "--l2 0.1 requires --linear-probe"),
         (["--knn", "--k", "0"], "--k 0: expected distinct positive numbers"),
         (["--knn", "--k", "5,5"], "--k 5,5: expected distinct positive numbers"),
         (["--linear-probe", "--l2", "-1"], "--l2 -1: expected a number above 0"),
-        (["--knn", "--finetune", "demo"], "--knn: after --finetune run eval.py on the new run"),
+        (["--knn", "--finetune", "demo"], "--knn: run eval.py on the fine-tuned run instead"),
     ],
 )
 def test_reports_impossible_arguments_in_one_line(arguments, message):

@@ -21,7 +21,9 @@ def test_prints_one_line_without_a_gpu():
 def test_rejects_an_unknown_part():
     done = run("launch/gpu_check.py", "--device", "cpu", "--small", "--only", "slots", "wait")
     assert done.returncode == 2
-    assert "error: --only wait: expected parts out of slots, equality, waits, graphs" in done.stderr
+    assert (
+        "error: --only wait: expected a selection of slots, equality, waits, graphs" in done.stderr
+    )
 
 
 def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_path):
@@ -32,7 +34,7 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
     assert "thread(s)), torch " in lines[0]
     assert lines[1].startswith("pass  the loader's slots: ")
     assert lines[2].startswith("  -   no step waits for the GPU: ")
-    assert lines[-1].startswith("1 promises kept, 0 not, in ")
+    assert lines[-1].startswith("1 guarantees hold, 0 do not, in ")
     [path] = tmp_path.glob("*.json")
     assert "-gpu-" not in path.name, "the planner reads files with gpu in their names"
     document = json.loads(path.read_text())

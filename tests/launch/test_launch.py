@@ -105,7 +105,7 @@ def test_verbose_print_config_explains_each_setting_and_stays_a_config(tmp_path,
             assert reference.settings()[f"{section}.{name}"].sentence in comments
     (tmp_path / "printed.yaml").write_text(printed)
     assert load_config(tmp_path / "printed.yaml") == load_config(config, TINY)
-    with pytest.raises(ValueError, match="--verbose: give --print-config with it"):
+    with pytest.raises(ValueError, match="--verbose: use it together with --print-config"):
         run_here("launch/train.py", "--config", config, "-v", *TINY)
 
 

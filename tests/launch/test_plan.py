@@ -60,8 +60,8 @@ def test_json_has_the_same_numbers():
         (["--gpus", "8xH300"], "error: 'H300' is not a known GPU"),
         (["--gpus", "none"], "error: 'none' is not a known GPU"),
         (["--gpus", "13xH100"], "error: data.global_batch_size=4096 is not a multiple of 13 ranks"),
-        (["--gpus", "8xH100", "--price", "-2"], "error: --price -2.0: expected the cost of one"),
-        (["--gpus", "8xH100", "--price", "nan"], "error: --price nan: expected the cost of one"),
+        (["--gpus", "8xH100", "--price", "-2"], "error: --price -2.0: expected the hourly cost"),
+        (["--gpus", "8xH100", "--price", "nan"], "error: --price nan: expected the hourly cost"),
         ([], "--gpus"),
     ],
 )

@@ -88,7 +88,7 @@ def refusal(capsys):
         (
             "eval",
             ["runs/demo", "data.root=a", "eval.batch_size=3"],
-            "data.root=a: without --finetune only eval.* can be set: omit it",
+            "data.root=a: only eval.* settings are allowed without --finetune",
         ),
         ("eval", ["runs/demo", "--lr", "1"], "unknown: --lr 1; did you mean optim.lr=1?"),
         ("report", ["runs/demo", "more"], "unknown: more"),

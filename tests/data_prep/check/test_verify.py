@@ -35,11 +35,11 @@ def test_a_sound_data_set_passes(root, capsys):
         ("shards", 7, 1),
         ("samples recorded", num_train, num_val),
         ("images checked", num_train, num_val),
-        ("changed or remarked", "(0 +1|1 +0)"),
+        ("changed or noted", "(0 +1|1 +0)"),
         ("quarantined", 1, 0),
     ):
         assert re.search(r"\s+".join(map(str, row)), told), row
-    assert re.search(rf"{root}: right, \d+\.\d s\n$", told)
+    assert re.search(rf"{root}: no problems, \d+\.\d s\n$", told)
     assert digests(root) == before
     assert verify(root, "--strict") == 0
 
@@ -52,8 +52,8 @@ def test_a_quick_check_says_what_it_left_out(root, capsys):
     ]
     assert sum(decoded) in range(10, 18)
     assert f"Checked:\n  {sum(decoded)} images\n" in told
-    assert "NOT checked, leave out --quick" in told
-    assert "right, as far as checked" in told
+    assert "NOT checked (run without --quick)" in told
+    assert "no problems in the checked part" in told
 
 
 def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
@@ -104,7 +104,7 @@ def test_a_data_set_on_the_web(web, root, capsys):
     url = f"{web.url}/set"
     assert main([url, "--workers", "2"]) == 0
     assert "every byte of 8 of 8 shards against its sha256" in (told := capsys.readouterr().out)
-    assert f"{url}: right" in told
+    assert f"{url}: no problems" in told
     tar = bytearray(web.files["/set/train-00002.tar"])
     tar[1200] ^= 1
     web.files["/set/train-00002.tar"] = bytes(tar)
@@ -118,7 +118,7 @@ def test_a_data_set_on_the_web(web, root, capsys):
 
 def test_a_quick_look_at_the_web_reads_ranges_of_shards_only(web, capsys):
     assert main([f"{web.url}/set", "--workers", "1", "--quick", "--sample", "8"]) == 0
-    assert "right, as far as checked" in capsys.readouterr().out
+    assert "no problems in the checked part" in capsys.readouterr().out
     asked = [
         asked for method, path, asked in web.requests if method == "GET" and path.endswith(".tar")
     ]
@@ -150,7 +150,7 @@ def test_a_data_set_in_a_store(root, capsys):
             output.publish(path)
         assert main([str(output), "--workers", "1"]) == 0
         assert main([str(output), "--workers", "1", "--quick"]) == 0
-        assert capsys.readouterr().out.count(f"{output}: right") == 2
+        assert capsys.readouterr().out.count(f"{output}: no problems") == 2
 
 
 # ---- what cannot be checked ----------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_data_set_in_a_store(root, capsys):
         (lambda root: (root / "_info.json").unlink(), "no _info.json; if the shards are complete"),
         (
             lambda root: (root / "_info.json").rename(root / "_writing.json"),
-            "not finished yet; run the command that writes it again",
+            "this data set is not finished: run the command that writes it again",
         ),
         (lambda root: (root / "_info.json").write_text("{"), "_info.json: not valid JSON"),
         (

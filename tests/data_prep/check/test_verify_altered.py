@@ -89,29 +89,29 @@ def edit_plan(root: Path) -> None:
 
 
 BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
-    "class names swapped": (swap_classes_only, "_info.json: altered: its content", True),
+    "class names swapped": (swap_classes_only, "_info.json: altered: the content", True),
     "class names swapped, info's hash brought up to date": (
         lambda root: edit_json(root / "_info.json", swap_classes),
-        "_info.json: class names, keys or labels are not those that the data set was made of",
+        "_info.json: class names, keys or labels have changed since the data set was written",
         False,
     ),
     "a class name misspelt": (
         lambda root: edit_json(
             root / "_info.json", lambda info: info["class_names"].__setitem__(0, "aple")
         ),
-        "_info.json: class names, keys or labels are not those that the data set was made of",
+        "_info.json: class names, keys or labels have changed since the data set was written",
         False,
     ),
     "a label changed": (
         change_a_label,
-        "_info.json: class names, keys or labels are not those that the data set was made of",
+        "_info.json: class names, keys or labels have changed since the data set was written",
         False,
     ),
     "catalogue": (
         lambda root: edit_json(root / "_info.json", lambda info: info.update(catalogue="0" * 64)),
         (
             "train: 7 shards, the first is train-00000.tar: source, options or catalogue in"
-            " _info.json are not those"
+            " _info.json differ from the recorded plan"
         ),
         True,
     ),
@@ -121,13 +121,13 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         ),
         (
             "val: 1 shard, the first is val-00000.tar: source, options or catalogue in _info.json"
-            " are not those"
+            " differ from the recorded plan"
         ),
         True,
     ),
     "listed": (
         lambda root: edit_json(root / "_info.json", lambda info: info["listed"].update(val=9)),
-        "_info.json: listed is 9 for val, shards and quarantine have 3",
+        "_info.json: lists 9 images for val, but shards and quarantine have 3",
         True,
     ),
     "a sidecar's plan": (
@@ -149,7 +149,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "bytes behind the index": (
         lambda root: edit(root / "val.index.npy", lambda data: data.extend(b"12345")),
-        "val.index.npy: 5 bytes behind its last row",
+        "val.index.npy: 5 bytes after its last row",
         True,
     ),
     "a hidden tar": (lambda root: hide(root, ".more.tar"), ".more.tar: not in _info.json", True),
@@ -160,13 +160,17 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "the card": (
         lambda root: edit(root / "dataset.md", lambda data: data.__setitem__(5, data[5] ^ 1)),
-        "dataset.md: absent or altered",
+        "dataset.md: card missing or altered",
         True,
     ),
-    "no card": (lambda root: (root / "dataset.md").unlink(), "dataset.md: absent or altered", True),
+    "no card": (
+        lambda root: (root / "dataset.md").unlink(),
+        "dataset.md: card missing or altered",
+        True,
+    ),
     "no contact sheet": (
         lambda root: (root / "contact_sheet.png").unlink(),
-        "dataset.md: absent or altered, or its contact_sheet.png is",
+        "dataset.md: card missing or altered",
         True,
     ),
 }
@@ -184,9 +188,7 @@ def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
 def test_what_is_printed_was_compared(root, capsys):
     assert verify(root) == 0
     assert "every byte of 8 of 8 shards against its sha256\n" in (told := capsys.readouterr().out)
-    assert (
-        "class names, keys and labels against the hash of those the data set was made of\n" in told
-    )
+    assert "class names, keys and labels against the hash recorded before writing\n" in told
     forget_hashes(root)
     assert verify(root) == 1
     assert "every byte of 0 of 8 shards against its sha256" in capsys.readouterr().out
@@ -289,11 +291,11 @@ def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
     [
         (
             lambda rows: rows["crc32c"].__setitem__(1, rows["crc32c"][1] ^ 4),
-            r"1 row of val-00000.tar, the first is row 1 .*: crc32c ",
+            r"wrong values in 1 row of val-00000.tar, the first in row 1 .*: crc32c ",
         ),
         (
             lambda rows: rows["crc32c"].__setitem__(slice(None), 0),
-            r"3 rows of val-00000.tar, .*: crc32c 0, the tar says ",
+            r"wrong values in 3 rows of val-00000.tar, .*: crc32c is 0, but the tar gives ",
         ),
     ],
     ids=["one flipped bit", "all unknown"],

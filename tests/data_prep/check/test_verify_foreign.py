@@ -76,7 +76,7 @@ def test_a_key_in_two_shards_is_a_problem(tmp_path, capsys):
     )
     assert verify(root) == 1
     assert (
-        "train: a key that is there 2 times: train-000.tar same and train-001.tar same"
+        "train: a key occurs 2 times: train-000.tar same and train-001.tar same"
         in capsys.readouterr().out
     )
 
@@ -95,7 +95,7 @@ def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_
     edit_json(root / "_info.json", lambda info: info.update(catalogue="0"))
     assert verify(root) == 1
     told = capsys.readouterr().out.split("Notes")[0]
-    assert "train-000.tar: cmyk: not an image our writer writes (CMYK JPEG)" in told
+    assert "train-000.tar: cmyk: our writer does not write such images (CMYK JPEG)" in told
     assert "rgb:" not in told
 
 
@@ -117,11 +117,11 @@ def test_equal_images_are_counted_and_named(tmp_path, capsys):
     assert verify(root) == 0
     told = capsys.readouterr().out
     for text in (
-        "train, val: the same bytes: 3 images in 6 samples; 1 of these images are in two splits, 1"
+        "train, val: equal bytes: 3 images in 6 samples; 1 of these images are in two splits, 1"
         " under two labels\n"
         "      train-000.tar b (class 0) = val-000.tar v0 (class 0)\n"
         "      train-000.tar c (class 0) = train-001.tar e (class 1)\n",
-        "right, 1 note",
+        "no problems, 1 note",
     ):
         assert text in told
     assert verify(root, "--strict") == 1

@@ -52,9 +52,9 @@ def part_of(path: Path, content: bytes) -> Path:
 def test_whole_at_once_and_then_no_more(web, path, capsys):
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
-    assert capsys.readouterr().err == f"{path}: there, md5 verified\n"
+    assert capsys.readouterr().err == f"{path}: exists, md5 verified\n"
     download(f"{web.url}/data/a.bin", path, MD5)
-    assert capsys.readouterr().err == f"{path}: there, md5 verified\n"
+    assert capsys.readouterr().err == f"{path}: exists, md5 verified\n"
     assert ranges(web) == [None]
     assert list(path.parent.iterdir()) == [path]
 
@@ -181,9 +181,9 @@ def test_another_md5(web, path):
         download(f"{web.url}/data/a.bin", path, MD5)
     found = hashlib.md5(b"<html>please log in</html>").hexdigest()
     assert str(caught.value).startswith(
-        f"{web.url}/data/a.bin: md5 {found} (26 bytes), expected {MD5}: "
+        f"{web.url}/data/a.bin: md5 is {found} (26 bytes), expected {MD5}: "
     )
-    assert f"put it at {path}" in str(caught.value)
+    assert f"save it as {path}" in str(caught.value)
     assert list(path.parent.iterdir()) == []
 
 
@@ -192,7 +192,7 @@ def test_a_file_that_is_there_with_another_md5_stays(web, path):
     path.write_bytes(b"mine")
     with pytest.raises(
         PrepError,
-        match=f"a.bin: md5 .*, expected {MD5}; .* remove it, and it is downloaded from {web.url}",
+        match=f"a.bin: md5 is .*, expected {MD5} .* remove it to download it from {web.url}",
     ):
         download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == b"mine"

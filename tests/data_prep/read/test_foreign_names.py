@@ -95,7 +95,7 @@ def test_what_cannot_be_taken_is_reported(members, flags, told, tmp_path):
         (
             "--classes names.txt",
             (
-                "labels up to 7 (in train-0.tar), but 5 class names, which are those of labels 0 to"
+                "labels up to 7 (in train-0.tar), but only 5 class names, for labels 0 to"
                 " 4: name all"
             ),
         ),
@@ -165,7 +165,7 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
     assert f"{of_two}. Mend " in str(caught.value)
     assert index(root, "--max-unreadable 0") == 2
     assert (
-        "2 of 9 samples do not fit, more than the 0 that --max-unreadable 0"
+        "2 of 9 samples are invalid, more than the 0 that --max-unreadable 0"
         in capsys.readouterr().err
     )
 
@@ -182,7 +182,7 @@ def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
     assert (
         capsys.readouterr().out
         == f"train: 6 samples in 1 shards\nvalidation: 6 samples in 1 shards\n{root}: indexed, 4"
-        " classes\nnote: labels are 1 to 3; models get an output for classes without images, too: 0"
+        " classes\nnote: labels are 1 to 3; models also get an output for classes without images: 0"
         f"\ntrain on it with 'data.root={root}' data.val_split=validation; check it"
         f" with: python -m data_prep.verify '{root}'\n"
     )
@@ -200,11 +200,11 @@ def test_class_names(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a\n\nb", "expected one class name a line, and no JSON"),
+        ("a\n\nb", "expected one class name per line, not JSON"),
         ("a\nb\na", "'a' occurs twice"),
-        ("0\n2\n1", "class 1 is called '2', and a label 2 could mean either"),
-        ("", "expected one class name a line"),
-        ('[\n  "a",\n  "b"\n]', "and no JSON"),
+        ("0\n2\n1", "class 1 is named '2', so a label 2 would be ambiguous"),
+        ("", "expected one class name per line"),
+        ('[\n  "a",\n  "b"\n]', "not JSON"),
     ],
 )
 def test_class_names_that_are_none(text, told, tmp_path):

@@ -349,8 +349,8 @@ def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
     capsys.readouterr()
     assert index(root, "--label json:label") == 2
     assert (
-        "indexed with image image.jpg, label json:class, as its _info.json says; to do it"
-        " otherwise, move that file away" in (capsys.readouterr().err)
+        "_info.json records an index with image image.jpg, label json:class: to use"
+        " other members, move _info.json away" in (capsys.readouterr().err)
     )
 
 

@@ -33,7 +33,7 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
     for n in range(5):
         (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
     assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4"]) == 0
-    assert "left out: 5 unreadable images" in capsys.readouterr().out
+    assert "skipped: 5 unreadable images" in capsys.readouterr().out
     for n in (5, 6):
         (flat / "zebra" / f"{n}.jpg").write_bytes(b"broken")
     out = tmp_path / "other"
@@ -60,7 +60,7 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
         )
         == 0
     )
-    assert "left out: 7 unreadable images" in capsys.readouterr().out
+    assert "skipped: 7 unreadable images" in capsys.readouterr().out
 
 
 def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
@@ -91,7 +91,7 @@ def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
     ]
     assert main(command) == 2
     assert (
-        "6 of 24 images would be left out, more than the 5 that --max-unreadable 0.01 allows: 6"
+        "6 of 24 images would be skipped, more than the 5 that --max-unreadable 0.01 allows: 6"
         " files not" in capsys.readouterr().err
     )
     command += ["--max-unreadable", "0.25"]
@@ -189,7 +189,7 @@ def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
         == 2
     )
     assert (
-        "2 of 53 images would be left out, more than the 0 that --max-unreadable 0.0 allows"
+        "2 of 53 images would be skipped, more than the 0 that --max-unreadable 0.0 allows"
         in capsys.readouterr().err
     )
 

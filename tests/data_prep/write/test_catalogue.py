@@ -152,12 +152,12 @@ def test_what_a_killed_process_left_goes(tmp_path):
         (
             ["a.jpg", "b.jpg", "a.png", "b.jpg"],
             [0, 1, 2, 0],
-            "split 'train': 2 keys are used more than once: a, b; keys must differ",
+            "split 'train': 2 keys are used more than once: a, b; keys must be unique",
         ),
         (["x y.jpg", "x_y.jpg"], [0, 1], "1 keys are used more than once: x_y"),
         (["a.jpg", "b.jpg"], [0, 3], r"1 labels are outside \[0, 3\), the first is 3"),
         (["a.jpg"], [-1], r"1 labels are outside \[0, 3\), the first is -1"),
-        ([], [], "holds no samples"),
+        ([], [], "contains no samples"),
     ],
 )
 def test_errors(tmp_path, names, labels, message):

@@ -158,7 +158,7 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
     )
     expected = (
         f"PrepError: {tmp_path / place}: cannot be written ({message}); choose another folder, or"
-        " change this one"
+        " fix the permissions"
     )
     assert done.stderr.strip().endswith(expected)
     (tmp_path / "forbidden").chmod(0o755)
@@ -257,9 +257,7 @@ def test_staging_goes_when_its_maker_fails(bucket):
 
 def test_what_is_not_there(bucket):
     with temporary_folder() as folder:
-        with pytest.raises(
-            PrepError, match=r"s3://.*/a.tar: no such file; write or copy it there again"
-        ):
+        with pytest.raises(PrepError, match=r"s3://.*/a.tar: no such file: write or copy it again"):
             Output(bucket).fetch("a.tar", folder)
         assert list(folder.iterdir()) == []
     with pytest.raises(

@@ -399,7 +399,7 @@ def test_without_the_native_part_there_are_none(monkeypatch):
     monkeypatch.setattr(native, "UNAVAILABLE_REASON", "it was not built")
     with pytest.raises(
         PrepError,
-        match="--restart-markers auto: needs the C part of this package: it was not built",
+        match="--restart-markers auto: needs the native code of this package: it was not built",
     ):
         ImagePolicy(restart_markers="auto")
 
@@ -430,12 +430,12 @@ def test_a_data_set_with_restart_markers(tmp_path, capsys):
     }
     card = (tmp_path / "out" / "dataset.md").read_text()
     assert re.search(
-        "10 images got restart markers .*, the same pixels in every decoder. 2 stayed as they were:"
+        "10 images got restart markers .*, the same pixels in every decoder. 2 were not changed:"
         " 2 progressive.\n",
         card,
     )
     assert imagefolder.main(line) == 2
-    assert 'restart_markers is "auto" there, null here' in capsys.readouterr().err
+    assert 'restart_markers was "auto", now null' in capsys.readouterr().err
 
 
 @NEEDS_NATIVE

@@ -147,7 +147,7 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
     capsys.readouterr()
     write(small, root, FOUR)
     (root / "mine.rows.npy").unlink()
-    assert "2 of 5 shards are there already and are kept" in capsys.readouterr().out
+    assert "keeping 2 of 5 shards that already exist" in capsys.readouterr().out
     assert (root / "train-00001.tar").stat().st_mtime_ns == kept
     assert digests(root) == digests(written)
 
@@ -155,17 +155,12 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
 @pytest.mark.parametrize(
     ("num_train", "options", "settings", "difference"),
     [
-        (23, {}, {"seed": 1}, "seed is 0 there, 1 here"),
-        (23, {}, {"num_shards": 5}, "num_shards is"),
-        (23, {"quality": 9}, {}, "quality is null there, 9 here"),
-        (23, {}, {"with_json": True}, "with_json is null there, true here"),
-        (
-            23,
-            {},
-            {"policy": ImagePolicy(resize_short_side=8)},
-            "resize_short_side is null there, 8 here",
-        ),
-        (22, {}, {}, "catalogue is"),
+        (23, {}, {"seed": 1}, "seed was 0, now 1"),
+        (23, {}, {"num_shards": 5}, "num_shards was"),
+        (23, {"quality": 9}, {}, "quality was null, now 9"),
+        (23, {}, {"with_json": True}, "with_json was null, now true"),
+        (23, {}, {"policy": ImagePolicy(resize_short_side=8)}, "resize_short_side was null, now 8"),
+        (22, {}, {}, "catalogue was"),
     ],
 )
 def test_other_contents_are_refused(written, tmp_path, num_train, options, settings, difference):
@@ -173,7 +168,7 @@ def test_other_contents_are_refused(written, tmp_path, num_train, options, setti
     source = source_of(tmp_path, small_splits(num_train), **options)
     with pytest.raises(
         PrepError,
-        match=rf"holds another data set or other options: .*{difference}.*choose another --out",
+        match=rf"contains another data set or other options: .*{difference}.*choose another --out",
     ):
         write(source, written, replace(FOUR, **settings))
     assert digests(written) == before
@@ -184,7 +179,10 @@ def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(
 ):
     root = tmp_path / "root"
     for part, missing in (
-        ("3-4", "3 of 5 are still missing (train-00000.tar, train-00001.tar, train-00002.tar)"),
+        (
+            "3-4",
+            "3 of 5 shards are still missing (train-00000.tar, train-00001.tar, train-00002.tar)",
+        ),
         ("0-0", "2 of 5"),
     ):
         write(small, root, replace(FOUR, part=part))
@@ -198,7 +196,7 @@ def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(
     assert digests(root) == digests(written)
     before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
     write(small, root, replace(FOUR, part="3-4"))
-    assert "complete already" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
 
 
@@ -303,7 +301,7 @@ def test_ranges_include_both_ends():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("8-10", r"shards 0 to 9 \(train has 8; val has 2\)"),
+        ("8-10", r"shards between 0 and 9 \(train has 8; val has 2\)"),
         ("5-3", "expected A-B"),
         ("3/3", "or I/N"),
         ("0/0", "or I/N"),
@@ -328,9 +326,9 @@ def test_a_complete_data_set_of_archives_is_not_listed_again(small, tmp_path, ca
     root = tmp_path / "root"
     for settings in (FOUR, Settings(), Settings()):
         write(source, root, settings)
-    assert "complete already" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
     assert len(calls) == 1
-    with pytest.raises(PrepError, match="jpeg_quality is 95 there, 90 here"):
+    with pytest.raises(PrepError, match="jpeg_quality was 95, now 90"):
         write(source, root, Settings(policy=ImagePolicy(jpeg_quality=90)))
     os.utime(archive, (5, 5))
     write(source, root, Settings())
@@ -350,10 +348,10 @@ def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
         (replace(FOUR, num_shards=5), "num_shards"),
         (replace(FOUR, seed=3), "seed"),
     ):
-        with pytest.raises(PrepError, match=f"{what} is .* Nothing was changed"):
+        with pytest.raises(PrepError, match=f"{what} was .* Nothing was changed"):
             write(source, root, settings)
     other = source_of(tmp_path / "other", small_splits(22))
-    with pytest.raises(PrepError, match=r"catalogue is .* Nothing was changed"):
+    with pytest.raises(PrepError, match=r"catalogue was .* Nothing was changed"):
         write(replace(other, inputs=[tmp_path / "other" / "images.bin"]), root, FOUR)
     assert sorted(path.name for path in root.iterdir()) == before
 
@@ -361,8 +359,8 @@ def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
 @pytest.mark.parametrize(
     ("fraction", "splits", "message"),
     [
-        (0.01, small_splits(), "--minival 0.01: of 8 images, the largest class, that is none"),
-        (0.5, {"val": small_splits()["val"]}, "there is no training split to cut it from"),
+        (0.01, small_splits(), "--minival 0.01: this is less than one of the 8 images"),
+        (0.5, {"val": small_splits()["val"]}, "the source has no training split to divide"),
     ],
 )
 def test_a_minival_of_nothing_is_an_error(tmp_path, fraction, splits, message):

@@ -90,7 +90,7 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
     again = subprocess.run(
         [*prepare, "--out", root, "--workers", "1"], check=True, capture_output=True, text=True
     )
-    assert num_tars == 0 or "are there already" in again.stdout
+    assert num_tars == 0 or "that already exist" in again.stdout
     assert digests(root) == digests(undisturbed)
 
 
@@ -118,7 +118,7 @@ def test_a_bad_part_is_one_line(prepare, tmp_path):
     assert failed.returncode == 2
     assert (
         failed.stderr
-        == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3)\n"
+        == "error: --shards 9-99: expected shards between 0 and 14 (train has 12; val has 3)\n"
     )
     assert not (tmp_path / "root").exists()
 
@@ -166,7 +166,7 @@ def test_interrupted_it_ends_at_once_and_clean(
     _, errors = process.communicate(timeout=240)
     assert process.returncode == status
     (error,) = without_progress(errors)
-    assert error.endswith("; the same command continues")
+    assert error.endswith("; run the same command again to continue")
     wait_for_end_of_group(process.pid)
     assert not list(root.glob(".*.tar.*.tmp"))
     subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
@@ -183,7 +183,7 @@ def test_full_disk_is_one_line_and_continues(prepare, undisturbed, tmp_path):
     (error,) = without_progress(failed.stderr)
     assert error.startswith("error: ")
     assert ".tar: File too large" in error
-    assert "the same command continues" in error
+    assert "run the same command again to continue" in error
     assert not list(root.glob("*.tar"))
     assert not list(root.glob(".*.tmp"))
     subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)

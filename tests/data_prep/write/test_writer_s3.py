@@ -92,7 +92,7 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp
         text=True,
     )
     # a quick machine may be done before the second kill
-    assert re.search("complete, 10 classes|complete already", done.stdout)
+    assert re.search("complete, 10 classes|already complete", done.stdout)
     there = found(s3, bucket).items()
     assert {name: told for name, told in there if not name.startswith(".writable")} == local
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes"

@@ -83,7 +83,7 @@ def damaged(folder: Path) -> Source:
 def test_unreadable_images_are_left_out_and_listed(tmp_path, capsys):
     root = tmp_path / "root"
     write(damaged(tmp_path), root, replace(FOUR, max_unreadable=0.1))
-    assert "left out: 2 unreadable images, listed in" in capsys.readouterr().out
+    assert "skipped: 2 unreadable images, listed in" in capsys.readouterr().out
     listed = {
         entry["key"]: entry
         for entry in map(json.loads, (root / "quarantine.jsonl").read_text().splitlines())
