@@ -142,7 +142,6 @@ def _listed(origin: Origin) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape text for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

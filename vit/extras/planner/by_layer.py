@@ -120,7 +120,6 @@ def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
 
 
 def _plan_of(micro_batch_size: int) -> Plan:
-    """Return a plan with one step of one micro-batch on one device."""
     return Plan(
         world_size=1,
         global_batch_size=micro_batch_size,

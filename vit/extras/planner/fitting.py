@@ -1,6 +1,6 @@
 """Advise which setting to lower after an out-of-memory error, and list values that fit.
 
-`explain` adds a note to the error; `vit.distributed.exit` prints the note.
+`explain` adds a note to the error, and `vit.distributed.exit` prints the note.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Forecast:
 
 
 def _ignore(size: int) -> None:
-    """Do nothing. This is the default of `on_count`."""
+    """Do nothing, as the default of `on_count`."""
 
 
 def make_forecast(
@@ -290,7 +290,6 @@ def expected_speed(
 
 
 def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
-    """Return the stages of the run, one for each image size."""
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
     return tuple(

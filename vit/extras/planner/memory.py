@@ -210,7 +210,6 @@ def drop_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _batch(form: ImageFormat, rows: int, device: torch.device) -> Batch:
-    """Return a batch of images without augmentation."""
     columns = table_layout(AugmentConfig()).width
     return Batch(
         torch.empty(rows, form.channels, *form.size, dtype=torch.uint8, device=device),

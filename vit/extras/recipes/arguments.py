@@ -5,9 +5,9 @@ long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `s
 `on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
 The default `-` is None.
 
-Arguments for paths, logging, devices and speed are not part of a recipe. They are in a second
-table. argparse accepts abbreviated flags, such as `--batch 256` for `--batch-size 256`, because
-published commands use them.
+Arguments for paths, logging, devices and speed are not part of a recipe and have a second table.
+argparse accepts abbreviated flags, such as `--batch 256` for `--batch-size 256`, because published
+commands use them.
 """
 
 from __future__ import annotations

@@ -181,7 +181,6 @@ def _map_model(reading: ConfigReading) -> None:
 
 
 def _operations(text: str) -> list[tuple[str, list[Any]]]:
-    """Parse a preprocessing string into operations with their arguments."""
     operations = []
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")

@@ -131,8 +131,6 @@ def _check_signs(tokens: list[str]) -> None:
 
 
 def _compute(text: str) -> int:
-    """Return the value of integer arithmetic in a shell."""
-
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
@@ -147,7 +145,6 @@ def _compute(text: str) -> int:
 
 
 def _find_script(tokens: list[str], line: str) -> Command:
-    """Find the script, and the launcher before it."""
     for at, word in enumerate(tokens):
         name = word.rpartition("/")[2]
         if name.endswith("_train.sh"):

@@ -297,7 +297,6 @@ def _map_dropping(reading: Reading, has_one_rate: bool) -> None:
 
 
 def _map_start(reading: Reading) -> None:
-    """Map the initial weights, the teacher, and the selection of trained layers."""
     args = reading.args
     if args["finetune"] and args["data_set"] != "IMNET":
         file, note = local_file(args["finetune"])
@@ -367,7 +366,6 @@ def _map_teacher(reading: Reading) -> None:
 
 
 def _map_images(reading: Reading, is_distributed: bool) -> None:
-    """Map the crops, colors and repetitions of training images, and the evaluation crop."""
     args = reading.args
     reading.same("eval_crop_ratio", {"eval.crop_pct": args["eval_crop_ratio"]})
     if args["ThreeAugment"]:

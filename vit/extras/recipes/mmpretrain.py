@@ -189,7 +189,6 @@ def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> Non
 
 
 def _map_start(reading: ConfigReading, size: str) -> None:
-    """Map pretrained weights, frozen stages, and other initial weights."""
     weights = reading.get("model.backbone.init_cfg.checkpoint")
     if reading.get("model.backbone.init_cfg.type") == "Pretrained":
         text = (
@@ -229,7 +228,6 @@ def _map_loss(reading: ConfigReading) -> None:
 
 
 def _map_images(reading: ConfigReading) -> None:
-    """Map each operation of the training and evaluation pipelines."""
     of_model = "model.data_preprocessor"
     path = of_model if f"{of_model}.mean" in reading.args else "data_preprocessor"
     mean = [value / 255 for value in reading.args[f"{path}.mean"]]
@@ -274,7 +272,6 @@ def _map_images(reading: ConfigReading) -> None:
 
 
 def _map_operation(reading: ConfigReading, item: str) -> None:
-    """Map an operation of the training pipeline."""
     kind = reading.get(f"{item}.type")
     names = reading.remaining(item)
     if kind in ("LoadImageFromFile", "PackInputs"):
@@ -317,7 +314,7 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
 
 
 def _map_mixing(reading: ConfigReading) -> None:
-    """Map MixUp and CutMix. Each batch gets one of the two, with equal probability."""
+    """Map MixUp and CutMix. A batch gets either of them with equal probability."""
     path = "model.train_cfg.augments"
     items = reading.items(path) or [path]
     alphas = {"Mixup": 0.0, "CutMix": 0.0}
@@ -368,7 +365,6 @@ def _map_optimizer(reading: ConfigReading) -> None:
 
 
 def _map_groups(reading: ConfigReading, decay: float) -> None:
-    """Map `paramwise_cfg`: parameters without weight decay, and layer-wise learning rates."""
     path = "optim_wrapper.paramwise_cfg"
     layers = reading.get(f"{path}.layer_decay_rate")
     if layers is not None:
@@ -440,7 +436,6 @@ def _map_schedule(reading: ConfigReading) -> None:
 
 
 def _map_rest(reading: ConfigReading, amp: bool) -> None:
-    """Map weight averages, seeds and the precision, and record unknown keys."""
     for item in reading.items("custom_hooks"):
         names = reading.remaining(item)
         if reading.get(f"{item}.type") == "EMAHook":

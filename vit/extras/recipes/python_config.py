@@ -320,7 +320,6 @@ class PythonConfig:
     def _apply(
         self, function: _Function, arguments: list[Any], named: dict[str, Any], node: ast.AST
     ) -> Any:
-        """Evaluate a call of a function that the config file defines."""
         parameters = function.node.args
         if self._depth > 20:
             raise self._error(node, "function calls are nested too deep")

@@ -1,8 +1,8 @@
 """Map the settings of another project to settings of this project, and record each mapping.
 
-The module of each project records exactly one finding for each argument: it is the same here,
-differs, has no equivalent, or has no effect in the source project. `Reading.finish` raises an error
-if an argument has no finding, so no argument is dropped silently.
+The module of each project records exactly one finding for each argument: same, differs, no
+equivalent, or no effect in the source project. `Reading.finish` raises an error if an argument has
+no finding, so no argument is dropped silently.
 """
 
 from __future__ import annotations

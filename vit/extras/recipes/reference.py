@@ -176,7 +176,6 @@ def _read_header(head: list[str], label: str) -> Header:
 def _read_runs(
     rows: list[dict[str, str]], unit: str, length: float, label: str, num_before: int
 ) -> tuple[dict[str, NDArray[np.float64]], ...]:
-    """Return the columns of each run, with epochs or steps converted to `share`."""
     if not rows:
         raise ValueError(
             f"{label}: no row of numbers after the header: add the column names '{unit},top1', then"

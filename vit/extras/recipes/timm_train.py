@@ -188,7 +188,6 @@ def _map_size(reading: Reading, published: tuple[int, int, int]) -> None:
 
 
 def _map_fields(reading: Reading, is_plain: bool) -> None:
-    """Map `--model-kwargs` and `--head-init-bias`, which timm passes to the model."""
     fields = {k: v for k, v in reading.args["model_kwargs"].items() if k != "img_size"}
     ours = {f"model.{key}": value for key, value in fields.items()}
     lacking = [key for key in ours if not reading.has_setting(key)]

@@ -127,7 +127,7 @@ class Lease:
         self._thread.start()
 
     def _take(self, replaces: bool, looked_s: float) -> bool:
-        """Write the lease, and return whether this job holds it. looked_s: when it was last
+        """Write the lease, and return whether this job holds it. looked_s: time of the last
         read."""
         settle_s = min(SETTLE_S, self._lease_s / 10)
         if replaces and time.monotonic() - looked_s < settle_s:

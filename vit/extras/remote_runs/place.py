@@ -1,4 +1,4 @@
-"""Open the store of a run at a URL. Such a run has a working copy on a local disk.
+"""Open the store of a run at a URL.
 
     run.dir=runs/demo              a plain folder, which needs no store
     run.dir=s3://bucket/runs/demo  the working copy is `run.local_dir`, by default

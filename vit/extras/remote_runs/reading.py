@@ -5,7 +5,7 @@
                                                        losses of samples
 
 Files whose version at the URL is already in the cache are not downloaded again. The run can
-continue during the download. If a file is removed meanwhile, the listing is read again.
+continue during the download. If a file is removed during the download, the listing is read again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vit.run_folder import (
 from vit.system.files import replacing
 
 PATIENCE_S = 60.0
-"""The retry limit for a store that does not answer. It is short because a user is waiting."""
+"""The retry limit for a store that does not answer, which is short because a user is waiting."""
 NUM_LOOKS = 3
 READ = (
     "weights/last",

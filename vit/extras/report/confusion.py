@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) -> NDArray[np.int64]:
     """Count images by true class (rows) and predicted class (columns), (C, C) int64.
 
-    labels, predictions: (N,) integers. A prediction of -1 means that the logits were NaN. Such
-    images are not counted.
+    labels, predictions: (N,) integers. Images with a prediction of -1, whose logits were NaN, are
+    not counted.
     """
     seen = predictions >= 0
     cells = labels[seen].astype(np.int64) * num_classes + predictions[seen]

@@ -100,7 +100,6 @@ def make_contact_sheet(
 
 
 def _sorted(batch: Batch) -> list[int]:
-    """Return the rows of a batch, sorted by sample number."""
     return np.argsort(batch.ids.numpy()).tolist()
 
 

@@ -76,7 +76,6 @@ def _read_curves(metrics: Path) -> History:
 
 
 def _training_loss(config: Config) -> str:
-    """Return the name of the training loss for the legend."""
     name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
     return f"{name} + teacher" if config.distill.teacher is not None else name
 
@@ -112,7 +111,6 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
 
 
 def _mixed_epochs(augment: AugmentConfig) -> float:
-    """Return the number of epochs with mixing."""
     if not mixes(augment):
         return 0
     return math.inf if augment.mixup_off_epoch is None else augment.mixup_off_epoch
@@ -267,7 +265,6 @@ def _draw_throughput(axes: Axes, history: History) -> None:
 
 
 def _right_axis(axes: Axes, label: str) -> Axes:
-    """Return axes with the same steps and a separate orange scale on the right."""
     right = axes.twinx()
     right.set_ylabel(label)
     right.spines["right"].set_visible(True)
@@ -389,7 +386,6 @@ def plot_learning_curves(
 def _draw_run(
     axes: Axes, history: History, key: str, name: str, color: str, smooth_epochs: float | None
 ) -> None:
-    """Plot `key` of training as a dotted line, and of validation as points."""
     per_epoch = next(
         (line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")), 1
     )

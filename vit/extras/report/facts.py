@@ -108,7 +108,6 @@ def config_facts(
 
 
 def _teacher(distill: DistillConfig, history: History) -> str:
-    """Return the teacher's model and weights, and the type of its targets."""
     recorded = history.attempts[-1].start.get("teacher") if history.attempts else None
     text = shown(distill.teacher or "")
     if isinstance(recorded, dict):

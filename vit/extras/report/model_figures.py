@@ -1,7 +1,7 @@
 """Compute figures of a model, and draw them with `vit.extras.report.inside_plots`.
 
-`launch/visualize.py` draws these figures for any weights and images. The report draws them for a
-run and its validation images.
+`launch/visualize.py` draws these figures for any weights and images. The report draws the same
+figures for a run and its validation images.
 """
 
 from __future__ import annotations

@@ -182,7 +182,6 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
 
 
 def _script_hash() -> str:
-    """Return the SHA-256 of the page's script in base64, for the content security policy."""
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -133,7 +133,6 @@ def _paint_norms(source: ReportSource, picture: Path) -> str:
 
 
 def _paint_augmented(source: ReportSource, picture: Path) -> str:
-    """Draw the first images of the run's first batch."""
     config = source.config
     train = source.train_set
     batch_size = config.data.global_batch_size

@@ -139,7 +139,6 @@ def _measure_mode(
 
 
 def _create(subject: Subject, compiled: bool) -> TrainStep:
-    """Create the training step. Raises ValueError if the model does not fit into memory."""
     config = with_settings(subject.config, {"train.compile": compiled})
     try:
         return create_step(config, subject.plan, subject.data.num_classes, subject.world)
@@ -148,7 +147,7 @@ def _create(subject: Subject, compiled: bool) -> TrainStep:
 
 
 def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | None) -> int:
-    """Find the largest micro-batch that fits. Raises ValueError if the requested one does not fit.
+    """Find the largest micro-batch that fits. Raises ValueError if the requested size does not fit.
 
     first: the size to try first. None means the planner's estimate.
     """
@@ -197,7 +196,7 @@ def _too_large(subject: Subject) -> str:
 
 
 def _to_measure(subject: Subject, largest: int | None) -> list[int]:
-    """Return the micro-batches to measure: the config's, and the largest if it differs."""
+    """Return the config's micro-batch size, and the largest that fits."""
     planned = subject.plan.micro_batch_size
     if largest is None or subject.wishes.micro_batch_size is not None:
         return [planned]
@@ -248,7 +247,6 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
 def _measure_row(
     subject: Subject, train_step: TrainStep, mode: str, micro_batch_size: int, rank_batch_size: int
 ) -> dict[str, Any]:
-    """Measure the step with one micro-batch size."""
     config = subject.config
     world = subject.world
     micro_batch_size = min(micro_batch_size, rank_batch_size)

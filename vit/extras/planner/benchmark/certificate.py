@@ -228,7 +228,6 @@ def _mode(row: Mapping[str, Any]) -> str:
 
 
 def _share(row: Mapping[str, Any], seconds: float) -> str:
-    """Return `seconds` as a share of the step's time."""
     return f"{100 * seconds / row['step_s']:.1f} %"
 
 

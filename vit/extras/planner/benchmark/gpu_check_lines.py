@@ -94,7 +94,6 @@ def _serve(part: Callable[[], Iterable[Line]], receiver: Connection, sender: Con
 
 
 def _end(process: Any) -> None:
-    """Kill `process` and its process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -84,7 +84,6 @@ def make_place(folder: Path, *settings: str) -> Place:
 
 
 def _run(line: Sequence[str]) -> str:
-    """Run a command and return its stdout."""
     result = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:
         lines = result.stderr.strip().splitlines() or ["no output"]

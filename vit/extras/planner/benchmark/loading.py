@@ -42,7 +42,7 @@ def time_loading(
     on_batch: OnStep = lambda done, total: None,
     on_step: OnStep = lambda done, total: None,
 ) -> LoaderTimes:
-    """Time the loader for `seconds`, then the loader with the step. Each starts new workers.
+    """Time the loader for `seconds`, and then the loader with the step, with new workers.
 
     num_steps: the number of batches and steps. If given, `seconds` is ignored.
     """

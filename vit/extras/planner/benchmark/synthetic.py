@@ -20,8 +20,8 @@ from vit.data.image_format import ImageFormat
 STORED_PX = (500, 375)
 """The width and height of an average ImageNet image."""
 NOISE_ROWS = 16
-"""The number of distinct noise images. They are repeated, because generating noise takes longer
-than a step on a GPU."""
+"""The number of distinct noise images. Noise images are repeated, because generating them takes
+longer than a step on a GPU."""
 
 
 def synthetic_batches(

@@ -98,7 +98,6 @@ def look_at_place(place: str | None, run_dir: Path) -> list[str]:
 
 
 def _parts(config: Config, world: World, trial: Trial) -> Iterator[CheckStage]:
-    """Yield the checks in order."""
     hosts = world.hosts
     run_dir = trial.run_dir
     saving = SaveTrial(trial)

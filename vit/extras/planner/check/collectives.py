@@ -201,7 +201,7 @@ def judge_collectives(rates: dict[int, dict[str, float]], world: World) -> Itera
 
 
 def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterator[Finding]:
-    """Yield the slowest pair of each kind, with a note if it is much slower than the median.
+    """Yield the slowest pair of each kind, with a note if the pair is much slower than the median.
 
     rank_pairs: the result of `try_pairs` on each rank.
     """

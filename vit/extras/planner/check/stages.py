@@ -40,7 +40,8 @@ class CheckStage(NamedTuple):
 
     name: str
     run: Callable[[], Any]
-    """The function that each rank calls. It returns a JSON value or raises an exception."""
+    """The function that each rank calls. The function returns a JSON value or raises an
+    exception."""
     judge: Callable[[dict[int, Any]], Iterable[Finding]]
     """The function with which rank 0 converts the values of all ranks to findings."""
     is_joint: bool = False
@@ -148,7 +149,6 @@ class CheckStages:
         return ThreadPoolExecutor(1, "check", initializer=set_device)
 
     def _hear(self, part: CheckStage, key: str, limit_s: float, deadline: float) -> dict[str, Any]:
-        """Return the decision of rank 0 when it arrives."""
         store = self._store
         assert store is not None, "only a run of one rank has no store"
         deadline += 3 * MARGIN_S
@@ -203,7 +203,6 @@ class CheckStages:
         return {"failed": bool(lines), "lost": missing, "apart": apart}
 
     def _gather(self, key: str, deadline: float, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the answers that arrived in time, by rank."""
         store = self._store
         if store is None:
             return {0: own}

@@ -2,8 +2,8 @@
 
     open_data (as a start) -> step (model, loader, DDP, optimizer) -> evaluation -> checkpoint
 
-The test uses the same functions as training and starts from random weights. It writes no metrics,
-does not create the run's folder, and removes all its files.
+The test uses the same functions as training and starts from random weights. No metrics are written,
+and all test files are removed.
 """
 
 from __future__ import annotations
@@ -199,7 +199,6 @@ class Trial:
         }
 
     def _first_of_largest_images(self) -> int:
-        """Return the first step with the largest images."""
         batches = self.data.batches
         per_epoch = self.data.plan.steps_per_epoch
         begins = [0, *(until * per_epoch for until, _ in batches.image_format.stages)]

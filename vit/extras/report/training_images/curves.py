@@ -55,7 +55,7 @@ class SampleCurves:
     last_right: NDArray[np.int64]
     """The last epoch in which each image was classified correctly, or 0 for never, (N,)."""
     times_forgotten: NDArray[np.int64]
-    """How often each image was classified incorrectly after it had been correct, (N,)."""
+    """The number of times each image was classified incorrectly after it had been correct, (N,)."""
     curve_epochs: list[int]
     """The C epochs of `margins`."""
     margins: NDArray[np.float16]

@@ -182,7 +182,6 @@ def _picture(split: Split | Sources, sample: int) -> str:
 
 
 def _curve(curves: SampleCurves, sample: int) -> Markup:
-    """Draw the margins of an image over epochs, with a line at 0."""
     margins = curves.margins[:, sample].astype(np.float64)
     seen = np.flatnonzero(np.isfinite(margins))
     if not len(seen):
