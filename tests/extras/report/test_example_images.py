@@ -122,7 +122,7 @@ def test_the_page_is_self_contained_and_runs_no_foreign_script(trained):
     assert all(text.startswith(("#", "data:image/png;base64,")) for text in sources)
     # Two twins with different labels, and the twin in the evaluation set.
     assert page.count('<div class="twins">') == 1
-    assert "Also in the images that are evaluated on" in page
+    assert "Training images that are also validation images" in page
 
 
 def test_the_worst_keys_can_be_excluded_from_the_next_training(trained, tmp_path):

@@ -373,7 +373,7 @@ def test_running_and_killed_runs_have_pages(config, tmp_path):
         page.text,
     )
     assert (
-        "All" in page.text.partition("Attention Attention")[0].partition("averaged weights")[2]
+        "All" in page.text.partition("Attention and features")[0].partition("averaged weights")[2]
     ), "many evaluations must be collapsed"
     assert is_in_use(run_dir) is False
     page = report_of(run_dir)
@@ -432,7 +432,7 @@ def test_the_end_of_each_attempt_is_described(tmp_path):
     attempts = text.partition("Attempts")[2].partition("Faults")[0]
     assert (
         "killed 0 – 10 2 on cpu 0:00:09 50 metrics.jsonl ends without an `end` line; 4 steps"
-        " done again by the next attempt" in attempts
+        " repeated by the next attempt" in attempts
     )
     assert "failed 6 – 8 3 on cpu 0:00:10 – OSError: disk <full>" in attempts
     assert "one attempt 1 two attempt 2" in text
@@ -470,9 +470,9 @@ def test_faults_are_reported(tmp_path):
     assert "2 training images could not be decoded" in text
     assert "damaged_step_00000003_17" in text
     assert "gradient not finite, update skipped (loss not finite)" in text
-    assert "None: no update was skipped" not in text
+    assert "None. No update was skipped" not in text
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert "None: no update was skipped" in page_text(tmp_path / "run", START, TRAIN)
+    assert "None. No update was skipped" in page_text(tmp_path / "run", START, TRAIN)
 
 
 def test_a_truncated_damaged_or_empty_record_has_a_page(tmp_path):
@@ -480,7 +480,7 @@ def test_a_truncated_damaged_or_empty_record_has_a_page(tmp_path):
     assert "step 10 of 90" in cut
     assert "cannot be read" not in cut
     damaged = page_text(tmp_path / "run", START, "\x00\x00\n", '{"kind": "tr\n', "[1]\n", TRAIN)
-    assert "3 lines of the record cannot be read and are skipped" in damaged
+    assert "3 lines of metrics.jsonl cannot be read and are skipped" in damaged
     assert "step 10 of 90" in damaged
     assert (tmp_path / "run" / "report" / "curves.png").is_file()
     assert "metrics.jsonl is still empty." in page_text(tmp_path / "run")
