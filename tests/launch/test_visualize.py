@@ -55,7 +55,7 @@ def test_draws_one_picture_per_file(base, shards, tmp_path, capfd):
 
 def test_two_runs_on_the_same_samples(base, tmp_path, capfd):
     arguments = ["compare", base, base / "weights" / "last_ema.safetensors", "--device", "cpu"]
-    with pytest.raises(ValueError, match="there is no difference to draw"):
+    with pytest.raises(ValueError, match="no difference to draw"):
         visualized(capfd, *arguments, "--out", tmp_path / "a.png")
     printed = capfd.readouterr().out
     assert "A has " in printed

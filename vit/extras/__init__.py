@@ -1,1 +1,1 @@
-"""What a training can do without: each folder may be deleted, with its tests."""
+"""Optional features. Training works without each of these folders."""

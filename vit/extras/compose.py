@@ -1,7 +1,7 @@
-"""Choose the parts of a run, and train. Only this module knows every hook.
+"""Select the hooks and components of a run from its config, and train.
 
-An optional part is loaded by its name when a config needs it, as fsspec loads file systems. Other
-runs do not import it. If its folder was deleted, a config that needs it is rejected.
+An optional component is imported by name only when a config needs it, as fsspec loads file systems.
+If the folder of the component was deleted, the config is rejected.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from vit.training.reduce import Reduce, data_parallel
 
 
 def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
-    """Build the run of `config` with all its parts; arguments as for `vit.build.build`."""
+    """Build a run with the components that `config` selects. See `vit.build.build`."""
     return build(config, world, allow_change, parts_of(config))
 
 
 def fit(config: Config, *, allow_change: Iterable[str] = (), world: World | None = None) -> Outcome:
-    """Train like launch/train.py, with record, checkpoints and resume.
+    """Train like launch/train.py, with metrics, checkpoints and resume.
 
-    Every rank calls it. config: the result of `vit.load_config`. allow_change: settings that may
-    differ from those of the resumed run. world: the ranks; by default those that torchrun started,
-    or only this process. Returns "finished", or "stopped" after a signal. Raises ValueError for
-    mistakes.
+    Every rank must call this function. config: the result of `vit.load_config`. allow_change:
+    settings that may differ from those of the resumed run. world: by default the ranks that
+    torchrun started, or only this process. Returns "finished", or "stopped" after a signal. Raises
+    ValueError if the settings or the data are invalid.
     """
     world = world or join_for(config)
     outcome = train(build_run(config, world, allow_change))
-    world.barrier()  # rank 0 may have failed at the report, after the other ranks ended
+    world.barrier()  # rank 0 may fail in the report, after the other ranks finished
     return outcome
 
 
 def join_for(config: Config, limit: timedelta | None = None) -> World:
-    """Join the ranks that torchrun started for a run of `config`; arguments as for `join_world`."""
+    """Join the ranks that torchrun started for a run of `config`. See `join_world`."""
     return join_world(
         config.train.device,
         deterministic=config.train.deterministic or config.train.exact_over_ranks,
@@ -57,7 +57,7 @@ def join_for(config: Config, limit: timedelta | None = None) -> World:
 
 
 def parts_of(config: Config) -> Parts:
-    """Return the parts of a run of `config`. Raises ValueError if a part is not installed."""
+    """Return the components of a run. Raises ValueError if a component is not installed."""
     parts: dict[str, Any] = {"create_reduce": create_reduce_of(config)}
     if is_url(config.run.dir):
         parts["open_place"] = load(
@@ -73,20 +73,19 @@ def parts_of(config: Config) -> Parts:
 
 
 def create_reduce_of(config: Config) -> Callable[..., Reduce]:
-    """Return the function that creates the gradient reduction of `config`."""
+    """Return the function that creates the gradient reduction that `config` selects."""
     if config.train.exact_over_ranks:
         return load("vit.hooks.exact_over_ranks:exact_over_ranks", "train.exact_over_ranks")
     return data_parallel
 
 
 def hooks_of(config: Config) -> tuple[Hook, ...]:
-    """Return the hooks of `config`, in the order in which they are called."""
+    """Return the hooks that `config` selects, in the order in which they are called."""
     hooks: list[Hook] = [HostCheck(), OrderHook()]
     if config.train.exact_over_ranks:
         hooks.append(load("vit.hooks.exact_over_ranks:ExactFacts", "train.exact_over_ranks")())
-    if (
-        config.log.sample_losses and config.data.reader == "index"
-    ):  # samples of a stream have no fixed numbers
+    if config.log.sample_losses and config.data.reader == "index":
+        # Streamed samples have no fixed indices.
         hooks.append(load("vit.hooks.sample_losses:SamplesHook", "log.sample_losses")())
     hooks.append(GuardHook(config))
     if config.eval.reference is not None:
@@ -103,7 +102,7 @@ class MemoryAdvice(Hook):
     def failed(self, run: Run, error: Exception) -> None:
         """See `Hook`."""
         if out_of_memory(error):
-            with suppress(ValueError):  # without the planner the error stays without advice
+            with suppress(ValueError):  # without the planner, no advice is added
                 explain = load("vit.extras.planner.fitting:explain", "advice")
                 num_classes = run.state.facts["num_classes"]
                 explain(error, run.config, run.plan, num_classes, run.world.device)

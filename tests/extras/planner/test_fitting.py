@@ -64,7 +64,7 @@ def test_activation_checkpointing_is_advised_only_if_the_step_then_fits():
     assert again < needed_bytes(config)
     text = advice(config, again * 1.01)
     assert text.startswith(BATCH)
-    assert "set train.activation_checkpointing=block, with which it fits" in text
+    assert "set train.activation_checkpointing=block, which fits but" in text
     assert "activation_checkpointing" not in advice(config, again * 0.99)
     text = advice(small_config("block"), again * 0.99)
     assert "activation_checkpointing" not in text

@@ -11,7 +11,7 @@ from vit.extras.recipes.importing import import_recipe
 CONFIGS = Path(__file__).parent / "configs"
 MMPRETRAIN = CONFIGS / "mmpretrain" / "vision_transformer" / "vit-base-p16_64xb64_in1k.py"
 BIG_VISION = CONFIGS / "big_vision" / "vit_s16_i1k.py"
-REFUSED = "is not available, and its learning rate does not suit another optimizer: use AdamW"
+REFUSED = "is not available: use AdamW with a learning rate that suits AdamW"
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,17 @@ def test_a_run_of_another_length_is_compared_at_the_same_share(tmp_path):
         (("epoch,top1", "epoch,top2"), "expected the columns epoch and top1"),
         (("3,30", "3,"), "line 11: expected a number in each column"),
         (("3,30", "1,30"), "the epochs must ascend"),
-        (("3,30", "5,30"), "its epochs must be between 0 and 4"),
+        (("3,30", "5,30"), "the epochs must be between 0 and 4"),
         (("# images: 23\n", ""), "header: images: Field required"),
-        (("# epochs: 4", "# epochs: 4\n# steps: 5"), "state the length as `epochs` or as `steps`"),
+        (("# epochs: 4", "# epochs: 4\n# steps: 5"), "needs either `epochs` or `steps`"),
         (("3,30", "3,nan"), "line 11: expected a number in each column"),
         (("3,30", "3,130"), "top1 and top5 are percentages, between 0 and 100"),
         (("1,10\n3,30\n", ""), "no row of numbers after the header: add the column names"),
         (("# ", ""), "the header is missing: start the file with '# title: ...'"),
-        (("# title: A curve", "# title A curve"), "its header is not '# key: value' lines"),
+        (
+            ("# title: A curve", "# title A curve"),
+            "the header must have lines of the form '# key: value'",
+        ),
     ],
 )
 def test_an_invalid_file_is_reported_in_one_line(tmp_path, change, message):
@@ -197,7 +200,7 @@ def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, ca
 @pytest.mark.parametrize(
     ("header", "settings", "reason"),
     [
-        (("images: 23", "images: 50000"), [], "it has 50,000 images of 3 classes, the"),
+        (("images: 23", "images: 50000"), [], "its validation set has 50,000 images of 3 classes"),
         (("epochs: 4", "epochs: 2"), ["train.steps=2"], "its recipe has 6 steps, this run 2"),
     ],
     ids=["own data", "a trial"],

@@ -90,7 +90,9 @@ def test_a_replaced_or_removed_lease_counts_as_lost(store, tmp_path):
     path.unlink()
     second = held(store)
     path.unlink()
-    with pytest.raises(LeaseLost, match="its lease is gone: the run was removed, or another job"):
+    with pytest.raises(
+        LeaseLost, match="the lease is gone, because the run was removed, or another job"
+    ):
         second.confirm()
     second.release()
 

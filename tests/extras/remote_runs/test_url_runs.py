@@ -352,7 +352,7 @@ def test_a_job_suspended_in_an_upload_overwrites_no_file_of_the_next_job(
     os.kill(first.process.pid, signal.SIGCONT)
     stderr = first.end()
     assert first.process.returncode == 2, stderr
-    assert "another job has taken it over and has ended" in stderr
+    assert "another job took over the run and exited" in stderr
     after = objects_of(s3, url)
     changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
     assert changed <= {sent[1].partition("/runs/x/")[2].partition("?")[0]}, (
@@ -374,7 +374,7 @@ def test_a_damaged_checkpoint_at_the_url_is_skipped(s3, tmp_path, config, whole)
     data[-1] ^= 1
     client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
     done = train_at(config, url, tmp_path / "two")
-    assert "does not match the sha256 in checkpoint.json: it is damaged" in done.stderr
+    assert "damaged (state.safetensors does not match the sha256 in checkpoint.json)" in done.stderr
     assert "resumed at step 21 of 24" in done.stderr
     assert final_state(tmp_path / "two", STEPS) == whole
 
@@ -392,7 +392,7 @@ def test_an_outdated_working_copy_is_updated_and_an_emptied_url_is_refused(
     background.kill_all()
     train_at(config, url, tmp_path / "two", *stop)  # another machine finishes the run
     done = train_at(config, url, tmp_path / "one")
-    assert "another job has continued the run since" in done.stderr
+    assert "another job has continued the run, so" in done.stderr
     assert "is finished: 24 steps" in done.stderr
     assert final_state(tmp_path / "one", STEPS) == whole
     store = store_at(url, 60)
@@ -400,7 +400,7 @@ def test_an_outdated_working_copy_is_updated_and_an_emptied_url_is_refused(
         store.remove(name)
     done = train_at(config, url, tmp_path / "one", ok=False)
     assert done.returncode == 2
-    assert "holds no run, but its working copy" in done.stderr
+    assert "no run exists at this URL, but its working copy" in done.stderr
     assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), (
         "the working copy must not be removed"
     )

@@ -122,7 +122,7 @@ def test_the_page_is_self_contained_and_runs_no_foreign_script(trained):
     assert all(text.startswith(("#", "data:image/png;base64,")) for text in sources)
     # Two twins with different labels, and the twin in the evaluation set.
     assert page.count('<div class="twins">') == 1
-    assert "Also in the images that are evaluated on" in page
+    assert "Training images that are also validation images" in page
 
 
 def test_the_worst_keys_can_be_excluded_from_the_next_training(trained, tmp_path):
@@ -140,7 +140,7 @@ def test_the_worst_keys_can_be_excluded_from_the_next_training(trained, tmp_path
 def test_a_run_without_sample_losses_is_refused(trained, tmp_path):
     copy = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(copy / "samples")
-    with pytest.raises(ValueError, match=r"no losses of its images were kept"):
+    with pytest.raises(ValueError, match=r"no losses of images were recorded"):
         read_curves(ReportSource(copy, CPU))
 
 

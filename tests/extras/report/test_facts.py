@@ -65,10 +65,11 @@ def test_the_page_states_the_teacher_and_the_promise_of_exact_weights(shards, tm
         "resnet10t at 24 × 24 pixels, t.pth; soft targets at temperature 2"
     )
     assert fact_by_name["weights"] == (
-        "exact over ranks: the same bits on any number of them; sha256 5e5e5e5e5e5e5e5e… at step 8"
+        "exact over ranks: equal bit for bit on any number of ranks;"
+        " sha256 5e5e5e5e5e5e5e5e… at step 8"
     )
     begun = read_history(record(tmp_path, START))
-    assert dict(facts.config_facts(source, config, begun, {}))["weights"].endswith("of them")
+    assert dict(facts.config_facts(source, config, begun, {}))["weights"].endswith("of ranks")
 
 
 @pytest.mark.parametrize("missing", [{"top1"}, {"correct_top1"}, {"num_images"}])
@@ -109,9 +110,9 @@ def test_skipped_batches_and_limits_are_listed(tmp_path):
     back = {"at_step": 9, "first_passed_over": 7, "last_passed_over": 11, "rewinds": 1}
     line = {"kind": "rewind", "step": 6, "time": 1e9 + 5, **back, **spike, **limits}
     text = shown(tmp_path, line, {**train_line(10), "batches_passed_over": 4})
-    assert "10 steps · 4 passed over" in text
-    assert "1 time the run went back to a checkpoint; 4 batches were passed over" in text
-    assert "steps 7 to 11 are passed over (loss 7.5; gradient norm 1; loss limit 2.5)" in text, (
+    assert "10 steps · 4 skipped" in text
+    assert "1 rewind to a checkpoint; 4 batches were skipped" in text
+    assert "steps 7 to 11 are skipped (loss 7.5; gradient norm 1; loss limit 2.5)" in text, (
         "a missing limit must not be shown as a limit that is not finite"
     )
 

@@ -313,7 +313,7 @@ def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_pat
     np.savez(predictions, predictions=np.zeros(7, np.int64), labels=np.ones(7, np.int64), step=3)
     reasons = draw_pictures(run_dir, CPU).reasons
     assert set(reasons) == {"confused"}
-    assert "no longer what was evaluated" in reasons["confused"]
+    assert "has changed since the evaluation" in reasons["confused"]
 
 
 def test_a_run_without_evaluation_has_a_page(config, tmp_path):
@@ -347,8 +347,8 @@ def test_a_timm_model_without_attention_has_a_page(shards, tmp_path):
     page = remade(tmp_path / "run")
     mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
     assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
-    assert ("No validation image was taken for a different class." in page.text) is not mistaken
-    assert "Not drawn. Attention rollout needs a grid of patches (here None)" in page.text
+    assert ("No validation image was misclassified." in page.text) is not mistaken
+    assert "Not drawn. Attention rollout needs a grid of patches (this model has None)" in page.text
     assert "Not drawn. timm/resnet10t has no position embeddings to compare." in page.text
 
 
@@ -368,13 +368,13 @@ def test_running_and_killed_runs_have_pages(config, tmp_path):
         training.kill_all()
     check_self_contained(page)
     assert re.search(
-        r"running Running, at step \d+ of 100,000; the newest line of the record was 0:0\d:\d\d"
+        r"running Running, at step \d+ of 100,000; the last line of metrics.jsonl is 0:0\d:\d\d"
         r" old\.",
         page.text,
     )
-    assert "All" in page.text.partition("Where it looks")[0].partition("averaged weights")[2], (
-        "many evaluations must be collapsed"
-    )
+    assert (
+        "All" in page.text.partition("Attention and features")[0].partition("averaged weights")[2]
+    ), "many evaluations must be collapsed"
     assert is_in_use(run_dir) is False
     page = report_of(run_dir)
     check_self_contained(page)
@@ -431,8 +431,8 @@ def test_the_end_of_each_attempt_is_described(tmp_path):
     assert "failed Failed at step 8 of 90: OSError: disk <full>" in text
     attempts = text.partition("Attempts")[2].partition("Faults")[0]
     assert (
-        "killed 0 – 10 2 on cpu 0:00:09 50 the record ends without an `end` line; 4 steps"
-        " done again by the next attempt" in attempts
+        "killed 0 – 10 2 on cpu 0:00:09 50 metrics.jsonl ends without an `end` line; 4 steps"
+        " repeated by the next attempt" in attempts
     )
     assert "failed 6 – 8 3 on cpu 0:00:10 – OSError: disk <full>" in attempts
     assert "one attempt 1 two attempt 2" in text
@@ -470,9 +470,9 @@ def test_faults_are_reported(tmp_path):
     assert "2 training images could not be decoded" in text
     assert "damaged_step_00000003_17" in text
     assert "gradient not finite, update skipped (loss not finite)" in text
-    assert "None: no update was skipped" not in text
+    assert "None. No update was skipped" not in text
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert "None: no update was skipped" in page_text(tmp_path / "run", START, TRAIN)
+    assert "None. No update was skipped" in page_text(tmp_path / "run", START, TRAIN)
 
 
 def test_a_truncated_damaged_or_empty_record_has_a_page(tmp_path):
@@ -480,10 +480,10 @@ def test_a_truncated_damaged_or_empty_record_has_a_page(tmp_path):
     assert "step 10 of 90" in cut
     assert "cannot be read" not in cut
     damaged = page_text(tmp_path / "run", START, "\x00\x00\n", '{"kind": "tr\n', "[1]\n", TRAIN)
-    assert "3 lines of the record cannot be read and are skipped" in damaged
+    assert "3 lines of metrics.jsonl cannot be read and are skipped" in damaged
     assert "step 10 of 90" in damaged
     assert (tmp_path / "run" / "report" / "curves.png").is_file()
-    assert "Nothing is in the record yet." in page_text(tmp_path / "run")
+    assert "metrics.jsonl is still empty." in page_text(tmp_path / "run")
     assert "Running or killed, at step 0 of 90" in page_text(tmp_path / "run", START)
 
 
@@ -499,7 +499,7 @@ def test_a_wrong_or_missing_run_folder_is_an_error_of_one_line(tmp_path):
     for folder in (tmp_path / "no", tmp_path):
         done = run("launch/report.py", folder)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: {folder}: not a run folder: name one")
+        assert done.stderr.startswith(f"error: {folder}: not a run folder: pass a folder")
         assert len(done.stderr.splitlines()) == 1
     done = run("launch/report.py", cwd=tmp_path)
     assert done.returncode == 2

@@ -206,12 +206,12 @@ BROKEN = [
     ),
     (
         "pipe:cat {folder}/first.tar; exit 3",
-        r"exit 3: the stream broke \(its command ended with status 3\)",
+        r"exit 3: the stream broke \(the command exited with status 3\)",
     ),
     ("pipe:cat {folder}/first.tar; sleep 0.2; kill -9 $$", "the stream broke .*status -9"),
     (
         "pipe:cat {folder}/twenty.tar; sleep 0.2; exit 3",
-        r"exit 3: the stream broke \(its command ended with status 3\)",
+        r"exit 3: the stream broke \(the command exited with status 3\)",
     ),
     (
         "{folder}/damaged.tar",

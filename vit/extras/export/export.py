@@ -1,11 +1,11 @@
-"""Export weights to a folder that another program opens by its own documented call.
+"""Export weights to a folder that another library loads with its documented call.
 
     run, checkpoint or file -> model with its weights                      `read_subject`
-      -> an error if the program does not support a part of the model      `check_holds`
-      -> weights under the program's names, config, preprocessing, card    `export`
-      -> check: ONNX runs next to the model, other names are converted back and compared
+      -> an error if the library does not support a part of the model      `check_holds`
+      -> weights under the library's names, config, preprocessing, card    `export`
+      -> check: compare ONNX outputs with the model's, or convert names back and compare weights
 
-The folder is written under a hidden name and renamed when it is complete.
+The folder is written under a hidden name and renamed after all files are complete.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from vit.weights.published import with_published_config
 from vit.weights.save import save_weights
 
 ONNX_TOLERANCE = 1e-3
-"""Largest difference of a logit relative to the largest logit; kernels sum in different orders."""
+"""The largest allowed difference between logits, relative to the largest logit. Kernels sum in
+different orders."""
 ONNX_FILE_BYTES = 2**31 - 2**20
-"""Limit of a protobuf file, just below 2 GiB; larger weights go to a second file."""
+"""The size limit of a protobuf file, just below 2 GiB. Larger weights are written to a second
+file."""
 
 
 def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeights, str]:
-    """Return the model to export, its weights as loaded, and a description of published weights.
+    """Return the model to export, its loaded weights, and a description of published weights.
 
-    path: run, checkpoint, file or folder of another program. model_name: timm's name of weights
-    from another program, if the file does not contain it. Raises ValueError.
+    path: a run, a checkpoint, or a file or folder of another library. model_name: timm's name of
+    the model, if the file does not contain the name. Raises ValueError.
     """
     loaded = read_weights(path)
     published = ""
@@ -64,7 +66,7 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
             f"--model {model_name}: {loaded.path} comes from this project and contains its model's"
             " name: omit --model"
         )
-    assert loaded.config is not None, "published weights have a config now"
+    assert loaded.config is not None, "a config was added to published weights above"
     assert loaded.num_classes is not None, "the number of classes comes with the config"
     config = config_io.from_dict(loaded.config, str(loaded.path))
     model = create_model(config.model, num_classes=loaded.num_classes)
@@ -81,8 +83,8 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
 def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     """Return the image size (height, width) of the position embeddings in a file.
 
-    None if the size is not known or follows from the config. It can differ from the usual size of
-    `model`, because weights may be trained at any size.
+    Return None if the size is not known or follows from the config. The size can differ from the
+    usual size of `model`, because weights may be trained at any size.
     """
     grid = grid_size(model)
     source = loaded.weights.get("pos_embed")
@@ -97,9 +99,9 @@ def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
 
 
 def check_holds(program: str, subject: Subject) -> None:
-    """Raise WeightsError if `program` cannot represent the model.
+    """Raise WeightsError if the library `program` does not support a part of the model.
 
-    The error lists the unsupported parts, and the programs that support them.
+    The error lists the unsupported parts, and the libraries that support them.
     """
     missing = lacking(program, subject.config)
     if missing:
@@ -111,9 +113,9 @@ def check_holds(program: str, subject: Subject) -> None:
 
 
 def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
-    """Write the folder, completely or not at all; return lines that describe its files.
+    """Write the folder, completely or not at all, and return lines that describe its files.
 
-    Raises WeightsError if the program cannot represent the model, the folder exists, or the disk is
+    Raises WeightsError if the library does not support the model, the folder exists, or the disk is
     full.
     """
     check_holds(program, subject)
@@ -142,7 +144,7 @@ def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list
 
 
 def _umask() -> int:
-    """Return the process's umask. No system call only reads it, so it is set and restored."""
+    """Return the umask of the process. Reading the umask requires setting it."""
     bits = os.umask(0o077)
     os.umask(bits)
     return bits
@@ -154,7 +156,8 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
     if not (folder / "config.json").exists():
         names = {"class_names": subject.labels or None}
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
-    weights = [path, *folder.glob(f"{path.name}.data")]  # ONNX has a second file above 2 GiB
+    # ONNX weights above 2 GiB are in a second file.
+    weights = [path, *folder.glob(f"{path.name}.data")]
     hashes = {file.name: sha256_of(file) for file in weights}
     card = model_card(program, subject, origin, hashes)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -169,7 +172,7 @@ def _write_timm(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
     weights = subject.model.state_dict()
     save_weights(path, weights, {"format": "pt"})
     config = timm_config(subject)
-    assert config is not None, "`check_holds` ensures a config"
+    assert config is not None, "`check_holds` accepts only models that timm has"
     write_json(folder / "config.json", config)
     return path, [f"{len(weights)} weights under their names in timm, which are ours"]
 
@@ -198,7 +201,7 @@ def _write_npz(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
 
 
 def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
-    """Convert the weights to the names of `program`, and check that they convert back exactly."""
+    """Convert the weights to the names of `program`, and check the conversion in reverse."""
     ours = subject.model.state_dict()
     theirs, unmapped = from_ours(LAYOUTS[program], ours, subject.model.blocks[0].attn.num_heads)
     if unmapped:
@@ -217,7 +220,7 @@ def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
     try:
         import onnx
         import onnxruntime
-        import onnxscript  # noqa: F401  torch's exporter needs it
+        import onnxscript  # noqa: F401  torch's exporter imports it
     except ImportError as error:
         raise WeightsError(
             f"--to onnx needs {error.name}, which is not installed: pip install onnx onnxscript"

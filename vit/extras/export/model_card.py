@@ -3,7 +3,7 @@
 front matter      metadata for the Hugging Face hub
 table             model, data, accuracy with its interval, hashes, commands
 preprocessing     one sentence
-opening it        code, which `tests/extras/export/test_export.py` runs as printed
+opening it        Python code that loads the folder
 recipe            the settings that differ from the defaults
 """
 
@@ -28,7 +28,7 @@ LIBRARIES = {
     "onnx": "onnx",
     "npz": "timm",
 }
-"""The hub's names of the programs that open a folder."""
+"""The Hugging Face hub's name of the library that loads each format."""
 PACKAGES = {
     "timm": "timm",
     "torchvision": "torchvision safetensors",
@@ -36,7 +36,7 @@ PACKAGES = {
     "onnx": "onnxruntime",
     "npz": "timm",
 }
-"""Packages to install in addition to torch and pillow."""
+"""The packages that each format needs in addition to torch and pillow."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ class Origin:
     step: int | None = None
     averaged: bool = False
     start: dict[str, Any] | None = None
-    """The newest `start` line of the run's record."""
+    """The last `start` line of the run's metrics.jsonl."""
     evaluation: dict[str, Any] | None = None
-    """The line of the evaluation at `step`."""
+    """The metrics.jsonl line of the evaluation at `step`."""
     published: str = ""
     """A description of weights that were trained elsewhere."""
     source: dict[str, str] | None = None
-    """Repository, commit and licence of exported weights of the Hugging Face hub."""
+    """The repository, commit and license of exported weights from the Hugging Face hub."""
 
     def begun_from(self) -> dict[str, str] | None:
-        """Return the hub's facts about the exported weights, or those they were trained from."""
+        """Return the hub's repository, commit and license of the exported or initial weights."""
         recorded: dict[str, str] | None = (self.start or {}).get("init_source")
         return self.source or recorded
 
 
 def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[str, str]) -> str:
-    """Return the text of README.md. hashes: sha256 by file of weights in the folder."""
+    """Return the text of README.md. hashes: the sha256 of each weights file, by file name."""
     config = subject.config
     height, width = config.model.height_width()
     parameters = count_parameters(subject.model)
@@ -130,7 +130,10 @@ A Vision Transformer for image classification.
 
 
 def _listed(origin: Origin) -> str:
-    """Return lines of the front matter about weights of the hub; the licence is theirs alone."""
+    """Return the front matter lines about weights from the hub.
+
+    A license is given only for unchanged weights.
+    """
     source = origin.begun_from()
     if source is None:
         return ""
@@ -139,7 +142,6 @@ def _listed(origin: Origin) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape a text for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
@@ -157,7 +159,7 @@ def _data(subject: Subject, origin: Origin) -> str:
 
 
 def _accuracy(origin: Origin, num_classes: int) -> str:
-    """Return top-1 and top-5 of exactly these weights, or a note that they were not measured."""
+    """Return the top-1 and top-5 accuracy of the exported weights, if it was measured."""
     if origin.published:
         return origin.published
     line = origin.evaluation or {}
@@ -182,7 +184,7 @@ def _weights(origin: Origin) -> str:
 
 
 def _without_defaults(config: Config) -> dict[str, Any]:
-    """Return the settings of `config` that differ from the defaults, without paths."""
+    """Return the settings that differ from the defaults, without paths."""
     least = {"data": {"root": "-"}, "optim": {"name": config.optim.name}, "train": {"steps": 1}}
     plain = config_io.to_dict(config_io.from_dict(least, "defaults"))
     values: dict[str, Any] = {}
@@ -203,7 +205,7 @@ for number in share.argsort(descending=True)[:5].tolist():
 
 
 def opening_code(program: str, subject: Subject) -> str:
-    """Return Python code that opens the folder from within and classifies `photo.jpg`."""
+    """Return Python code that loads the current folder and classifies `photo.jpg`."""
     colours = "RGB" if len(subject.view.mean) == 3 else "L"
     opened = 'Image.open("photo.jpg")'
     photo = f'{opened}.convert("{colours}")'

@@ -1,5 +1,5 @@
-"""Forecast the needs of a run without a GPU and without the data.
+"""Forecast the time and memory of a run, without a GPU and without the data.
 
-`memory` runs the training step on tensors without memory and counts bytes. `forecast` combines that
-with the plan of steps and the GPU's peak to hours, GPU-hours, cores and disk.
+`memory` runs the training step on fake tensors and counts bytes. `forecast` computes hours,
+GPU-hours, CPU cores and disk space from the number of steps and the GPU's peak FLOP/s.
 """

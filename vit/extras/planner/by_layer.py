@@ -1,7 +1,7 @@
-"""Count the cost of each layer of a model, and the memory of using and of training the model.
+"""Count the operations and parameters of each layer, and the memory for inference and training.
 
-Shapes and operations come from one forward pass on the meta device, memory from passes without
-memory (`vit.extras.planner.memory`), so even a large model needs no computation and no memory.
+Shapes and operations come from a forward pass on the meta device. Memory is counted with fake
+tensors (`vit.extras.planner.memory`). Even a large model needs no computation and no memory.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from vit.training.plan import Plan
 
 MIB = 2**20
 FROM_IMAGES = 64
-"""The least batch at which the peak of a step is that of activations, which grow with the batch.
-For smaller batches it may be that of the update."""
+"""The batch size from which activations determine the peak memory of a step. For smaller batches,
+the optimizer's update may determine the peak."""
 
 
 class LayerCost(NamedTuple):
-    """The cost of a stage of the model, or of a block of its encoder."""
+    """The cost of a layer of the model, or of a block of its encoder."""
 
     name: str
     kind: str
-    """The class of the module; "parameter" for parameters of the model itself."""
+    """The class of the module, or "parameter" for a parameter of the model itself."""
     output: str
     """The shape of the output, such as (B, 197, 768), or of the parameter."""
     parameters: int
     flops: int
-    """The operations of one image's forward pass; a multiply-add counts as 2."""
+    """The operations of the forward pass of one image. A multiply-add is two operations."""
 
 
 def layer_costs(model: Any) -> list[LayerCost]:
-    """Return a row for each stage of `model`, on the meta device, in the order of the pass.
+    """Return the cost of each layer of `model`, in the order of the forward pass.
 
-    The sum over all rows is the model's number of parameters. Stages without parameters and
-    operations are omitted.
+    `model` must be on the meta device. Layers without parameters and operations are omitted. All
+    parameters of the model are counted.
     """
     stages = {}
     for name, module in model.named_children():
@@ -87,20 +87,20 @@ def layer_costs(model: Any) -> list[LayerCost]:
 
 
 class MemoryNeeds(NamedTuple):
-    """The bytes on one device, counted as in `launch/plan.py`."""
+    """The bytes that a model needs on one device, as in `launch/plan.py`."""
 
     weights: int
     forward: int
-    """The temporaries of the forward pass of one image without gradients, at their peak."""
+    """The peak of temporary memory in the forward pass of one image, without gradients."""
     training: int
-    """The bytes of a training step with micro-batches of one image: weights, gradients, optimizer,
-    activations."""
+    """The memory of a training step with one image per micro-batch: weights, gradients, optimizer
+    and activations."""
     per_image: int
     """The bytes that each image adds to a larger micro-batch."""
 
 
 def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
-    """Count the bytes of the model of `config`, used in fp32 and trained as configured."""
+    """Count the bytes for inference in fp32, and for training as configured."""
     one, some, more = (
         step_memory(config, _plan_of(size), num_classes)
         for size in (1, FROM_IMAGES, 2 * FROM_IMAGES)
@@ -120,7 +120,6 @@ def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
 
 
 def _plan_of(micro_batch_size: int) -> Plan:
-    """Return the plan of one step of one micro-batch on one device."""
     return Plan(
         world_size=1,
         global_batch_size=micro_batch_size,
@@ -136,18 +135,19 @@ def _plan_of(micro_batch_size: int) -> Plan:
     )
 
 
-# ---- for people ----------------------------------------------------------------------------------
+# ---- printed tables
+# ----------------------------------------------------------------------------------
 
 
 def print_network(config: Config, num_classes: int) -> None:
-    """Print the shapes at each stage of the model of `config`."""
+    """Print the output shape of each layer of the model."""
     with torch.device("meta"):
         model = create_model(config.model, num_classes=num_classes)
     print_shapes(model, config.model.name)
 
 
 def print_costs(config: Config, num_classes: int) -> None:
-    """Print parameters and operations of each layer of the model of `config`, and its memory."""
+    """Print the parameters and operations of each layer, and the memory of the model."""
     with torch.device("meta"):
         model = create_model(config.model, num_classes=num_classes)
     rows = layer_costs(model)
@@ -174,5 +174,5 @@ def print_costs(config: Config, num_classes: int) -> None:
         f" {needs.forward / MIB:,.1f} MiB for each image of a batch\n"
         f"memory in training ({config.train.precision}, {config.optim.name}):"
         f" {needs.training / MIB:,.0f} MiB with micro-batches of one image; each image adds"
-        f" {needs.per_image / MIB:,.1f} MiB to a large one (launch/plan.py says what fits where)"
+        f" {needs.per_image / MIB:,.1f} MiB to a large one (see launch/plan.py for a given GPU)"
     )

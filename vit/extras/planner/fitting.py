@@ -1,6 +1,6 @@
-"""Advise which setting to lower after an out-of-memory error, with sizes that divide and fit.
+"""Advise which setting to lower after an out-of-memory error, and list values that fit.
 
-`explain` adds a note to the error; `vit.distributed.exit` prints the note.
+`explain` adds a note to the error, and `vit.distributed.exit` prints the note.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def naming_what_fits(
 def explain(
     error: Exception, config: Config, plan: Plan, num_classes: int, device: torch.device
 ) -> None:
-    """Add a note to an out-of-memory error: the setting to lower, and its possible values."""
+    """Add a note to an out-of-memory error that names the setting to lower and possible values."""
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if Path(evaluate.__file__) in files:
         error.add_note(f"Lower eval.batch_size ({config.eval.batch_size} now)")
@@ -51,7 +51,7 @@ def explain(
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the description of the GPU `device`, with its actual memory; None for a CPU."""
+    """Return the description of the GPU `device` with its actual memory, or None for a CPU."""
     if device.type != "cuda":
         return None
     driver = torch.cuda.get_device_properties(device)
@@ -63,13 +63,13 @@ def gpu_of(device: torch.device) -> Gpu | None:
         bandwidth_gbs=0.0,
         pattern=driver.name,
     )
-    # The driver's memory, not the table's: one name is sold with several sizes of memory, and a MIG
-    # instance has only a part of it.
+    # The driver knows the actual memory. GPUs of one name have different sizes of memory, and a MIG
+    # instance has only a part of the memory.
     return replace(find_device(driver.name) or unknown, memory_gib=driver.total_memory / GIB)
 
 
 def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
-    """Return the advice for a training step of `plan` that did not fit, into `gpu` if given."""
+    """Return advice for a training step that did not fit into memory. gpu: None if unknown."""
     rank_batch_size = plan.rank_batch_size
     unit = config.augment.mix_group_size if mixes(config.augment) else 1
     now = plan.micro_batch_size
@@ -98,11 +98,11 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
 
 
 def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:
-    """Return the advice to keep fewer activations, "" if `plan` would still not fit into `gpu`."""
+    """Return the advice to checkpoint activations, or "" if the step would still not fit."""
     if config.train.activation_checkpointing != "none":
         return ""
     train = config.train.model_copy(update={"activation_checkpointing": "block"})
     memory = step_memory(config.model_copy(update={"train": train}), plan, num_classes)
     if memory.total > usable_bytes(gpu):
         return ""
-    return "set train.activation_checkpointing=block, with which it fits in 4/3 of the time"
+    return "set train.activation_checkpointing=block, which fits but takes 4/3 of the time"

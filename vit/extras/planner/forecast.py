@@ -1,9 +1,10 @@
 """Forecast the time, the cost and the memory of a run, from a config and a number of GPUs.
 
-`vit.training.plan` has steps and batches, `vit.extras.planner.memory` the bytes. Time follows from
-operations. An image takes three forward passes (one forward, two backward; minus the samples that
-drop path skips, plus recomputed activations) and one pass of a teacher. The rate is a share of the
-GPU's peak (MFU), measured on such a GPU or else a published range.
+`vit.training.plan` computes steps and batches, and `vit.extras.planner.memory` computes bytes. Time
+is the number of operations divided by the rate. Training on an image costs three forward passes
+(one forward, two backward), less the samples that drop path skips, plus recomputed activations and
+a teacher's forward pass. The rate is a share of the GPU's peak (MFU), either measured on such a GPU
+or taken from a published range.
 """
 
 from __future__ import annotations
@@ -34,33 +35,33 @@ from vit.training.print_config import IMAGENET_IMAGES
 from vit.training.teacher import find_teacher
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-"""The folder of `*-gpu-*.json` files with measured shares of the peak; absent in an installed
-package."""
+"""The folder of `*-gpu-*.json` files with measured MFU. An installed package does not have this
+folder."""
 MFU_RANGE = (0.2, 0.4)
-"""The range for GPUs without a measurement. Published for training ViTs: ViT-5-B on H100s 22.5 %
-end to end and 28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA
+"""The MFU range for GPUs without a measurement. Published for training ViTs: ViT-5-B on H100s 22.5
+% end to end and 28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA
 NeMo)."""
 RESERVED_GIB = 1.5
-"""The memory of CUDA's context, work space of cuBLAS and cuDNN, buffers of NCCL; an estimate, not a
-measurement."""
+"""The estimated memory of CUDA's context, the work space of cuBLAS and cuDNN, and NCCL's
+buffers."""
 USABLE_SHARE = 0.95
-"""The usable share of the rest, because the allocator cannot fill every gap between tensors; an
-estimate, not a measurement."""
+"""The estimated usable share of the remaining memory, because the allocator cannot fill every gap
+between tensors."""
 IMAGES_PER_CORE_S = 1034
-"""The training images of 116 kB that a core of an Intel Xeon prepares per second at 224 px
+"""The images of 116 kB that an Intel Xeon core decodes for training per second at 224 px
 (benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
 SHARD_BYTES_PER_IMAGE = 122_000
-"""The size of a stored image; ImageNet's shards take 156 GB (docs/data.md)."""
+"""The average size of a stored image, because ImageNet's shards take 156 GB (docs/data.md)."""
 IMAGENET_VAL_IMAGES = 50_000
 SAME_NETWORK = 0.1
-"""The largest relative difference in operations within one network: other numbers of classes, and
-of samples that drop path keeps, change less."""
+"""Two measurements are of the same network if their operations differ by at most this share. The
+number of classes and drop path change the operations less."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class DataSize:
-    """The sizes of the data for a forecast."""
+    """The sizes of the datasets for a forecast."""
 
     num_classes: int
     num_val_images: int
@@ -68,12 +69,12 @@ class DataSize:
     further_images: tuple[int, ...]
     """The images of each further split in `eval.sets`."""
     assumed: str
-    """The reason why the numbers are those of ImageNet-1k; "" if they are those of the data."""
+    """The reason why ImageNet-1k's sizes are assumed, or "" if the data was opened."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The least and the largest share of the peak that a GPU is expected to reach."""
+    """The lowest and the highest expected share of a GPU's peak."""
 
     low: float
     high: float
@@ -82,19 +83,19 @@ class Speed:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run with one image size."""
+    """A stage of a run with one image size."""
 
     image_size: tuple[int, int]
     """(height, width) in pixels."""
     stop: int
     """The step at which the stage ends."""
     train_flops: int
-    """The operations of one image in training."""
+    """The operations of training on one image."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run on `num_gpus` of `gpu`. Pairs are (least, most)."""
+    """The forecast of a run on `num_gpus` GPUs. Pairs are (minimum, maximum)."""
 
     gpu: Gpu
     num_gpus: int
@@ -102,28 +103,28 @@ class Forecast:
     plan: Plan
     data: DataSize
     memory: StepMemory
-    """The memory of a step at `plan.micro_batch_size`."""
+    """The memory of a step with `plan.micro_batch_size`."""
     largest_micro_batch_size: int
-    """The largest that divides the rank's batch and fits; 0 if none does."""
+    """The largest micro-batch size that divides the rank's batch and fits, or 0 if none fits."""
     host_memory: HostMemory
     disk: DiskNeeds
     speed: Speed
     forward_flops: int
-    """The operations of one image's forward pass in an evaluation."""
+    """The operations of evaluating one image."""
     train_flops: int
-    """The operations of one image in training, forward and backward; the mean over the run."""
+    """The operations of training on one image, forward and backward, averaged over the run."""
     teacher_flops: int
-    """The operations of one image in the teacher's forward pass, 0 without a teacher."""
+    """The operations of the teacher's forward pass for one image, or 0 without a teacher."""
     stages: tuple[Stage, ...]
-    """The stages, if training images have several sizes; the last stage ends with the run."""
+    """The stages if training images have several sizes. The last stage ends with the run."""
     train_images: int
-    """The images of all training steps, repeated images counted each time."""
+    """The number of images in all training steps, including repetitions."""
     eval_images: int
-    """The forward passes of all evaluations."""
+    """The number of images in all evaluations."""
 
     @property
     def fits(self) -> bool:
-        """Whether a step at the planned micro-batch fits into the GPU."""
+        """Whether a step with the planned micro-batch size fits into the GPU."""
         return self.memory.total <= usable_bytes(self.gpu)
 
     @property
@@ -132,14 +133,14 @@ class Forecast:
         return self.images_per_s_at(self.train_flops)
 
     def images_per_s_at(self, train_flops: int) -> tuple[float, float]:
-        """Return the images per second if an image takes `train_flops` operations."""
+        """Return the images per second if training on an image takes `train_flops` operations."""
         slow, fast = self._flops_per_s
         flops = train_flops + self.teacher_flops
         return slow / flops, fast / flops
 
     @property
     def hours(self) -> tuple[float, float]:
-        """The hours of training with its evaluations."""
+        """The hours of training, including evaluations."""
         image_flops = self.train_flops + self.teacher_flops
         flops = image_flops * self.train_images + self.forward_flops * self.eval_images
         slow, fast = self._flops_per_s
@@ -147,7 +148,7 @@ class Forecast:
 
     @property
     def cores_per_gpu(self) -> tuple[float, float]:
-        """The cores that prepare images as fast as one GPU uses them, at the smallest size."""
+        """The CPU cores that one GPU needs for loading, at the smallest image size."""
         flops = min((stage.train_flops for stage in self.stages), default=self.train_flops)
         slow, fast = self.images_per_s_at(flops)
         return slow / self.num_gpus / IMAGES_PER_CORE_S, fast / self.num_gpus / IMAGES_PER_CORE_S
@@ -159,7 +160,7 @@ class Forecast:
 
 
 def _ignore(size: int) -> None:
-    """Do nothing; the default of `on_count`."""
+    """Do nothing, as the default of `on_count`."""
 
 
 def make_forecast(
@@ -169,11 +170,11 @@ def make_forecast(
     results: Path = RESULTS,
     on_count: Callable[[int], object] = _ignore,
 ) -> Forecast:
-    """Forecast the run of `config`, on ImageNet-1k if its data cannot be opened.
+    """Forecast the run of `config`. ImageNet-1k is assumed if the data cannot be opened.
 
-    on_count: called with each size of micro-batch before its memory is counted, which takes
-    seconds. Raises ValueError like `vit.training.plan.make_plan`, for sizes that do not divide, and
-    like `host_memory`.
+    on_count: called with each micro-batch size before its memory is counted, which takes seconds.
+    Raises ValueError if batch sizes do not divide (`vit.training.plan.make_plan`) or if
+    `data.prefetch_gib` is too small.
     """
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
@@ -220,7 +221,7 @@ def make_forecast(
 
 
 def usable_bytes(gpu: Gpu) -> float:
-    """Return the memory of `gpu` that a training step may fill."""
+    """Return the bytes of a GPU that a training step can use."""
     return (gpu.memory_gib - RESERVED_GIB) * USABLE_SHARE * GIB
 
 
@@ -232,14 +233,14 @@ def largest_micro_batch(
     planned: StepMemory | None = None,
     on_count: Callable[[int], object] = _ignore,
 ) -> int:
-    """Return the largest micro-batch that divides a rank's batch and fits into `gpu`, 0 for none.
+    """Return the largest micro-batch size that divides a rank's batch and fits, or 0 if none fits.
 
-    planned: the counted memory of `plan`, if it is known. Activations grow with the micro-batch, so
-    their share per image gives an estimate of the limit; then the sizes next to it are counted.
+    planned: the counted memory of `plan`, if it is known. The search starts from an estimate,
+    because activations grow in proportion to the micro-batch.
     """
     rank_batch = plan.global_batch_size // plan.world_size
     sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
-    if config.train.exact_over_ranks:  # ranks have whole leaves, and not equally many
+    if config.train.exact_over_ranks:  # ranks have different numbers of micro-batches
         batch_sizes = micro_batch_sizes(config.augment, plan.global_batch_size)
         sizes = [0, *(size for size in batch_sizes if size <= rank_batch)]
     if planned is None:
@@ -268,8 +269,8 @@ def expected_speed(
 ) -> Speed:
     """Return the measured MFU in `results` for this model on this GPU, or the published range.
 
-    The fastest row counts, because the best settings reach it. flops: operations of training on an
-    image, which distinguish networks of one name with other image sizes or depths.
+    The fastest matching row is used. flops: the operations of training on an image, which
+    distinguish networks of one name but different image sizes or depths.
     """
     best: tuple[float, str] | None = None
     for path in sorted(results.glob("*-gpu-*.json")):
@@ -277,7 +278,8 @@ def expected_speed(
         for row in measured["training"]:
             same = row["model"] == model_name and measured["gpu"] == gpu.name
             same = same and abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
-            # Only rows without recomputation: `_train_flops` adds the recomputed operations.
+            # Rows with recomputation are skipped, because `_train_flops` adds recomputed
+            # operations.
             once = row.get("activation_checkpointing", "none") == "none"
             if same and once and row["precision"] == precision:
                 best = max(best or (0.0, ""), (row["mfu"], path.name))
@@ -288,7 +290,6 @@ def expected_speed(
 
 
 def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
-    """Return the stages of the run, one for each image size."""
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
     return tuple(
@@ -308,10 +309,13 @@ def _mean_flops(stages: tuple[Stage, ...]) -> int:
 
 
 def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple[int, int]) -> int:
-    """Return the operations of one image in training; embedding and head count like blocks."""
+    """Return the operations of training on one image.
+
+    With activation checkpointing, the embedding and the head are counted like blocks.
+    """
     size = plan.micro_batch_size if config.model.drop_path_form == "subset" else None
     forward = flops_per_image(model, size, image_size)
-    # Frozen parts have no backward pass and no recomputation.
+    # Frozen layers have no backward pass and no recomputation.
     backward = forward - frozen_flops_per_image(model, size, image_size)
     every = config.train.activation_checkpointing  # "none", "block", or every n-th block
     recomputed = {"none": 0.0, "block": 1.0}[every] if isinstance(every, str) else 1 / every
@@ -319,7 +323,7 @@ def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple
 
 
 def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
-    """Return the size of the data and the plan; without data those of ImageNet-1k."""
+    """Return the sizes of the data and the plan. ImageNet-1k is assumed without data."""
     places = config.eval.further_places(config.data.root, config.data.val_split)
     at_once = config.data.model_copy(update={"patience_s": 0.0})
     try:

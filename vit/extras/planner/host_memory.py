@@ -1,9 +1,8 @@
-"""Count the memory that a run takes of its hosts, from the plan of the loader's ring.
+"""Count the host memory of a run: loader buffers, workers and the copy of a checkpoint.
 
-    config, size of the data -> layout and ring of training and of evaluation -> `HostMemory`
+    config, size of the data -> ring buffers of training and evaluation -> `HostMemory`
 
-`vit.hooks.preflight` requires the same memory of a host at the start, for all parts that follow
-from the config.
+`vit.hooks.preflight` checks the same requirements when a run starts.
 """
 
 from __future__ import annotations
@@ -23,20 +22,21 @@ from vit.training.plan import Plan, create_order
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of a host in bytes; all but the last field are per GPU."""
+    """The memory of a host in bytes. All fields except the last are per GPU."""
 
     slots: int
-    """The batches that are being made, ready or in use; page-locked."""
+    """The page-locked training batches that are being loaded, ready or in use."""
     eval_slots: int
-    """The batches of evaluations, which stay allocated between them; page-locked."""
+    """The page-locked evaluation batches, which stay allocated between evaluations."""
     workers: int
-    """The loader workers, and as many for evaluations."""
+    """The loader workers for training and for evaluations."""
     saved_copy: int
-    """The copy from which a thread writes a checkpoint, page-locked; only on the first host."""
+    """The page-locked copy from which a thread writes a checkpoint. Only the first host has this
+    copy."""
 
     @property
     def of_each_gpu(self) -> int:
-        """The sum of the fields that are per GPU."""
+        """The sum of all fields that are per GPU."""
         return self.slots + self.eval_slots + self.workers
 
 
@@ -48,12 +48,13 @@ def host_memory(
     saved_bytes: int,
     further_images: Sequence[int] = (),
 ) -> HostMemory:
-    """Plan the rings of each GPU's batches.
+    """Compute the host memory of a run.
 
-    saved_bytes: size of a checkpoint. further_images: images of each further split in `eval.sets`;
-    one of these splits at a time has workers and batches, in addition to `data.val_split`.
+    saved_bytes: the size of a checkpoint. further_images: the number of images of each further
+    split in `eval.sets`. Only one of these splits at a time has workers and batches, in addition to
+    `data.val_split`.
 
-    Raises ValueError like `vit.data.slots.plan_ring` if `data.prefetch_gib` is too small.
+    Raises ValueError if `data.prefetch_gib` is too small.
     """
     data = config.data
     image_format = ImageFormat.from_config(config.model, data)

@@ -1,15 +1,14 @@
 """Count the bytes of a training step on one device without computing the step.
 
-`vit.step.TrainStep` itself runs under torch's FakeTensorMode: the result of each operation has a
-shape and no memory. As in an allocator, every new storage is added to a sum, and subtracted when
-the last tensor that uses it is freed:
+`vit.step.TrainStep` runs under torch's FakeTensorMode, in which tensors have a shape but no memory.
+The size of each new storage is added to a sum, and subtracted when the last tensor that uses the
+storage is freed:
 
     config -> model, optimizer and batch without memory -> TrainStep -> `StepMemory`, part by part
-    config -> a drawn table, images without memory -> Augment -> its temporaries, one part more
+    config -> augmentation parameters, fake images -> Augment -> temporaries of augmentation
 
-The device is a "cpu" without computation, because torch's autograd needs a real context for a fake
-GPU. Both devices keep the same tensors for the backward pass: autocast casts the same tensors, and
-attention keeps its inputs, its output and one number a row.
+The fake device is a CPU, because torch's autograd needs a real CUDA context for a fake GPU. On both
+devices, the same tensors are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
 BATCHES_ON_DEVICE = 3
-"""The batches of a rank during the step: the one in use, and the next one before and after its
+"""The batches on the device during a step: the current batch, and the next batch before and after
 augmentation."""
 
 
 class _OnlyFloats(Augment):
-    """The conversion of images to inputs and targets without augmentation; tables have no values.
+    """The conversion of images to inputs and targets, without augmentation.
 
-    Converts all images at once, as on a GPU; the conversion in parts of a CPU would be counted
-    differently.
+    All images are converted in one operation, as on a GPU. A CPU converts parts of a batch, which
+    would change the count.
     """
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,15 +70,15 @@ class StepMemory:
     teacher: int
     """The parameters and buffers of the teacher (`distill`)."""
     gradients: int
-    """The gradients that exist at the peak; with `train.exact_over_ranks` also its partial sums."""
+    """The gradients at the peak, including the partial sums of `train.exact_over_ranks`."""
     optimizer: int
     average: int
     batches: int
     activations: int
-    """The activations for the backward pass, and the temporaries at the peak."""
+    """The activations kept for the backward pass, and the temporary tensors at the peak."""
     augmentation: int
-    """The temporaries of the next batch's augmentation, which runs during the step on another
-    stream; torch's allocator does not share memory between streams."""
+    """The temporary tensors for augmenting the next batch. Augmentation runs on another CUDA stream
+    during the step, and torch's allocator does not share memory between streams."""
 
     @property
     def total(self) -> int:
@@ -88,15 +87,15 @@ class StepMemory:
 
     @property
     def in_turn(self) -> int:
-        """The sum if augmentation runs before the step, as in `vit.extras.planner.benchmark`."""
+        """The total if augmentation runs before the step, as in `vit.extras.planner.benchmark`."""
         return self.total - self.augmentation
 
 
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
-    """Count the bytes of one step of `plan` on each rank, without torch.compile, which needs less.
+    """Count the bytes of a training step on each rank.
 
-    config: the sections model, init, distill, optim, schedule, train, augment and log are used.
-    Batches are those of `plan`, with the largest images of the run.
+    The step is not compiled, and torch.compile would need less memory. Batches have the sizes of
+    `plan` and the largest images of the run.
     """
     optim = config.optim
     train = config.train
@@ -120,17 +119,17 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         state = live.now - weights - teacher_bytes
         average = 0
         if train.ema_decay is not None:
-            # Counted by hand, because `Ema` copies a module, which fake tensors do not allow. Its
-            # update is in place and needs no memory.
+            # `Ema` copies a module, which fake tensors do not allow, so its weights are counted
+            # from the state dict. The update of the average works in place.
             average = sum(tensor.nbytes for tensor in model.state_dict().values())
         if train.exact_over_ranks:
             draw_by_sample(model, plan.micro_batch_size, device)
-        # Gradients exist between steps: DDP keeps them in buckets, `TreeSum` keeps partial sums.
+        # DDP's buckets and the partial sums of `TreeSum` stay allocated between steps.
         are_kept = plan.world_size > 1 or train.exact_over_ranks
         if are_kept:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        # Two passes suffice for any number of passes, because gradients exist from the second on.
+        # Two micro-batches are enough, because gradients exist from the second one on.
         largest = ImageFormat.from_config(config.model, config.data, config.schedule).largest
         batch = _batch(largest, min(rank_batch_size, 2 * plan.micro_batch_size), device)
         augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
@@ -144,13 +143,13 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             micro_batch_size=plan.micro_batch_size,
             precision=train.precision,
             clip_grad_norm=optim.clip_grad_norm,
-            # One step in all, so that the counted step measures the norms.
+            # The plan has one step, so the counted step also measures the norms.
             probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
         )
         before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
         train_step(batch, 0)
-        # Gradients in buckets are already in `before`.
+        # `before` already includes gradients in buckets.
         in_buckets = sum(p.nbytes for p in parameters) if are_kept else 0
         activations = live.peak - before - (live.gradients_at_peak - in_buckets)
         image_bytes = batch.images[0].nbytes
@@ -176,19 +175,19 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
 def augmentation_bytes(
     config: AugmentConfig, image_shape: tuple[int, int, int], num_rows: int
 ) -> int:
-    """Count the peak memory of the augmentation of `num_rows` images, without its result.
+    """Count the peak memory of augmenting `num_rows` images, without the resulting images.
 
-    image_shape: (C, H, W). Counts the operations that one batch of the recipe draws; other batches
-    differ by some percent.
+    image_shape: (C, H, W). The count is for one random draw of augmentations. Other batches differ
+    by a few percent.
     """
     keys = sample_keys(0, 0, np.arange(num_rows))
     sides_px = np.full(num_rows, 400)
     table = torch.from_numpy(draw_table(config, keys, sides_px, sides_px, image_shape[1:]))
-    # On the meta device many images are changed at once, as on a GPU.
+    # The meta device augments many images in one operation, as a GPU does.
     meta = torch.device("meta")
     augment = Augment(config, 1, (0.5,), (0.5,), meta)
     shape = (num_rows, *image_shape)
-    augment.change(torch.empty(shape, dtype=torch.uint8, device=meta), table)  # makes constants
+    augment.change(torch.empty(shape, dtype=torch.uint8, device=meta), table)  # creates constants
     with LiveBytes() as live:
         images = torch.empty(shape, dtype=torch.uint8, device=meta)
         changed = augment.change(images, table)
@@ -196,9 +195,9 @@ def augmentation_bytes(
 
 
 def drop_memory(model: nn.Module, device: torch.device) -> None:
-    """Move `model` from the meta device to `device` without memory, under FakeTensorMode.
+    """Move `model` from the meta device to fake tensors on `device`, under FakeTensorMode.
 
-    `Module.to_empty` does not work, because it swaps tensors, which fake tensors refuse.
+    `Module.to_empty` fails, because fake tensors cannot be swapped.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -211,7 +210,6 @@ def drop_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _batch(form: ImageFormat, rows: int, device: torch.device) -> Batch:
-    """Return a batch of images of this form without augmentation."""
     columns = table_layout(AugmentConfig()).width
     return Batch(
         torch.empty(rows, form.channels, *form.size, dtype=torch.uint8, device=device),

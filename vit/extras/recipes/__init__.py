@@ -1,9 +1,9 @@
-"""Import recipes of other programs, compare two recipes, and draw one.
+"""Import recipes of other projects, compare two recipes, and plot a recipe.
 
-A command line is split into launcher, script and arguments (`command`). A config file is evaluated
-without running it (`python_config`). `importing` detects the program. The program's module (`deit`,
+`command` splits a command line into launcher, script and arguments. `python_config` evaluates a
+config file without running it. `importing` detects the project. The module of each project (`deit`,
 `timm_train`, `mae`, `torchvision_references`, `deit3_jax`, `mmpretrain`, `big_vision`) has a table
-of all arguments with their defaults (`arguments`) and maps each argument to our settings in a
-`reading`: same, differs, or no equivalent. `summary` writes the YAML and the account. `difference`
-compares two configs, and `preview` draws one.
+of all arguments with their defaults (`arguments`). The module maps each argument to settings of
+this project in a `reading`: same, differs, or no equivalent. `summary` writes the YAML file and the
+summary of the mapping. `difference` compares two configs, and `preview` plots a config.
 """

@@ -1,13 +1,13 @@
-"""Describe the arguments of another program as a table, and parse its command lines.
+"""Describe the arguments of another project as a table, and parse its command lines.
 
-A line of a table is `flags  type  default  our setting`, separated by two or more blanks. Flags are
-spelled as in the program; the first long flag names the argument. Types: `int`, `float`, `str`,
-`ints`, `floats`, `strs` (one or more), `on` (sets true), `off:NAME` (sets NAME false), `pairs`
-(key=value words) and `word` (not a flag). The default `-` is None.
+A line of a table is `flags  type  default  our setting`, separated by two or more blanks. The first
+long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more),
+`on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
+The default `-` is None.
 
 Arguments for paths, logging, devices and speed are not part of a recipe and have a second table.
-Command lines are parsed by argparse with its abbreviations, because published commands use them:
-`--batch 256` for `--batch-size 256`.
+argparse accepts abbreviated flags, such as `--batch 256` for `--batch-size 256`, because published
+commands use them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
 class Argument(NamedTuple):
-    """One argument of another program."""
+    """An argument of another project's script."""
 
     flags: tuple[str, ...]
     type: str
@@ -38,11 +38,11 @@ class Argument(NamedTuple):
     meaning: str
     """The matching setting of this project, or a short explanation."""
     in_recipe: bool
-    """False for paths, logging and devices."""
+    """Whether the argument is part of the recipe, unlike paths, logging and devices."""
 
     @property
     def name(self) -> str:
-        """The name under which the program stores the value."""
+        """The name of the parsed value."""
         if self.type.startswith("off:"):
             return self.type[4:]
         long = [flag for flag in self.flags if flag.startswith("--")] or self.flags
@@ -50,16 +50,16 @@ class Argument(NamedTuple):
 
 
 class Table(NamedTuple):
-    """All arguments of a program."""
+    """All arguments of a script."""
 
     program: str
-    """The program's name in messages, such as "DeiT's main.py"."""
+    """The script's name in messages, such as "DeiT's main.py"."""
     source: str
-    """The parser's file as repo@commit:path."""
+    """The file with the argument parser, as repo@commit:path."""
     arguments: tuple[Argument, ...]
 
     def defaults(self) -> dict[str, Any]:
-        """Return the default of each argument by its name."""
+        """Return the default of each argument by name."""
         defaults: dict[str, Any] = {}
         for argument in self.arguments:
             defaults.setdefault(argument.name, argument.default)
@@ -76,11 +76,11 @@ class ParsedArguments(NamedTuple):
 
     values: dict[str, Any]
     stated: frozenset[str]
-    """Names that the command states; the other values are defaults."""
+    """The names of the arguments in the command. All other values are defaults."""
 
 
 def make_table(program: str, source: str, recipe: str, places: str) -> Table:
-    """Parse the two tables of a program: `recipe`, and `places` for paths, logging and devices."""
+    """Parse the two tables of a script: `recipe`, and `places` for paths, logging and devices."""
     lines = [(line, True) for line in recipe.splitlines()]
     lines += [(line, False) for line in places.splitlines()]
     return Table(program, source, tuple(_argument(*line) for line in lines if line[0].strip()))
@@ -93,7 +93,7 @@ def _argument(line: str, in_recipe: bool) -> Argument:
     meaning = rest[0] if rest else ""
     value: Any = None if default == "-" else yaml.safe_load(default)
     if kind == "float" and value is not None:
-        value = float(value)  # YAML takes 5e-4 for text
+        value = float(value)  # YAML parses 5e-4 as text
     elif kind == "floats" and value is not None:
         value = [float(number) for number in value]
     elif kind == "str" and value is not None:
@@ -108,17 +108,17 @@ def _argument(line: str, in_recipe: bool) -> Argument:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises a ValueError of one line instead of exiting."""
+    """An argparse parser that raises ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 
 
 def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
-    """Parse a command line.
+    """Parse the arguments of a command.
 
-    Raises ValueError that lists all unknown flags, each with the nearest known flag, and all values
-    of a wrong type.
+    Raises ValueError that lists all values of a wrong type, and all unknown flags with the most
+    similar known flags.
     """
     parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
     problems: list[str] = []
@@ -135,7 +135,7 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         else:
             value_type = (_ONE | _MANY)[argument.type]
             kind = partial(_value, value_type, table.flag_of(name), problems)
-            # Flags with an optional value, such as timm's --torchcompile, are outside the recipe.
+            # Flags with an optional value, such as timm's --torchcompile, are not part of a recipe.
             alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
             number = {"nargs": "+"} if argument.type in _MANY else alone
             parser.add_argument(*argument.flags, dest=name, type=kind, **number)
@@ -157,7 +157,7 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
 
 
 def _value(kind: type[int | float | str], flag: str, problems: list[str], text: str) -> Any:
-    """Convert `text` to `kind`; append to `problems` on failure, so that all errors are listed."""
+    """Convert `text` to `kind`. Append an error to `problems` instead of raising."""
     try:
         value = kind(text)
         if isinstance(value, float) and not math.isfinite(value):
@@ -169,9 +169,9 @@ def _value(kind: type[int | float | str], flag: str, problems: list[str], text: 
 
 
 def read_mapping(table: Table, values: Mapping[str, Any]) -> ParsedArguments:
-    """Return the arguments from `values`, a YAML file of the program.
+    """Return the arguments in `values`, the contents of a YAML file.
 
-    Raises ValueError that lists all unknown keys, each with the nearest known key.
+    Raises ValueError that lists all unknown keys, each with the most similar known key.
     """
     defaults = table.defaults()
     if unknown := [key for key in values if key not in defaults]:
@@ -184,13 +184,13 @@ def _unknown(table: Table, unparsed: Sequence[str]) -> str:
     flags = [flag for argument in table.arguments for flag in argument.flags]
     named = [word.partition("=")[0] for word in unparsed if word.startswith("-")]
     if not named:
-        return f"{table.program} takes no {' '.join(unparsed)!r} ({table.source})"
+        return f"{table.program} does not accept {' '.join(unparsed)!r} ({table.source})"
     hints = [f"{flag}{_near(flag, flags)}" for flag in dict.fromkeys(named)]
     return f"{table.program} has no {', '.join(hints)} ({table.source})"
 
 
 def _near(word: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` with the candidate of the same setting or a similar name."""
+    """Return ` (did you mean ...?)` with a candidate for the same setting or of a similar name."""
     plain = {name.lstrip("-").replace("-", "_").lower(): name for name in candidates}
     normalized = word.lstrip("-").replace("-", "_").lower()
     setting = _setting(normalized)
@@ -201,7 +201,7 @@ def _near(word: str, candidates: Iterable[str]) -> str:
 
 
 def _setting(name: str) -> str:
-    """Return our setting for the name that another program uses, or ""."""
+    """Return this project's setting for a name in another project, or ""."""
     own = (key for key in all_keys() if key.endswith(f".{name}") and not key.endswith(".name"))
     return from_other_name(name) or next(own, "")
 

@@ -1,9 +1,10 @@
-"""Map configs of big_vision's trainer to our settings.
+"""Map configs of big_vision's trainer to settings of this project.
 
-Semantics of big_vision: the batch is the total over all devices. The weight decay is not multiplied
-by the rate, so our decay is theirs divided by `lr`. Only kernels are decayed. Preprocessing is one
-string of operations. The default `loss` is the sigmoid one. Epochs are rounded to steps. Only ViTs
-are supported. Settings for intermediate evaluations, logs and few-shot probes are skipped.
+In big_vision, the batch size is the total over all devices. The weight decay is not multiplied by
+the learning rate, so it is divided by `lr` for this project. Weight decay applies only to kernels.
+Preprocessing is a string of operations. The default `loss` is the sigmoid loss. Epochs are rounded
+to steps. Only ViTs are supported. Settings for intermediate evaluations, logs and few-shot probes
+are skipped.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read_command(command: Command) -> Reading:
 
 
 def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
-    """Map a config. argument: the text after the colon; overrides: dotted key and value."""
+    """Map a config. argument: the text after the colon. overrides: dotted keys and values."""
     file = PythonConfig(text, "the config", {"bvcc.parse_arg": _parse_arg})
     takes_argument = bool(file.names["get_config"].node.args.args)
     config = file.call("get_config", *([argument] if takes_argument else []))
@@ -114,7 +115,7 @@ def _map_length(reading: ConfigReading) -> None:
         text = f"{split}: big_vision selects samples by storage order, this project by a hash"
         reading.differs("input.data.split", text, _parts(reading, split))
     else:
-        text = f"training on {split}: write that part as a split and name it in data.train_split"
+        text = f"training on {split}: write these images as a split, and set data.train_split to it"
         reading.cannot("input.data.split", text)
     if "input.shuffle_buffer_size" in reading.args:
         size = reading.args["input.shuffle_buffer_size"]
@@ -124,9 +125,9 @@ def _map_length(reading: ConfigReading) -> None:
 
 
 def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
-    """Return settings for the training part of a split and its held-out part.
+    """Return settings for the part of a split used for training and for its held-out part.
 
-    `evals.*` are skipped, except `minival`, which is the part held out from training.
+    `evals.*` are skipped, except `minival`, which is held out from training.
     """
     settings: dict[str, Any] = {"data.train_split": split}
     held_out = reading.get("evals.minival.data.split")
@@ -151,7 +152,7 @@ def _map_model(reading: ConfigReading) -> None:
     if pool in ("gap", "tok", "map"):
         reading.same(reading.remaining("model.pool_type"), settings)
     else:
-        reading.cannot("model.pool_type", f"pooling {pool}: replaced by the class token")
+        reading.cannot("model.pool_type", f"the pooling {pool}: replaced by the class token")
     positions = reading.get("model.posemb", "learn")
     reading.same(reading.remaining("model.posemb"), {"model.pos_embed": positions})
     width = reading.get("model.rep_size", False)
@@ -172,7 +173,7 @@ def _map_model(reading: ConfigReading) -> None:
     if start is None:
         reading.same(reading.remaining("model_init"))
     else:
-        text = f"weights of big_vision's {start}: set init.checkpoint to their .npz file"
+        text = f"weights of big_vision's {start}: set init.checkpoint to the .npz file"
         reading.differs("model_init", text, {"init.checkpoint": f"{start.replace('/', '_')}.npz"})
     parts = list(reading.get("model_load.dont_load", ()))
     resets = {"init.reset_head": True} if any("head/" in part for part in parts) else {}
@@ -180,7 +181,6 @@ def _map_model(reading: ConfigReading) -> None:
 
 
 def _operations(text: str) -> list[tuple[str, list[Any]]]:
-    """Parse a preprocessing string into operations with their arguments."""
     operations = []
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")
@@ -223,7 +223,7 @@ def _map_images(reading: ConfigReading) -> None:
         text = f"{', '.join(unknown)}: replaced by a crop of random area and aspect"
         reading.cannot("input.pp", text, settings)
     else:
-        text = "big_vision resizes bilinearly without antialiasing, this project with it"
+        text = "big_vision resizes bilinearly without antialiasing, this project with antialiasing"
         reading.differs("input.pp", text, settings)
     view = reading.get("evals.val.pp_fn", "")
     if match := re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view):
@@ -308,7 +308,7 @@ def _map_schedule(reading: ConfigReading, lr: float) -> None:
 
 
 def _map_rest(reading: ConfigReading) -> None:
-    """Record properties without a key, and unknown keys."""
+    """Record properties of big_vision without a key, and unknown keys."""
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
     map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
     accounted = {name for finding in reading.findings for name in finding.theirs}

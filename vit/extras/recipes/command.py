@@ -1,7 +1,7 @@
-"""Split a pasted command line into launcher, script and arguments, without running anything.
+"""Split a command line into launcher, script and arguments, without running the command.
 
-Lines that end with a backslash are joined, comments are dropped, and integer arithmetic `$((...))`
-is computed. Other substitutions become the word SUBSTITUTED. The number of GPUs is taken from the
+Lines that end with a backslash are joined, comments are removed, and integer arithmetic `$((...))`
+is computed. Other substitutions are replaced by SUBSTITUTED. The number of GPUs is read from the
 launcher: torchrun, srun, mpirun, deepspeed, accelerate, or a shell script of timm or OpenMMLab.
 """
 
@@ -30,7 +30,7 @@ _TYPESET = re.compile(
     "|(?<=[0-9][eE])[\u2010-\u2015\u2212](?=[0-9])"  # in numbers such as 1e-3
     "|[\u2018-\u201f]"  # quotes
 )
-"""Typographic dashes and quotes, which word processors and PDFs substitute for - and quotes."""
+"""The typographic dashes and quotes that word processors and PDFs substitute for - and quotes."""
 _TORCHRUN = (
     "--nproc_per_node --nnodes",
     "--nproc --nnodes",
@@ -48,35 +48,35 @@ _LAUNCHERS = {
     "deepspeed": ("--num_gpus --num_nodes", "--num_gpus"),
     "accelerate": ("--num_processes",),
 }
-"""Options that state the number of processes, by launcher. The values of the first combination
-that the command has are multiplied. srun and accelerate have no default, because they can take the
-number from the environment or a file."""
+"""The options with the number of processes, by launcher. The values of the first combination in the
+command are multiplied. srun and accelerate have no default, because they can read the number from
+the environment or a file."""
 _LAUNCHER = re.compile(rf"(?:.*/)?({'|'.join(map(re.escape, _LAUNCHERS))})\b")
 _SINGLE_PROCESS = re.compile(
     r"(.*(&&|;) ?)?(\w+=\S* ?)*"  # other commands and variables
     r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
 )
-"""Text that can precede a script that runs as one process."""
+"""The text that can precede a script that runs as one process."""
 _COMMANDS = ("big_vision.train", "lightly-train")
-"""Programs that run without .py or -m."""
+"""The programs that run without .py or -m."""
 _HASH = "\ue000"
-"""A placeholder for # inside a word: shlex would start a comment at that #."""
+"""A placeholder for # inside a word, because shlex would start a comment at the #."""
 
 
 class Command(NamedTuple):
-    """The script, its arguments and its launcher."""
+    """A command, split into script, arguments and launcher."""
 
     script: str
     """A file such as `main.py`, or a module such as `big_vision.train`."""
     words: list[str]
     """The arguments of the script."""
     launcher: list[str]
-    """The words from the launcher up to the script; empty without a launcher."""
+    """The words from the launcher up to the script, or [] without a launcher."""
 
     def num_gpus(self) -> int | None:
-        """Return the number of processes, one for each GPU; None without a launcher.
+        """Return the number of processes (one per GPU), or None without a launcher.
 
-        Raises ValueError if the launcher's options have no such number.
+        Raises ValueError if the launcher's options do not contain the number.
         """
         if not self.launcher:
             return None
@@ -91,15 +91,15 @@ class Command(NamedTuple):
 
 
 def split_command(text: str) -> Command:
-    """Split `text`, one command.
+    """Split the command `text`.
 
-    Raises ValueError if `text` has no script, has several commands, or has unbalanced quotes.
+    Raises ValueError if `text` has no script, several commands or unbalanced quotes.
     """
     joined = re.sub(r"\\[ \t]*\r?\n", " ", text)
     lines = [line.strip() for line in joined.splitlines()]
     lines = [line.removeprefix("$ ") for line in lines if line and not line.startswith("#")]
     if len(lines) != 1:
-        raise ValueError(f"{len(lines)} commands are given: pass one, whose lines end with \\")
+        raise ValueError(f"{len(lines)} commands are given: pass one, and end its lines with \\")
     line = lines[0].replace("\N{NO-BREAK SPACE}", " ")
     line = re.sub(r"\$\(\((.*?)\)\)", lambda match: str(_compute(match[1])), line)
     line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
@@ -111,14 +111,14 @@ def split_command(text: str) -> Command:
     _check_signs(tokens)
     while tokens and re.match(r"[A-Za-z_]\w*=", tokens[0]):
         del tokens[0]
-    # Cut off redirections, pipes and &: they are not arguments of the script.
+    # Remove redirections, pipes and &, because they are not arguments of the script.
     ends = (at for at, word in enumerate(tokens) if _BEHIND_COMMAND.match(word))
     tokens = tokens[: next(ends, len(tokens))]
     return _find_script(tokens, line)
 
 
 def _check_signs(tokens: list[str]) -> None:
-    """Raise ValueError if `tokens` have typographic dashes or quotes, which no program accepts."""
+    """Raise ValueError if `tokens` contain typographic dashes or quotes."""
     signs_by_word = {word: signs for word in tokens if (signs := _TYPESET.findall(word))}
     if not signs_by_word:
         return
@@ -131,8 +131,6 @@ def _check_signs(tokens: list[str]) -> None:
 
 
 def _compute(text: str) -> int:
-    """Return the value of a shell's integer arithmetic."""
-
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
@@ -147,7 +145,6 @@ def _compute(text: str) -> int:
 
 
 def _find_script(tokens: list[str], line: str) -> Command:
-    """Find the script, and the launcher before it."""
     for at, word in enumerate(tokens):
         name = word.rpartition("/")[2]
         if name.endswith("_train.sh"):
@@ -171,7 +168,7 @@ def _shell_script(name: str, tokens: list[str]) -> Command:
 
 
 def _launcher(before: list[str]) -> list[str]:
-    """Return the words from the launcher on; the last launcher, if one starts another."""
+    """Return the words from the last launcher on."""
     starts = [at for at, word in enumerate(before) if _LAUNCHER.match(word)]
     if starts:
         return before[starts[-1] :]
@@ -187,17 +184,15 @@ def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[
     options: dict[str, str] = {}
     for token, next_token in itertools.pairwise([*tokens, ""]):
         name, equals, value = token.partition("=")
-        if token.startswith(
-            "-"
-        ):  # the first one wins: a later one belongs to a program after the launcher
+        if token.startswith("-"):  # a repeated option can be an argument of a later program
             options.setdefault(_plain(name), value if equals else next_token)
-    if options.keys() & {"hostfile", "H"}:  # deepspeed's hostfile decides the number of hosts
+    if options.keys() & {"hostfile", "H"}:  # deepspeed reads the number of hosts from the hostfile
         combinations = tuple(names for names in combinations if names != "--num_gpus")
     for names in combinations:
         if all(_plain(name) in options for name in names.split()):
             return {name: options[_plain(name)] for name in names.split()}
     without = f" without {' or '.join(combinations)}" if combinations else ""
-    raise ValueError(f"{launcher[0]}: the number of processes is not known{without}: pass --gpus N")
+    raise ValueError(f"{launcher[0]}: unknown number of processes{without}: pass --gpus N")
 
 
 def _plain(flag: str) -> str:

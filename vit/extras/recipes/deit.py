@@ -1,8 +1,8 @@
-"""Map commands of DeiT's main.py, and of its derivatives in ViT-5 and RoPE-ViT, to our settings.
+"""Map commands of DeiT's main.py, and of its forks in ViT-5 and RoPE-ViT, to our settings.
 
-Semantics of DeiT: the batch is per GPU. The rate is for a batch of 512 unless `--unscale-lr` is
-stated. ThreeAugment replaces timm's transforms, including erasing. Models named LS use one
-drop-path rate for all blocks. The schedule changes once an epoch and is one epoch late.
+In DeiT, the batch size is per GPU. The learning rate is for a batch of 512 unless `--unscale-lr` is
+given. ThreeAugment replaces timm's transforms, including erasing. Models with LS in their name use
+one drop-path rate for all blocks. The schedule changes once per epoch and is one epoch late.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ _PARTS_OF_VIT5 = {
 
 
 def table_for(command: Command) -> Table:
-    """Return the table of the program that `command` runs; three of them have a main.py."""
+    """Return the table of the script that `command` runs. Three projects have a main.py."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT
@@ -179,7 +179,7 @@ def table_for(command: Command) -> Table:
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map a command of DeiT's main.py or of a derivative."""
+    """Map a command of DeiT's main.py or of a fork."""
     reading = Reading(table, parsed)
     args = reading.args
     if args["eval"]:
@@ -228,7 +228,7 @@ def _map_model(reading: Reading) -> None:
         if not match[2]:
             reading.same("model", settings)
         elif reading.args["distillation_type"] == "none":
-            text = "without a teacher this project trains the mean of both heads, DeiT one head"
+            text = "without a teacher, this project trains the mean of both heads, DeiT one head"
             reading.differs("model", text, {**settings, "model.dist_token": True})
         else:
             reading.same("model", {**settings, "model.dist_token": True})
@@ -240,7 +240,7 @@ def _map_model(reading: Reading) -> None:
         reading.same("model", settings)
     elif match := re.fullmatch(r"vit5_(small|base|large)", name):
         settings = {"model.name": f"vit_{_SIZES[match[1]]}16", **_PARTS_OF_VIT5}
-        text = "the class token starts with std 1e-6 in this project, with 0.02 in ViT-5"
+        text = "the class token is initialized with std 1e-6 in this project and 0.02 in ViT-5"
         reading.differs("model", text, settings)
     elif match := re.fullmatch(
         r"rope_(axial|mixed)_(ape_)?deit_(small|base|large)_patch16_LS", name
@@ -251,7 +251,7 @@ def _map_model(reading: Reading) -> None:
         if match[1] == "axial":
             reading.same("model", settings)
         else:
-            text = "learned frequencies of rotary positions (RoPE-Mixed): replaced by axial ones"
+            text = "learned rotary frequencies (RoPE-Mixed): replaced by axial frequencies"
             reading.cannot("model", text, settings)
     else:
         raise ValueError(
@@ -270,7 +270,7 @@ def _map_image_size(reading: Reading, patch: int) -> None:
     if used == size:
         reading.same("input_size", {"model.image_size": size})
         return
-    text = f"DeiT uses only {used} of {size} px, in whole patches of {patch} px: set to {used} px"
+    text = f"DeiT uses only {used} of {size} px, because patches have {patch} px: set to {used} px"
     reading.differs("input_size", text, {"model.image_size": used})
 
 
@@ -297,11 +297,12 @@ def _map_dropping(reading: Reading, has_one_rate: bool) -> None:
 
 
 def _map_start(reading: Reading) -> None:
-    """Map the initial weights, the teacher, and the selection of trained parts."""
     args = reading.args
     if args["finetune"] and args["data_set"] != "IMNET":
         file, note = local_file(args["finetune"])
-        text = "DeiT resets the head only if the number of classes differs, this project always"
+        text = (
+            "DeiT resets the head only if the number of classes differs, this project always does"
+        )
         start = {"init.checkpoint": file, "init.reset_head": True}
         reading.differs("finetune", "; ".join(filter(None, (note, text))), start)
     elif args["finetune"]:
@@ -325,7 +326,7 @@ def _map_start(reading: Reading) -> None:
 
 
 def _map_teacher(reading: Reading) -> None:
-    """Map the teacher of a model with two heads; main.py rejects one head (losses.py)."""
+    """Map the teacher. main.py accepts a teacher only for models with two heads (losses.py)."""
     args = reading.args
     kind = args["distillation_type"]
     alpha = args["distillation_alpha"]
@@ -365,7 +366,6 @@ def _map_teacher(reading: Reading) -> None:
 
 
 def _map_images(reading: Reading, is_distributed: bool) -> None:
-    """Map crops, colours and repetitions of training images, and the evaluation crop."""
     args = reading.args
     reading.same("eval_crop_ratio", {"eval.crop_pct": args["eval_crop_ratio"]})
     if args["ThreeAugment"]:
@@ -443,5 +443,5 @@ def _map_schedule(reading: Reading, lr: float) -> None:
         min_lr=args["min_lr"],
         late=1,
     )
-    reasons = "DeiT's schedule is an epoch late: the first two epochs have --warmup-lr"
+    reasons = "DeiT's schedule is one epoch late, so the first two epochs use --warmup-lr"
     map_rate(reading, "min_lr warmup_lr warmup_epochs", theirs, settings, reasons)

@@ -1,8 +1,9 @@
-"""Map commands of deit3-jax's main.py (DeiT and DeiT III in JAX) to our settings.
+"""Map commands of deit3-jax's main.py (DeiT and DeiT III in JAX) to settings of this project.
 
-Semantics of deit3-jax: the batch is the total over all devices. Lengths are in steps. The schedule
-changes each step, from 1e-6 to 1e-5. Only kernels are decayed. All blocks have the same drop-path
-rate. LAMB does not clip without `--clip-grad`. All copies of an image are in one batch.
+In deit3-jax, the batch size is the total over all devices. Lengths are in steps. The learning rate
+changes each step, starts at 1e-6 and ends at 1e-5. Weight decay applies only to kernels. All blocks
+have the same drop-path rate. LAMB does not clip without `--clip-grad`. All copies of an image are
+in one batch.
 """
 
 from __future__ import annotations
@@ -145,14 +146,14 @@ def _map_images(reading: Reading) -> None:
         simple = {"augment.crop": "simple"} if args["random_crop"] == "src" else {}
         reading.same("random_crop", simple)
     else:
-        reading.cannot("random_crop", "centre crops in training: replaced by random ones")
+        reading.cannot("random_crop", "center crops in training: replaced by random crops")
     policy = args["auto_augment"]
     if policy == "3a":
         reading.same("auto_augment", {"augment.three_augment": True})
     elif policy == "none":
         reading.same("auto_augment")
     else:
-        args["aa"] = policy  # `map_policy` expects timm's name
+        args["aa"] = policy  # `map_policy` reads timm's argument name
         map_policy(reading, "bilinear or bicubic")
         reading.rename("aa", "auto_augment")
     strength = args["color_jitter"]

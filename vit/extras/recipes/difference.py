@@ -1,6 +1,6 @@
-"""Compare two recipes: list the settings that differ, and the known effect of each.
+"""List the settings that differ between two recipes, with the known effect of each setting.
 
-Differences with a published ablation come first, and harmless ones last
+Settings with a published ablation come first, and harmless settings come last
 (`vit.extras.recipes.effects`).
 """
 
@@ -35,7 +35,7 @@ _IRRELEVANT = (
     "train.ema_warmup_gamma",
     "eval.best_by",
 )
-"""Settings that change neither the training of the weights nor their evaluation."""
+"""The settings that change neither the trained weights nor their evaluation."""
 
 
 class Difference(NamedTuple):
@@ -61,9 +61,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def compare(first: Config, second: Config) -> list[Difference]:
-    """Return the settings that differ, the most important first, without `run.dir`.
+    """Return the settings that differ, in order of importance. `run.dir` is ignored.
 
-    If the config leaves a model setting unset, the value of the model's size is compared.
+    If a config does not set a model setting, the default for the model's size is compared.
     """
     differences = []
     implied = [_implied_values(config) for config in (first, second)]
@@ -80,7 +80,7 @@ def compare(first: Config, second: Config) -> list[Difference]:
 
 
 def _implied_values(config: Config) -> dict[str, Any]:
-    """Return values that follow from the model's size and class and from the augmentation."""
+    """Return the values that null settings get from the model's name and the augmentation."""
     is_timms = config.augment.randaugment_ops.startswith("timm")
     implied: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
@@ -93,10 +93,10 @@ def _implied_values(config: Config) -> dict[str, Any]:
 
 
 def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
-    """Describe settings that can make results of `config` differ from our config `recipe`.
+    """Return the settings that can make results of `config` differ from a published run.
 
-    settings: overrides of `recipe` in the published run. Paths of data and first weights, the
-    average of the weights and extra evaluations are omitted.
+    recipe: the config of the published run, in this project. settings: its overrides. Paths, weight
+    averaging and extra evaluations are omitted.
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     published = read_recipe(Path(recipe), overrides)
@@ -116,10 +116,10 @@ def change_text(difference: Difference) -> str:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Format a value; for `None`, add its meaning from the schema."""
+    """Format a value. For `None`, add the meaning from the schema."""
     if value is None or value == []:
         section, _, name = key.partition(".")
-        # The section has no field for a key of three parts, eval.sets.NAME.split.
+        # The section has no field for a key such as eval.sets.NAME.split.
         fields = (kind.model_fields.get(name) for kind in sections()[section])
         text = " ".join(" ".join(str(field.description) for field in fields if field).split())
         meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", text)

@@ -1,7 +1,4 @@
-"""Classify a difference between two recipes by its kind and its published effect.
-
-Every number has its source. A setting without a published ablation only has a kind.
-"""
+"""Classify differences between recipes by kind, and quote published ablations."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ KINDS = (
     ("start", "different initial weights"),
     ("harmless", "no effect on training"),
 )
-"""Kinds of difference with their headings, the most important first."""
+"""The kinds of differences and their headings, in order of importance."""
 KNOWN = {
     "data.aug_repeats": f"76.5 without repetitions ({_DEIT})",
     "augment.mixup_alpha": f"78.7 without MixUp, 75.8 without it and CutMix ({_DEIT})",
@@ -52,7 +49,7 @@ KNOWN = {
     " head (DeiT-B, arXiv 2012.12877, Table 3)",
     "eval.crop_pct": "81.8 at .875, 82.0 at .9 (DeiT-B's README and timm's results)",
 }
-"""Published ablations by setting."""
+"""The published ablations, by setting."""
 _ABLATED: dict[str, tuple[Any, ...]] = {
     "data.aug_repeats": (1,),
     "augment.mixup_alpha": (0,),
@@ -66,18 +63,18 @@ _ABLATED: dict[str, tuple[Any, ...]] = {
     "train.ema_decay": (None,),
     "distill.teacher": (None,),
 }
-"""The value that switches a component off, for settings whose ablation removed the component. An
-ablation applies only if one of the two recipes has this value."""
+"""The value that switches a component off, for ablations that removed the component. The ablation
+applies only if one of the two recipes has this value."""
 _SEED = "noise from different random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
 _TEXTS = {
     "train.seed": _SEED,
     "train.precision": "rounding; fp16 may overflow, which skips updates",
     "train.compile": "rounding",
-    "data.micro_batch_size": "the same batch in different parts: rounding",
+    "data.micro_batch_size": "the same batch in different micro-batches: rounding",
     "data.mean": "a different normalisation of images; pretrained weights need their own",
     "data.std": "a different normalisation of images; pretrained weights need their own",
-    "train.exact_over_ranks": "sums and random numbers that do not depend on the number of ranks",
-    "augment.mix_group_size": "the number of images that share a draw of MixUp and CutMix",
+    "train.exact_over_ranks": "sums and random numbers are independent of the number of ranks",
+    "augment.mix_group_size": "the number of images that share one draw of MixUp and CutMix",
 }
 _ORDER = (
     "data.num_lanes",
@@ -97,17 +94,17 @@ _IMAGES = (
     "data.on_bad_image",
     *(f"data.{name}" for name in Selection.model_fields),
 )
-"""Settings that change training images. A resume may change some of them, because it compares the
-samples instead."""
+"""The settings that change training images. A resumed run may change some of these settings,
+because its samples are compared instead."""
 
 
 class Effect(NamedTuple):
-    """The effect of a difference."""
+    """The effect of a difference between recipes."""
 
     kind: str
     """A key of `KINDS`."""
     text: str
-    """The published effect; "" if none is known."""
+    """The published effect, or "" if none is known."""
 
 
 def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
@@ -142,7 +139,7 @@ def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
     if key == "model.weight_init":
         return Effect("start", "initial weights from a different distribution")
     if key == "eval.reference":
-        return Effect("harmless", "the curve that evaluations are compared with")
+        return Effect("harmless", "the published curve in plots of evaluations")
     if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
         return Effect("harmless", "frequency and speed of evaluations")
     return Effect(kinds.get(section, "harmless"), text)

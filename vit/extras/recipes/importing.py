@@ -1,8 +1,8 @@
-"""Import a recipe of another program as our settings, and account for each of its settings.
+"""Import a recipe of another project, and report how each setting was mapped.
 
 The recipe is a command line, a YAML file of timm's train.py, or a Python config of MMPretrain or
-big_vision. `python_config` evaluates Python configs without running them. The program is detected
-from its script and flags.
+big_vision. `python_config` evaluates Python configs without running them. The project is detected
+from the script and its flags.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from vit.extras.recipes.command import Command, split_command
 from vit.extras.recipes.reading import Reading
 
 DATA_ROOT = "data/imagenet"
-"""The `data.root` of a written config, because the source program's data are not shards."""
+"""The `data.root` of an imported config. The original data path cannot be used, because it contains
+no shards."""
 PROGRAMS = ("deit", "timm", "torchvision", "mae", "deit3_jax", "mmpretrain", "big_vision")
 _OWN_NAMES = {
     "main_finetune.py": "mae",
@@ -41,7 +42,7 @@ _OWN_NAMES = {
     "run_with_submitit.py": "deit",
     "distributed_train.sh": "timm",
 }
-"""Script names that occur in only one program."""
+"""The script names that only one project uses."""
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
@@ -60,7 +61,7 @@ _NOT_READ = {
         "launch/eval.py --linear-probe",
     ),
 }
-"""Script and arguments that are not supported -> name, and the nearest supported program."""
+"""A pattern of unsupported commands -> their name, and the most similar supported script."""
 _Read = Callable[[Table, ParsedArguments, int | None, bool], Reading]
 _READERS: dict[str, _Read] = {
     "deit": deit.read,
@@ -78,20 +79,20 @@ class Imported(NamedTuple):
     source: str
     """The command, or the name of the config file."""
     settings: dict[str, Any]
-    """Dotted key -> value, in the order of the schema."""
+    """The imported settings by dotted key, in the order of the schema."""
 
     def config(self) -> Config:
-        """Return the config. Raises ConfigError if its settings contradict each other."""
+        """Return the config. Raises ConfigError if settings contradict each other."""
         return from_dict(nested(self.settings), "the imported recipe")
 
 
 def import_recipe(source: str, program: str | None = None, num_gpus: int | None = None) -> Imported:
-    """Import `source`: a command line, the path of a command or config file, or `-` for stdin.
+    """Import a command line, a file with a command or a config, or `-` for stdin.
 
-    program: one of `PROGRAMS`, if it cannot be detected. num_gpus: the number of GPUs on all nodes;
-    needed for configs, and for commands that do not state it.
+    program: one of `PROGRAMS`, if the project cannot be detected. num_gpus: the total number of
+    GPUs, if the recipe does not contain the number.
 
-    Raises ValueError if the recipe cannot be read; it lists all unknown flags at once.
+    Raises ValueError if the recipe cannot be read. The error lists all unknown flags.
     """
     path = _file(source)
     name = path.name if path else source
@@ -101,9 +102,9 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     elif path is not None:
         text = path.read_text(encoding="utf-8")
     elif re.fullmatch(r"\S+\.(py|ya?ml|sh|txt)", source.strip()):
-        raise ValueError(f"{source}: no such file")
+        raise ValueError(f"{source}: no such file: pass an existing file or a command")
     if program is not None and program not in PROGRAMS:
-        raise ValueError(f"--program {program}: one of {', '.join(PROGRAMS)}")
+        raise ValueError(f"--program {program}: expected one of {', '.join(PROGRAMS)}")
     reading = _read_config(text, path, num_gpus)
     if reading is None:
         name = " ".join(text.split())
@@ -112,7 +113,7 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
 
 
 def _file(source: str) -> Path | None:
-    """Return the path if `source` is a file, and None if it is a command."""
+    """Return the path if `source` is a file, or None if `source` is a command."""
     try:
         return Path(source) if Path(source).is_file() else None
     except OSError:  # a command can be too long for a file name
@@ -156,7 +157,7 @@ def _ordered(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading | None:
-    """Read a config; return None if `text` is a command."""
+    """Read a config, or return None if `text` is a command."""
     if big_vision.is_config(text):
         return big_vision.read(text, "", [])
     if mmpretrain.is_config(text):
@@ -168,7 +169,9 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected arguments of timm's train.py, as `model: vit_base`")
+        raise ValueError(
+            f"{path}: expected arguments of timm's train.py, such as `model: vit_base`"
+        )
     arguments = read_mapping(timm_train.TABLE, values)
     return timm_train.read(timm_train.TABLE, arguments, num_gpus, (num_gpus or 1) > 1)
 
@@ -196,16 +199,16 @@ def _table(program: str, command: Command) -> Table:
 
 
 def _find_program(command: Command, stated: str | None) -> str:
-    """Return the program that `command` runs. stated: the value of --program.
+    """Return the project whose script `command` runs. stated: the value of --program.
 
-    Raises ValueError if the script is not supported, or contradicts `stated`.
+    Raises ValueError if the script is not supported or contradicts `stated`.
     """
     line = " ".join([command.script, *command.words])
     for pattern, (description, nearest) in _NOT_READ.items():
         if re.match(pattern, line):
             raise ValueError(
-                f"{command.script} is {description}, which cannot be imported: write its settings"
-                f" by hand, or start from the nearest program, {nearest}"
+                f"{command.script} is {description}, which cannot be imported: write the"
+                f" settings by hand, or start from a similar recipe of {nearest}"
             )
     name = command.script.rpartition("/")[2]
     own = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
@@ -228,9 +231,9 @@ def _find_program(command: Command, stated: str | None) -> str:
 
 
 def _timm_or_torchvision(command: Command) -> str:
-    """Return the program whose train.py accepts these flags.
+    """Return the project whose train.py accepts these flags.
 
-    If both accept them, the model's name decides.
+    If both projects accept the flags, the model's name decides.
     """
     fits = []
     for program, table in (

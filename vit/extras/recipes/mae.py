@@ -1,8 +1,9 @@
-"""Map commands of MAE's main_finetune.py and submitit_finetune.py to our settings.
+"""Map commands of MAE's main_finetune.py and submitit_finetune.py to settings of this project.
 
-Semantics of MAE: the rate is --blr times the batch of all GPUs and --accum_iter over 256. Rates
-decay with depth. The head pools patches unless --cls_token is passed. The schedule changes each
-step and starts at 0. Evaluation crops 224 of 256 px up to 224 px, and uses the whole image above.
+In MAE, the learning rate is --blr times the global batch size divided by 256. Learning rates
+decrease from the last to the first block. The head uses the mean of patches unless --cls_token is
+passed. The learning rate changes each step and starts at 0. Up to 224 px, evaluation uses a center
+crop of 224/256 of the image. Larger sizes use the whole image.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ _NAMES = {"base": "b", "large": "l", "huge": "h"}
 
 
 def table_for(command: Command) -> Table:
-    """Return the table of the script that `command` runs."""
+    """Return the arguments of the script that `command` runs."""
     return SUBMITIT if "submitit" in command.script else TABLE
 
 

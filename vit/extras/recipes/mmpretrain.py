@@ -1,10 +1,10 @@
-"""Map Python configs of OpenMMLab's MMPretrain, which inherit by `_base_`, to our settings.
+"""Map Python configs of OpenMMLab's MMPretrain to settings of this project.
 
-Semantics of MMPretrain: a child's dictionaries are merged into those of its bases (`_delete_`
-replaces one), and its lists replace theirs. The batch is per GPU. The number of GPUs is in the
-file's name (`64xb64`) or follows from `auto_scale_lr`. The warm-up changes each step, the rest of
-the schedule each epoch. `paramwise_cfg` selects the decayed parameters. Training is in
-fp32 without AMP.
+In MMPretrain, configs inherit with `_base_`. Dictionaries are merged into those of the base
+(`_delete_` replaces a dictionary), and lists replace those of the base. The batch size is per GPU.
+The number of GPUs is in the file's name (`64xb64`) or follows from `auto_scale_lr`. The learning
+rate changes each step in the warm-up, and then each epoch. `paramwise_cfg` selects the parameters
+with weight decay. Training is in fp32 without AMP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PLACES = re.compile(
     r"|model\.data_preprocessor\.(type|num_classes|to_rgb)"
     r"|optim_wrapper\.(type|constructor)|custom_imports\.\w+)\b"
 )
-"""Keys for paths, logging, speed and class names, which are not part of the recipe."""
+"""The keys for paths, logging, speed and class names, which are not part of a recipe."""
 _ARCHES = {
     "deit-tiny": "ti",
     "deit-t": "ti",
@@ -54,7 +54,8 @@ _ARCHES = {
     "huge": "h",
     "h": "h",
 }
-"""Names of sizes. `small` is missing, because MMPretrain's has 8 layers of 768, except in DeiT3."""
+"""The model sizes by MMPretrain's name. `small` is missing, because it has 8 layers of width 768,
+except in DeiT3."""
 _BACKBONES = ("VisionTransformer", "DeiT3", "DistilledVisionTransformer")
 _CLIP = {
     "b16": "vit_base_patch16_clip_224",
@@ -77,7 +78,7 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
     path = Path(command.words[0])
     if not path.is_file():
         raise ValueError(
-            f"{path}: the config file cannot be read: pass a path relative to this folder"
+            f"{path}: the config file cannot be read: pass a path relative to the current folder"
         )
     gpus = num_gpus or command.num_gpus()
     amp = "--amp" in command.words
@@ -85,7 +86,7 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
 
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
-    """Map a config. path: its file, to find its bases. num_gpus: None if unknown."""
+    """Map a config. path: the file, to find the base configs. num_gpus: None if unknown."""
     config = with_bases(text, path)
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
@@ -120,7 +121,7 @@ def _map_batch(reading: ConfigReading, path: Path | None, num_gpus: int | None) 
         batch = base
     else:
         raise ValueError(
-            "the number of GPUs is neither in the config nor in its name: pass --gpus N"
+            "the number of GPUs is neither in the config nor in its file name: pass --gpus N"
         )
     reading.same("train_dataloader.batch_size", {"data.global_batch_size": batch}, formula)
     if base and base != batch and named:
@@ -171,7 +172,7 @@ def _map_model(reading: ConfigReading) -> None:
 
 
 def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> None:
-    """Map the network; `pre_norm` selects CLIP's. size: such as b16. ours: settings without it."""
+    """Map the network. size: such as b16. ours: the settings unless `pre_norm` selects CLIP."""
     names = reading.remaining(
         "model.backbone.arch model.backbone.patch_size model.backbone.pre_norm"
     )
@@ -188,7 +189,6 @@ def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> Non
 
 
 def _map_start(reading: ConfigReading, size: str) -> None:
-    """Map pretrained weights, frozen stages, and the initial weights of the rest."""
     weights = reading.get("model.backbone.init_cfg.checkpoint")
     if reading.get("model.backbone.init_cfg.type") == "Pretrained":
         text = (
@@ -228,7 +228,6 @@ def _map_loss(reading: ConfigReading) -> None:
 
 
 def _map_images(reading: ConfigReading) -> None:
-    """Map the pipelines of training and evaluation, operation by operation."""
     of_model = "model.data_preprocessor"
     path = of_model if f"{of_model}.mean" in reading.args else "data_preprocessor"
     mean = [value / 255 for value in reading.args[f"{path}.mean"]]
@@ -273,7 +272,6 @@ def _map_images(reading: ConfigReading) -> None:
 
 
 def _map_operation(reading: ConfigReading, item: str) -> None:
-    """Map one operation of the training pipeline."""
     kind = reading.get(f"{item}.type")
     names = reading.remaining(item)
     if kind in ("LoadImageFromFile", "PackInputs"):
@@ -293,8 +291,8 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
         text = "this project warps bilinearly, MMPretrain bicubically: no known effect on accuracy"
         reading.differs(names, text, settings)
     elif kind == "AutoAugment" and reading.get(f"{item}.policies") == "imagenet":
-        # AutoAugment does not pass its `hparams`, colour and interpolation, to the operations.
-        text = "MMPretrain warps by the nearest pixel on grey, this project bilinearly on black"
+        # AutoAugment does not pass its `hparams` (color and interpolation) to the operations.
+        text = "MMPretrain warps by nearest pixel and fills gray, this project bilinearly and black"
         reading.differs(names, text, {"augment.auto_augment": "imagenet"})
     elif kind == "RandomErasing":
         low = reading.get(f"{item}.min_area_ratio", 0.02)
@@ -304,7 +302,7 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
             "augment.erasing_mode": "rand" if reading.get(f"{item}.mode") == "rand" else "const",
             "augment.erasing_area": [low, high],
         }
-        text = "fill_std: MMPretrain fills with noise around a mean, this project with one colour"
+        text = "fill_std: MMPretrain fills with noise around a mean, this project with one color"
         reading.differs(names, text, settings)
     elif kind == "ColorJitter":
         parts = [
@@ -316,7 +314,7 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
 
 
 def _map_mixing(reading: ConfigReading) -> None:
-    """Map MixUp and CutMix; each batch gets one of them with equal probability."""
+    """Map MixUp and CutMix. A batch gets either of them with equal probability."""
     path = "model.train_cfg.augments"
     items = reading.items(path) or [path]
     alphas = {"Mixup": 0.0, "CutMix": 0.0}
@@ -367,7 +365,6 @@ def _map_optimizer(reading: ConfigReading) -> None:
 
 
 def _map_groups(reading: ConfigReading, decay: float) -> None:
-    """Map `paramwise_cfg`: parameters without decay, and layer-wise rates."""
     path = "optim_wrapper.paramwise_cfg"
     layers = reading.get(f"{path}.layer_decay_rate")
     if layers is not None:
@@ -394,7 +391,7 @@ def _map_groups(reading: ConfigReading, decay: float) -> None:
 
 
 def _map_schedule(reading: ConfigReading) -> None:
-    """Map a linear warm-up and a cosine; other schedules have no equivalent."""
+    """Map a linear warm-up and a cosine schedule. Other schedules have no equivalent."""
     lr = reading.settings["optim.lr"]
     epochs = reading.args["train_cfg.max_epochs"]
     reading.same("train_cfg.max_epochs", {"train.epochs": epochs})
@@ -431,18 +428,19 @@ def _map_schedule(reading: ConfigReading) -> None:
         lr, epochs, warmup_epochs=warmup, warmup_lr=start, min_lr=floor, per_epoch=per_epoch
     )
     reasons = (
-        "MMPretrain's cosine changes once an epoch, its warm-up each step" if per_epoch else ""
+        "MMPretrain's cosine changes once per epoch, and its warm-up changes each step"
+        if per_epoch
+        else ""
     )
     map_rate(reading, names, theirs, settings, reasons)
 
 
 def _map_rest(reading: ConfigReading, amp: bool) -> None:
-    """Map averages, seeds and the number format, and record unknown keys."""
     for item in reading.items("custom_hooks"):
         names = reading.remaining(item)
         if reading.get(f"{item}.type") == "EMAHook":
             decay = 1 - reading.get(f"{item}.momentum", 0.0002)
-            text = "MMPretrain evaluates only the average, this project both"
+            text = "MMPretrain evaluates only the averaged weights, this project evaluates both"
             reading.differs(names, text, {"train.ema_decay": decay})
         else:
             reading.cannot(names, f"{reading.get(f'{item}.type')} is not available")

@@ -1,7 +1,7 @@
-"""Show the parameter groups and rate curves of a recipe, and print how two recipes differ.
+"""Show the parameter groups and learning rate of a recipe, and the differences between recipes.
 
-The model is created on the meta device, so that any size is shown quickly. Curves are over epochs;
-the number of steps in an epoch is that of ImageNet-1k unless stated.
+The model is created on the meta device, which is fast at any size. An epoch is one of ImageNet-1k
+unless the number of images is given.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vit.optim.schedule import weight_decay_at
 from vit.system.drawing import BLUE, GREY, ORANGE, add_title, drawing
 
 POINTS = 1000
-"""Points of each curve."""
+"""The number of points of each curve."""
 
 
 def groups_table(config: Config) -> Table:
-    """Return the optimizer's parameter groups: tensors that share a rate and a decay."""
+    """Return the optimizer's parameter groups, which share a learning rate and a weight decay."""
     with torch.device("meta"):
         model = create_model(config.model, num_classes=config.model.num_classes or 1000)
     table = Table("group", "tensors", "parameters", "learning rate", "weight decay", box=None)
@@ -64,9 +64,10 @@ def groups_table(config: Config) -> Table:
 
 
 def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> Path:
-    """Draw learning rate, weight decay and the curve of `eval.reference` over the epochs.
+    """Plot the learning rate, the weight decay and the `eval.reference` curve over epochs.
 
-    num_images: images in an epoch. Returns `picture`. Raises ValueError like `read_reference`.
+    num_images: the images in an epoch. Returns `picture`. Raises ValueError if the reference cannot
+    be read.
     """
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
@@ -107,7 +108,7 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
 
 
 def steps_line(config: Config, num_images: int = IMAGENET) -> str:
-    """Return length and peak rate of the recipe in a line."""
+    """Return the length and the peak learning rate of the recipe in one line."""
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     total = config.train.steps or round((config.train.epochs or 0) * per_epoch)
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
@@ -119,7 +120,7 @@ def steps_line(config: Config, num_images: int = IMAGENET) -> str:
 
 
 def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
-    """Return all differences as lines for a terminal."""
+    """Return all differences as text for a terminal."""
     differences = compare(first, second)
     lines = [f"A  {names[0]}", f"B  {names[1]}"]
     if not differences:
@@ -137,7 +138,7 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
 
 
 def _rates(first: Config, second: Config) -> str:
-    """Describe the gap between the learning rates at equal shares of both runs; "" for none."""
+    """Describe the gap between the learning rates of both runs, or return "" if they match."""
     rates = []
     for config in (first, second):
         values = config_io.to_dict(config)
@@ -159,7 +160,7 @@ def _rates(first: Config, second: Config) -> str:
 
 
 def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the sections of a config as dotted keys."""
+    """Return the settings of a config by dotted key."""
     return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
 
 

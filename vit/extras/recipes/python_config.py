@@ -1,9 +1,9 @@
 """Evaluate Python config files without running them.
 
-The evaluator knows assignments, dictionaries, lists, numbers, strings, arithmetic, `if`, functions
-of the file itself, and a few of Python's. Imported names are opaque: calling one returns an opaque
-value, which can be stored but not computed with. Anything else is an error with its line. Only the
-methods in `_METHODS` can be called on Python objects.
+The evaluator supports assignments, dictionaries, lists, numbers, strings, arithmetic, `if`,
+functions of the file, and a few of Python's functions. Imported names are opaque. Calling an opaque
+name returns an opaque value, which can be stored but not used in computations. Other code raises an
+error with its line number. Only the methods in `_METHODS` can be called on Python objects.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }
 _MOST_STEPS = 100_000
 _LARGEST = 1_000_000
-"""Limit for the length of a string or list and the bits of a number, so that a config cannot
-exhaust the memory."""
+"""The limit on the length of strings and lists and on the bits of integers, because a config must
+not exhaust memory."""
 
 
 def _range(*bounds: int) -> list[int]:
-    """Return Python's range as a list, cut just above `_LARGEST`, where `_value` rejects it."""
+    """Return a range as a list. A list longer than `_LARGEST` is cut, and `_value` rejects it."""
     return list(range(*bounds)[: _LARGEST + 1])
 
 
@@ -65,14 +65,14 @@ _METHODS = {
 
 
 class Opaque:
-    """A value that only the program can compute. Assignments to its attributes are ignored."""
+    """A value that is unknown unless the config runs. Assignments to its attributes are ignored."""
 
     def __repr__(self) -> str:
         return "<not known without running it>"
 
 
 class Returned(Exception):
-    """The control flow of a `return` statement."""
+    """An exception that implements the `return` statement."""
 
     def __init__(self, value: Any):
         super().__init__()
@@ -80,7 +80,7 @@ class Returned(Exception):
 
 
 class _Function:
-    """A function defined in the file."""
+    """A function that the config file defines."""
 
     def __init__(self, node: ast.FunctionDef, scopes: list[dict[str, Any]]):
         self.node = node
@@ -88,11 +88,11 @@ class _Function:
 
 
 class PythonConfig:
-    """An evaluated config file: its names, and its functions for `call`.
+    """An evaluated config file with its names and functions.
 
     imported: replacements for imported functions by dotted name, such as `bvcc.parse_arg`.
 
-    Raises ValueError with file and line for unsupported code.
+    Raises ValueError with the file and the line for unsupported code.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PythonConfig:
         except SyntaxError as error:
             raise ValueError(f"{source}:{error.lineno}: not valid Python: {error.msg}") from None
         except (RecursionError, MemoryError):
-            raise ValueError(f"{source}:1: nested too deep for a config") from None
+            raise ValueError(f"{source}:1: the config is nested too deep: remove nesting") from None
         self._run(tree.body, [self.names])
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -147,9 +147,9 @@ class PythonConfig:
                     scopes[-1][(alias.asname or alias.name).partition(".")[0]] = Opaque()
             elif isinstance(statement, ast.Raise):
                 text = ast.unparse(statement.exc) if statement.exc else ""
-                raise self._error(statement, f"the config refuses: {text}")
+                raise self._error(statement, f"the config raises: {text}")
             elif not isinstance(statement, ast.Pass):
-                raise self._error(statement, "only settings can be read")
+                raise self._error(statement, "unsupported statement: only settings can be imported")
 
     def _assign(self, target: ast.expr, value: Any, scopes: list[dict[str, Any]]) -> None:
         if isinstance(target, ast.Name):
@@ -177,7 +177,7 @@ class PythonConfig:
         self._count(node)
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
-            raise self._error(node, "only settings can be read")
+            raise self._error(node, "unsupported expression: only settings can be imported")
         try:
             value = method(node, scopes)
         except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
@@ -320,7 +320,6 @@ class PythonConfig:
     def _apply(
         self, function: _Function, arguments: list[Any], named: dict[str, Any], node: ast.AST
     ) -> Any:
-        """Evaluate a call of a function defined in the file."""
         parameters = function.node.args
         if self._depth > 20:
             raise self._error(node, "function calls are nested too deep")
@@ -329,7 +328,9 @@ class PythonConfig:
         local = {name: self._value(value, function.scopes) for name, value in defaults.items()}
         local |= dict(zip(names, arguments, strict=False)) | named
         if missing := [name for name in names if name not in local]:
-            raise self._error(node, f"{function.node.name}() lacks {', '.join(missing)}")
+            raise self._error(
+                node, f"missing arguments of {function.node.name}(): {', '.join(missing)}"
+            )
         self._depth += 1
         try:
             self._run(function.node.body, [*function.scopes, local])
@@ -342,7 +343,7 @@ class PythonConfig:
     def _count(self, node: ast.AST) -> None:
         self._steps += 1
         if self._steps > _MOST_STEPS:
-            raise self._error(node, "too long for a config")
+            raise self._error(node, f"the config takes more than {_MOST_STEPS:,} steps")
 
     def _error(self, node: ast.AST, problem: str) -> ValueError:
         line = getattr(node, "lineno", 1)
@@ -351,7 +352,7 @@ class PythonConfig:
 
 
 def _loaded(target: ast.expr) -> ast.expr:
-    """Return the target of `x += 1` as an expression to read."""
+    """Return the target of `x += 1` as an expression that reads its value."""
     return ast.parse(ast.unparse(target), mode="eval").body
 
 
@@ -360,7 +361,7 @@ def _is_small(number: float) -> bool:
 
 
 def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
-    """Evaluate `text.format(...)` without format specs, which could exhaust the memory."""
+    """Evaluate `text.format(...)`. Format specs are rejected, because they could exhaust memory."""
     numbers = iter(range(len(arguments)))
 
     def field(match: re.Match[str]) -> str:
@@ -374,7 +375,7 @@ def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
 
 
 def flattened(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of nested dictionaries and lists of dictionaries: dotted path -> value."""
+    """Return the values in nested dictionaries and lists of dictionaries, by dotted path."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict) and value:
         items = list(value.items())
@@ -389,16 +390,16 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
 
 
 class Leaves(dict[str, Any]):
-    """The leaves of a config by path; looking up a missing path raises ValueError."""
+    """The values of a config by dotted path. Looking up a missing path raises ValueError."""
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"the config has no {key}: pass a training config that includes its bases")
 
 
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:
-    """Return the config `text` merged over its `_base_` files (OpenMMLab); path: its own file.
+    """Return an OpenMMLab config, merged over its `_base_` files.
 
-    Raises ValueError with the names of missing base files.
+    text: the config. path: its file. Raises ValueError that lists missing base files.
     """
     names = PythonConfig(text, str(path or "the config")).names
     own = {
@@ -425,7 +426,7 @@ def with_bases(text: str, path: Path | None) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """Merge `child` over `base` like mmengine: dictionaries key by key."""
+    """Merge `child` over `base` key by key, like mmengine."""
     merged = dict(base)
     for key, value in child.items():
         if not isinstance(value, dict):

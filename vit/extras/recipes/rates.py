@@ -1,7 +1,7 @@
-"""Compute learning rates of other programs over the epochs, and compare ours with them.
+"""Compute learning rate schedules of other projects, and compare them with those of this project.
 
-A rate is a function of the time in epochs, so that per-step and per-epoch schedules can be
-compared. The functions for timm and torch are tested against the schedulers themselves.
+A schedule is a function of the time in epochs, so per-step and per-epoch schedules can be compared.
+Tests compare the functions with the schedulers of timm and torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from vit.extras.recipes.reading import Reading
 from vit.optim.schedule import lr_at
 
 Rate = Callable[[float], float]
-"""A function from time in epochs, starting at 0, to learning rate."""
+"""A function that returns the learning rate at a time in epochs. Time starts at 0."""
 IMAGENET = 1_281_167
-"""Images in the training split of ImageNet-1k, which the recipes assume."""
+"""The number of training images in ImageNet-1k."""
 
 
 def timm_cosine(
@@ -31,10 +31,10 @@ def timm_cosine(
     per_step: bool = False,
     late: int = 0,
 ) -> Rate:
-    """Return the rate of timm's CosineLRScheduler, which by default changes once an epoch.
+    """Return the schedule of timm's CosineLRScheduler, which changes once per epoch by default.
 
-    warmup_prefix: start the cosine after the warm-up instead of at epoch 0. late: delay in epochs;
-    1 for DeiT, whose main.py passes the epoch that has just ended.
+    warmup_prefix: start the cosine after the warm-up instead of at epoch 0. late: the delay in
+    epochs, which is 1 for DeiT, because its main.py passes the epoch that has just ended.
     (huggingface/pytorch-image-models@aa4b5850:timm/scheduler/cosine_lr.py)
     """
 
@@ -59,7 +59,7 @@ def timm_step(
     warmup_epochs: float = 0,
     warmup_lr: float = 0.0,
 ) -> Rate:
-    """Return the rate of timm's StepLRScheduler (timm/scheduler/step_lr.py), per epoch."""
+    """Return the schedule of timm's StepLRScheduler (timm/scheduler/step_lr.py)."""
 
     def rate(time: float) -> float:
         t = math.floor(time)
@@ -79,9 +79,10 @@ def torchvision_cosine(
     min_lr: float = 0.0,
     linear: bool = True,
 ) -> Rate:
-    """Return the rate of torch's LinearLR (or ConstantLR), then CosineAnnealingLR, per epoch.
+    """Return the schedule of torch's LinearLR (or ConstantLR) followed by CosineAnnealingLR.
 
-    warmup_factor: the first rate as a fraction of `lr`.
+    The learning rate changes once per epoch. warmup_factor: the first learning rate as a fraction
+    of `lr`.
     """
 
     def rate(time: float) -> float:
@@ -105,10 +106,10 @@ def after_warmup(
     linear: bool = False,
     per_epoch: bool = False,
 ) -> Rate:
-    """Return a linear warm-up per step, then a cosine (or a line) over the rest.
+    """Return a schedule with a linear warm-up per step, followed by a cosine or linear decay.
 
-    MAE (facebookresearch/mae@efb2a806:util/lr_sched.py), optax and big_vision use it; OpenMMLab
-    does with `per_epoch`, which changes the cosine once an epoch.
+    MAE (facebookresearch/mae@efb2a806:util/lr_sched.py), optax and big_vision use this schedule.
+    OpenMMLab uses it with `per_epoch`, which changes the cosine once per epoch.
     """
 
     def rate(time: float) -> float:
@@ -123,7 +124,7 @@ def after_warmup(
 
 
 def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
-    """Return the rate of a config with `settings` (dotted key -> value)."""
+    """Return the schedule of this project's `settings`, which are given by dotted key."""
     total = _num_steps(settings, steps_per_epoch)
 
     def steps(name: str) -> int:
@@ -159,16 +160,16 @@ def _num_steps(settings: Mapping[str, Any], steps_per_epoch: int) -> int:
 
 
 class Distance(NamedTuple):
-    """The distance between two rates, as fractions of the peak."""
+    """The difference between two schedules, as a fraction of the peak learning rate."""
 
     largest: float
     at_epoch: float
-    """The epoch of the largest distance."""
+    """The epoch of the largest difference."""
     mean: float
 
 
 def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
-    """Compare two rates at 20 points an epoch, and at most 2,000 in all."""
+    """Compare two schedules at 20 points per epoch, but at most 2,000 points."""
     count = max(min(round(20 * epochs), 2000), 1)
     times = [epochs * (n + 0.5) / count for n in range(count)]
     apart = [abs(theirs(time) - ours(time)) / peak for time in times]
@@ -177,13 +178,13 @@ def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
 
 
 def in_percent(share: float) -> str:
-    """Format `share` as a percentage of two digits."""
+    """Format `share` as a percentage with two digits."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
 def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the warm-up settings of a schedule without warm-up."""
+    """Remove warm-up settings if the schedule has no warm-up."""
     if settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps"):
         return dict(settings)
     without = ("schedule.warmup_lr", "schedule.warmup_prefix")
@@ -193,15 +194,16 @@ def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
 def map_rate(
     reading: Reading, names: str, theirs: Rate, settings: Mapping[str, Any], reasons: str
 ) -> None:
-    """Record the schedule arguments `names`: compare the rate of `settings` with `theirs`.
+    """Record the schedule arguments `names`, and how `settings` differ from `theirs`.
 
-    Call it after rate, epochs and batch are recorded. reasons: an explanation of the difference.
+    Learning rate, epochs and batch size must be recorded before. reasons: an explanation of the
+    difference.
     """
     settings = with_effect(settings)
     all_settings = {**reading.settings, **settings}
     for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
         if all_settings.get(key, 1) <= 0:
-            raise ValueError(f"{key} resolves to {all_settings[key]:g}: expected more than 0")
+            raise ValueError(f"{key} would be {all_settings[key]:g}: expected more than 0")
     steps_per_epoch = max(IMAGENET // all_settings["data.global_batch_size"], 1)
     epochs = _num_steps(all_settings, steps_per_epoch) / steps_per_epoch
     gap = distance(
@@ -212,7 +214,7 @@ def map_rate(
         return
     reading.differs(
         names,
-        f"the rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
+        f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
         f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}"),
         settings,
     )

@@ -1,8 +1,8 @@
-"""Map the settings of another program to ours, and account for each of them.
+"""Map the settings of another project to settings of this project, and record each mapping.
 
-A program's module looks up the values and records exactly one finding for each argument: it is the
-same in our settings, differs, has no equivalent, or has no effect in the source program.
-`Reading.finish` raises if an argument has no finding, so that nothing is dropped silently.
+The module of each project records exactly one finding for each argument: same, differs, no
+equivalent, or no effect in the source project. `Reading.finish` raises an error if an argument has
+no finding, so no argument is dropped silently.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ Verdict = Literal["same", "differs", "cannot", "inert", "place"]
 
 
 class Finding(NamedTuple):
-    """The mapping of one or several arguments of the source program."""
+    """The mapping of one or several arguments of the source project."""
 
     verdict: Verdict
     theirs: tuple[str, ...]
-    """Names of the arguments; () for a property without an argument, such as a number format."""
+    """The names of the arguments, or () for a property without an argument, such as the
+    precision."""
     settings: dict[str, Any]
-    """Our nearest settings: dotted key -> value."""
+    """The nearest settings of this project, by dotted key."""
     text: str
-    """The difference, or the reason for no equivalent; "" if there is nothing to explain."""
+    """The difference, or the reason why no equivalent exists. "" if neither applies."""
 
 
 class Reading:
-    """The findings for one recipe, collected while its arguments are mapped.
+    """The findings for a recipe, collected while its arguments are mapped.
 
-    `args` holds the program's values by name, `stated` the names that the command states.
+    `args` contains the values by name. `stated` contains the names of the arguments in the command.
     """
 
     def __init__(self, table: Table, parsed: ParsedArguments):
@@ -40,12 +41,12 @@ class Reading:
         self.stated = parsed.stated
         self.findings: list[Finding] = []
         self.comments: dict[str, str] = {}
-        """Dotted key -> the computation of its value, as a comment at the end of its line."""
+        """The computations of values by dotted key, written as comments into the YAML file."""
         self._known = frozenset(all_keys())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return our settings so far: dotted key -> value."""
+        """Return the settings that were mapped before this call, by dotted key."""
         return {k: v for finding in self.findings for k, v in finding.settings.items()}
 
     def has_setting(self, key: str) -> bool:
@@ -55,28 +56,28 @@ class Reading:
     def same(
         self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
     ) -> None:
-        """Record that `names` (blank-separated) equal `settings`.
+        """Record that the arguments `names` (separated by blanks) equal `settings`.
 
-        note: the computation of the first value. text: an assumption behind it.
+        note: the computation of the first value. text: an assumption of the computation.
         """
         self._add("same", names, settings, text)
         if note and settings:
             self.comments[next(iter(settings))] = note
 
     def differs(self, names: str, text: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Record that `names` almost equal `settings`; text: the difference."""
+        """Record that the arguments `names` are similar to `settings`. text: the difference."""
         self._add("differs", names, settings, text)
 
     def cannot(self, names: str, text: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Record that `names` have no equivalent; settings: the values used instead."""
+        """Record that the arguments `names` have no equivalent. settings: the replacement."""
         self._add("cannot", names, settings, text)
 
     def inert(self, names: str, text: str) -> None:
-        """Record that `names` have no effect in the source program; text: the reason."""
+        """Record that the arguments `names` have no effect in their project. text: the reason."""
         self._add("inert", names, None, text)
 
     def rename(self, name: str, theirs: str) -> None:
-        """Rename the argument `name` to `theirs`, the program's own name, in all findings."""
+        """Rename the argument `name` to `theirs`, the name in the source project."""
         del self.args[name]
         self.findings = [
             f._replace(theirs=tuple(theirs if n == name else n for n in f.theirs))
@@ -84,9 +85,9 @@ class Reading:
         ]
 
     def expect_off(self, parts: Mapping[str, str]) -> None:
-        """Record the arguments of `parts`: same if off, otherwise without equivalent.
+        """Record arguments that have an equivalent only if they are off.
 
-        parts: name -> description.
+        parts: a description of each argument, by name.
         """
         for name, description in parts.items():
             value = self.args[name]
@@ -96,7 +97,7 @@ class Reading:
                 self.cannot(name, description)
 
     def finish(self) -> None:
-        """Record paths and displays, and assert that each argument has exactly one finding."""
+        """Record paths and logging options, and assert that each argument has one finding."""
         places = [a.name for a in self.table.arguments if not a.in_recipe]
         accounted = [name for finding in self.findings for name in finding.theirs]
         stated = [name for name in dict.fromkeys(places) if name in self.stated]
@@ -120,7 +121,7 @@ class Reading:
         assert not unknown, f"{self.table.program} has no {sorted(unknown)}"
         wrong = set(settings or {}) - self._known
         assert not wrong, f"unknown settings: {sorted(wrong)}"
-        # Products such as 0.1 * 3 would put rounding noise into the YAML file.
+        # Rounding keeps values such as 0.1 * 3 readable in the YAML file.
         rounded = {
             key: float(f"{value:.12g}") if isinstance(value, float) else value
             for key, value in (settings or {}).items()
@@ -129,14 +130,14 @@ class Reading:
 
 
 class ConfigReading(Reading):
-    """A reading of a config tree, whose arguments are dotted paths."""
+    """A reading of a nested config, whose arguments are dotted paths."""
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at `path`, or `default`."""
         return self.args.get(path, default)
 
     def remaining(self, paths: str) -> str:
-        """Return the leaves at or below `paths` without a finding so far, blank-separated."""
+        """Return the keys at or below `paths` that have no finding yet, separated by blanks."""
         accounted = {name for finding in self.findings for name in finding.theirs}
         return " ".join(
             name
@@ -146,7 +147,7 @@ class ConfigReading(Reading):
         )
 
     def items(self, path: str) -> list[str]:
-        """Return the paths of the items of a list: `path.0` and so on."""
+        """Return the paths of all items of a list, such as `path.0`."""
         below = [name.removeprefix(f"{path}.") for name in self.args if name.startswith(f"{path}.")]
         numbers = {int(name.partition(".")[0]) for name in below if name[:1].isdigit()}
         return [f"{path}.{number}" for number in sorted(numbers)]

@@ -1,16 +1,16 @@
 """Compare each evaluation of a run with a published accuracy curve.
 
-`configs/reference/<name>.csv` has the published numbers. Its header states their source, their
-recipe and the length of the training:
+`configs/reference/<name>.csv` contains the published numbers. The header states the source, the
+recipe and the training length:
 
     file -> `Reference`: values over the completed share of the schedule
-    this run's plan and validation set -> `Comparison`: whether the two are comparable
-    an evaluation -> its difference, for the record, and a line for the log
+    this run's plan and validation set -> `Comparison`: whether the run can be compared
+    an evaluation -> its difference, for metrics.jsonl and the log
 
-Only a run of the curve's recipe is compared: on the same validation set, and as long as the recipe
-or the curve. Values are compared at the same share of both schedules, which is the same epoch
-unless the published run was longer than the recipe. Values between two published points are
-interpolated. Before the first point and after the last one nothing is compared.
+A run is compared only if it has the same validation set, and the same length as the recipe or the
+curve. Values are compared at the same share of both schedules, which is the same epoch unless the
+published run was longer than the recipe. Values between two published points are interpolated.
+Nothing is compared before the first point and after the last point.
 """
 
 from __future__ import annotations
@@ -43,38 +43,40 @@ from vit.training.run_data import Notes, RunData
 
 SUFFIX = ".csv"
 METRICS = ("top1", "top5", "loss")
-"""Metric columns of a curve; the first two are in percent."""
+"""The metric columns of a curve. Accuracies are in percent."""
 SAME_LENGTH = 0.005
-"""Relative difference up to which two lengths count as equal, because of rounding to steps."""
+"""The relative difference up to which two lengths are treated as equal, because lengths are rounded
+to steps."""
 
 
 class Header(Section):
-    """The header of a curve's file: lines of `# key: value`."""
+    """The header of a curve's file, which has lines of the form `# key: value`."""
 
     title: str
-    """Network, recipe and length, for people."""
+    """The network, the recipe and the length, as text for readers."""
     source: str
-    """Repository, commit and place of the numbers."""
+    """The repository, the commit and the file of the numbers."""
     note: str = ""
-    """Further facts from the source, or facts that it omits."""
+    """Further facts about the published run."""
     recipe: str
-    """Our config for the same recipe, by name."""
+    """The name of this project's config for the same recipe."""
     settings: dict[str, Any] = Field(default={})
-    """Settings of the published run that differ from `recipe`."""
+    """The settings of the published run that differ from `recipe`."""
     epochs: float | None = None
-    """Length of the schedule; either `epochs`, with a column `epoch`, or `steps`, with `step`."""
+    """The length of the schedule. Set either `epochs` (with a column `epoch`) or `steps` (with a
+    column `step`)."""
     steps: Positive | None = None
     images: Positive
-    """Number of images in the validation set."""
+    """The number of images in the validation set."""
     classes: Positive
     train_images: Positive | None = None
-    """Number of training images in an epoch; `None`: not known."""
+    """The number of training images per epoch, or `None` if unknown."""
     weights: Literal["model", "ema"] = "model"
-    """The evaluated weights: the model's, or their moving average."""
+    """The weights that were evaluated: the model's, or their moving average."""
 
 
 class Value(NamedTuple):
-    """A metric of the reference at one moment, over its runs."""
+    """A metric of the reference at one point in time, over all its runs."""
 
     mean: float
     low: float
@@ -83,29 +85,29 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """A curve of one or of several runs of a recipe."""
+    """A published curve of one or several runs of a recipe."""
 
     name: str
     header: Header
     length: float
-    """Length of the schedule, in units of `unit`."""
+    """The length of the schedule in epochs or steps, as given by `unit`."""
     unit: Literal["epoch", "step"]
     runs: tuple[dict[str, NDArray[np.float64]], ...]
-    """The columns of each run: `share`, ascending, (n,), and each metric, (n,)."""
+    """The columns of each run, of shape (n,): the ascending `share`, and each metric."""
 
     @property
     def first(self) -> float:
-        """Share of the schedule of the first point that all runs have."""
+        """The share of the schedule at the first point that all runs have."""
         return max(float(run["share"][0]) for run in self.runs)
 
     @property
     def last(self) -> float:
-        """Share of the schedule of the last point that all runs have."""
+        """The share of the schedule at the last point that all runs have."""
         return min(float(run["share"][-1]) for run in self.runs)
 
     def at(self, share: float) -> dict[str, Value]:
-        """Return the metrics at `share` of the schedule; {} outside the published range."""
-        # The share is a quotient of steps, so rounding can put it just outside the range.
+        """Return the metrics at `share` of the schedule, or {} outside the published range."""
+        # Rounding can move the share slightly out of the range.
         if not self.first - 1e-9 <= share <= self.last + 1e-9:
             return {}
         metrics = {}
@@ -115,7 +117,7 @@ class Reference:
         return metrics
 
     def moment(self, share: float) -> str:
-        """Return `share` of the schedule in its own unit, such as `epoch 96`."""
+        """Format `share` of the schedule in the reference's unit, such as `epoch 96`."""
         place = round(share * self.length, 1 if self.unit == "epoch" else 0)
         return f"{self.unit} {place:,.6g}" if place < 1e6 else f"{self.unit} {place:,.0f}"
 
@@ -123,7 +125,7 @@ class Reference:
 def read_reference(name: str) -> Reference:
     """Read the curve `name` in `configs/reference`, or at a path that ends with .csv.
 
-    Raises ValueError if the file cannot be read or has a different format.
+    Raises ValueError if the file cannot be read or has an invalid format.
     """
     folder = recipes_folder() / "reference"
     path = Path(name) if name.endswith(SUFFIX) else folder / f"{name}{SUFFIX}"
@@ -160,19 +162,20 @@ def _read_header(head: list[str], label: str) -> Header:
         header = Header.model_validate_json(json.dumps(content))
     except (yaml.YAMLError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{label}: its header is not '# key: value' lines: {reason}") from None
+        raise ValueError(
+            f"{label}: the header must have lines of the form '# key: value': {reason}"
+        ) from None
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ValueError(f"{label}: header: {'; '.join(problems)}") from None
     if (header.epochs is None) == (header.steps is None):
-        raise ValueError(f"{label}: header: state the length as `epochs` or as `steps`")
+        raise ValueError(f"{label}: the header needs either `epochs` or `steps`: add one of them")
     return header
 
 
 def _read_runs(
     rows: list[dict[str, str]], unit: str, length: float, label: str, num_before: int
 ) -> tuple[dict[str, NDArray[np.float64]], ...]:
-    """Return each run's columns, with the unit converted to `share`."""
     if not rows:
         raise ValueError(
             f"{label}: no row of numbers after the header: add the column names '{unit},top1', then"
@@ -200,7 +203,7 @@ def _read_runs(
         if percent.min() < 0 or percent.max() > 100:
             raise ValueError(f"{label}: top1 and top5 are percentages, between 0 and 100")
         if place.min() < 0 or place.max() > length:
-            raise ValueError(f"{label}: its {unit}s must be between 0 and {length:g}")
+            raise ValueError(f"{label}: the {unit}s must be between 0 and {length:g}")
         if (np.diff(place) <= 0).any():
             of_run = f" of run {run}" if run else ""
             raise ValueError(f"{label}: the {unit}s{of_run} must ascend")
@@ -208,7 +211,8 @@ def _read_runs(
     return tuple(runs)
 
 
-# --- beside a run ---------------------------------------------------------------------------------
+# --- comparison with a run
+# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -218,11 +222,11 @@ class Comparison:
     reference: Reference
     plan: Plan
     refusal: str
-    """The reason not to compare the two; "" if they are comparable."""
+    """The reason why the run cannot be compared, or "" if it can."""
 
     @property
     def length_note(self) -> str:
-        """Return a note if the run's length differs from the reference's, else ""."""
+        """A note if the run's length differs from that of the reference, or ""."""
         ours = float(self.plan.total_steps)
         if self.reference.unit == "epoch":
             ours = self.plan.total_steps / self.plan.steps_per_epoch
@@ -235,9 +239,9 @@ class Comparison:
         )
 
     def values(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the record's values at `step`: `top1_reference`, `top1_minus_reference`, ...
+        """Return fields for metrics.jsonl at `step`: `top1_reference`, `top1_minus_reference`, ...
 
-        metrics: results on the validation set, with the suffix `_ema` for averaged weights.
+        metrics: the results on the validation set, with the suffix `_ema` for averaged weights.
         """
         if self.refusal:
             return {}
@@ -248,7 +252,7 @@ class Comparison:
         return fields
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return a line with the accuracy at `step` and the reference's; "" if not compared."""
+        """Return a line with the accuracies of run and reference, or "" if not comparable."""
         if self.refusal:
             return ""
         share = step / self.plan.total_steps
@@ -268,7 +272,7 @@ class Comparison:
         return f"{text} (reference{moment} {value.mean:.2f} %{spread}, {top1 - value.mean:+z.2f})"
 
     def curves(self) -> list[dict[str, list[float]]]:
-        """Return the reference's points over the steps of this run: `step`, and each metric."""
+        """Return the reference's points over the steps of this run, as `step` and each metric."""
         if self.refusal:
             return []
         return [
@@ -289,11 +293,11 @@ def _is_same(length: float, other: float) -> bool:
 
 
 def create_comparison(config: Config, plan: Plan, val_split: Split) -> Comparison:
-    """Return the comparison of a run of `config` with `eval.reference`.
+    """Return the comparison of a run with `eval.reference`.
 
-    Raises ValueError like `read_reference`, and if the curve's recipe cannot be read.
+    Raises ValueError if the reference or its recipe cannot be read.
     """
-    assert config.eval.reference is not None, "the caller checks"
+    assert config.eval.reference is not None, "the hook is created only with a reference"
     reference = read_reference(config.eval.reference)
     header = reference.header
     recipe = _read_recipe(header, f"eval.reference={config.eval.reference}").train
@@ -303,22 +307,22 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
     refusal = ""
     if (val_split.num_samples, val_split.num_classes) != (header.images, header.classes):
         refusal = (
-            f"it has {header.images:,} images of {header.classes:,} classes, the validation split"
-            f" {val_split.num_samples:,} of {val_split.num_classes:,}"
+            f"its validation set has {header.images:,} images of {header.classes:,} classes, that"
+            f" of this run {val_split.num_samples:,} of {val_split.num_classes:,}"
         )
     elif not any(_is_same(plan.total_steps, steps) for steps in (recipe_steps, curve_steps)):
         refusal = f"its recipe has {recipe_steps:,.0f} steps, this run {plan.total_steps:,}"
     elif header.weights == "ema" and config.train.ema_decay is None:
         refusal = (
-            "it evaluates averaged weights, and this run does not average them (train.ema_decay)"
+            "its weights are averaged, and this run does not average weights (train.ema_decay)"
         )
     return Comparison(reference, plan, refusal)
 
 
 def _read_recipe(header: Header, label: str) -> Config:
-    """Return the recipe of a curve, without the curve's own settings.
+    """Return the recipe of a curve, without the overrides in the curve's header.
 
-    Raises ValueError if the recipe or these settings are invalid, so that training does not start.
+    Raises ValueError if the recipe or the overrides are invalid.
     """
     recipe = Path(header.recipe)
     path = recipe / CONFIG_FILE if recipe.is_dir() else recipe
@@ -331,22 +335,19 @@ def _read_recipe(header: Header, label: str) -> Config:
 
 
 class ReferenceCurve(Hook):
-    """A hook that records the curve of `eval.reference` and compares each evaluation with it."""
+    """A hook that compares each evaluation with the `eval.reference` curve."""
 
     _comparison: Comparison
     _is_recorded = False
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """See `Hook`; raises like `create_comparison`."""
+        """Read the reference. Raises ValueError if the reference or its recipe cannot be read."""
         with world.fail_together():
             self._comparison = create_comparison(config, data.plan, data.sets[0][0].split)
         return Notes()
 
     def begin(self, run: Run) -> None:
-        """Record and log the curve and the settings that differ from its recipe.
-
-        Does so once, and not for a finished run.
-        """
+        """Log the curve and settings that differ from its recipe, unless the run is finished."""
         if self._is_recorded or not run.world.is_main or run.state.is_finished(run.plan):
             return
         self._is_recorded = True
@@ -367,7 +368,8 @@ class ReferenceCurve(Hook):
             unlike=unlike,
             curves=comparison.curves(),
         )
-        if comparison.refusal:  # expected for trials and own data; the report has the reason
+        if comparison.refusal:
+            # Common for short runs and other datasets, and the report shows the reason.
             return
         weights = "the averaged weights" if header.weights == "ema" else "the weights"
         run.record.say(f"reference: {header.title}: top-1 of {weights} ({header.source})")
@@ -380,7 +382,7 @@ class ReferenceCurve(Hook):
             )
 
     def _unlike(self, run: Run) -> list[str]:
-        """Return the settings, and the number of images, that differ from the recipe."""
+        """Return the settings, and possibly the number of images, that differ from the recipe."""
         header = self._comparison.reference.header
         unlike = deviations(run.config, header.recipe, header.settings)
         num_images = run.plan.steps_per_epoch * run.plan.global_batch_size

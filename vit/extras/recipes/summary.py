@@ -1,4 +1,4 @@
-"""Write an imported recipe as YAML, and account for its settings on the terminal."""
+"""Write an imported recipe as YAML, and list the mapping of its settings for the terminal."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ALWAYS = {
     "train.epochs",
     "train.precision",
 }
-"""Settings that are written even at their defaults, because readers look for them first."""
+"""The settings that are always written, because readers look for them first."""
 _COLUMNS = 100
 
 
 def yaml_text(imported: Imported, out: Path | None) -> str:
-    """Return the recipe as YAML in the style of configs/. out: the path of the file."""
+    """Return the recipe as YAML in the style of configs/. out: the path of the YAML file."""
     reading = imported.reading
     optimizer = imported.settings.get("optim.name", "adamw")
     written = {
@@ -45,7 +45,7 @@ def yaml_text(imported: Imported, out: Path | None) -> str:
 
 
 def account(imported: Imported) -> str:
-    """Return each argument of the source program with its mapping, as lines for a terminal."""
+    """Return the mapping of each argument as text for a terminal."""
     reading = imported.reading
     stated = len(reading.stated)
     lines = [
@@ -78,7 +78,7 @@ def account(imported: Imported) -> str:
 
 
 def count(reading: Reading) -> dict[str, int]:
-    """Count arguments by verdict; a finding without an argument counts once."""
+    """Count arguments by verdict. A finding without an argument is counted once."""
     counts = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
     for finding in reading.findings:
         counts[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
@@ -98,7 +98,7 @@ def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
 
 
 def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
-    """Spell arguments as flags with values; for a config, return their common parent path."""
+    """Format arguments as flags with values, or as their common parent path for a config."""
     names = list(names)
     if any("." in name for name in names) and len(names) > 1:
         parts = [name.split(".") for name in names]
@@ -137,7 +137,7 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 
 def _header(imported: Imported, out: Path | None) -> str:
-    """Return comments with the source of the recipe and its differences."""
+    """Return YAML comments with the source of the recipe and the differences."""
     reading = imported.reading
     size = imported.settings.get("model.image_size", 224)
     name = imported.settings.get("model.name", "vit_b16")

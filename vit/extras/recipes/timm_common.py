@@ -1,4 +1,4 @@
-"""Map arguments that several programs share: batch, augmentation, mixing, optimizer, average."""
+"""Map arguments that several projects share, such as batch size, augmentation and optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAMB = {"optim.name": "lamb"}
 _NESTEROV = {"optim.name": "sgd", "optim.nesterov": True}
 _MUON = {"optim.name": "muon", "optim.matrices": "timm"}
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adam": _ADAMW,  # `map_optimizer` handles the different decay
+    "adam": _ADAMW,  # `map_optimizer` handles the different weight decay
     "adamw": _ADAMW,
     "adamwlegacy": _ADAMW,
     "fusedadamw": _ADAMW,
@@ -32,26 +32,26 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "nesterov": _NESTEROV,
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
-"""Optimizer names of timm's factory -> our settings."""
+"""The settings of this project by the name of the optimizer in timm."""
 _BETAS = {"muon": (0.9, 0.95)}
 _EPS = {"lamb": 1e-6, "muon": 1e-7}
-"""Defaults of timm's optimizers that differ from AdamW's, by our name."""
+"""The defaults of timm's optimizers that differ from AdamW's, by this project's name."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
-"""Prefixes of timm's policies."""
+"""The prefixes of timm's augmentation policies."""
 _BILINEAR_WARPS = "this project warps bilinearly, the source by {}: no known effect on accuracy"
 
 
 def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1) -> int:
-    """Map `names`, the images per GPU and batches per step. Return the batch over all GPUs.
+    """Map the batch size per GPU and the batches per step. Return the global batch size.
 
-    num_gpus: None if the command does not state it and therefore starts one process.
+    num_gpus: None if the command starts a single process.
     """
     size = reading.args["batch_size"]
     gpus = num_gpus or 1
     formula = f"{size} x {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
     if steps > 1:
         formula += f" x {steps}"
-    text = "" if num_gpus else "1 GPU is assumed: pass --gpus N for another number"
+    text = "" if num_gpus else "1 GPU is assumed: pass --gpus N to change the number"
     batch: int = size * gpus * steps
     reading.same(names, {"data.global_batch_size": batch}, formula, text)
     return batch
@@ -60,9 +60,9 @@ def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1
 def map_policy(reading: Reading, interpolation: str) -> None:
     """Map `--aa`: timm's RandAugment, AutoAugment and 3-Augment.
 
-    interpolation: the interpolation of the source's warps
+    interpolation: the interpolation with which the source project warps images
     (huggingface/pytorch-image-models@aa4b5850:timm/data/auto_augment.py, rand_augment_transform,
-    auto_augment_transform). Raises ValueError for a policy that timm rejects.
+    auto_augment_transform). Raises ValueError if timm would reject the policy.
     """
     policy = reading.args["aa"]
     if not policy:
@@ -81,9 +81,9 @@ def map_policy(reading: Reading, interpolation: str) -> None:
         hint = f" (did you mean {'-'.join([*nearest, *parts])}?)" if nearest else ""
         raise ValueError(
             f"the policy {policy}: timm rejects it{hint}: expected {', '.join(_POLICIES[1:])}, or"
-            " rand with its numbers, such as rand-m9-mstd0.5-inc1; '' for none"
+            " rand with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
         )
-    # Like timm: t selects a set of operations, and other parts without a number are ignored.
+    # As in timm, t selects a set of operations, and other parts without a number are ignored.
     sets = [part for part in parts if part.startswith("t") and not is_auto]
     numbers = [
         (match[1], match[2])
@@ -121,9 +121,9 @@ def _is_number(name: str, number: str) -> bool:
 
 
 def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
-    """Return settings for `rand-...`, and the parts without equivalent.
+    """Return the settings for `rand-...`, and the parts without an equivalent.
 
-    numbers: the parts as name and number.
+    numbers: the name and the number of each part.
     """
     settings: dict[str, Any] = {
         "augment.randaugment_layers": 2,
@@ -151,10 +151,12 @@ def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[s
 
 
 def map_color_jitter(reading: Reading, applies: bool) -> None:
-    """Map `--color-jitter`. applies: `--aa` does not replace it (transforms_factory)."""
+    """Map `--color-jitter`. applies: False if `--aa` replaces color jitter (transforms_factory)."""
     strength = reading.args["color_jitter"] or 0.0
     if strength and not applies:
-        reading.inert("color_jitter", "timm ignores it if --aa has a policy other than 3a")
+        reading.inert(
+            "color_jitter", "timm ignores this argument if --aa has a policy other than 3a"
+        )
     elif strength:
         saturation = 0 if reading.settings.get("model.in_chans") == 1 else strength
         jitter = {"augment.color_jitter": [strength, strength, saturation, 0]}
@@ -204,8 +206,8 @@ def map_mixing(reading: Reading, rank_batch_size: int) -> bool:
     if args["mixup_mode"] == "batch":
         text = (
             f"the source draws one lambda and box for the {rank_batch_size} images of a GPU; this"
-            " project draws one for each augment.mix_group_size images, so that batches do not"
-            " depend on the number of GPUs"
+            " project draws one for each augment.mix_group_size images, which makes batches"
+            " independent of the number of GPUs"
         )
         reading.differs("mixup_mode", text, mode)
     else:
@@ -216,13 +218,13 @@ def map_mixing(reading: Reading, rank_batch_size: int) -> bool:
 def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> None:
     """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum`, `--opt-kwargs`, `--weight-decay`.
 
-    lr: the peak rate. formula: its computation. lr_names: the arguments in the formula. Parameter
-    groups are timm's: tensors of one dimension, positions and tokens are not decayed.
+    lr: the peak learning rate. formula: its computation. lr_names: the arguments in the formula. As
+    in timm, one-dimensional tensors, position embeddings and tokens have no weight decay.
     """
     args = reading.args
     name = args["opt"].lower()
     if name == "adam" and not args["weight_decay"]:
-        name = "adamw"  # both are equal without a decay
+        name = "adamw"  # Adam and AdamW are equal without weight decay
     ours = map_optimizer_name(reading, "opt", name)
     if ours in ("sgd", "adafactorbv"):
         reading.inert("opt_betas", f"{name} does not use them")
@@ -246,15 +248,15 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> N
 
 
 def not_available(optimizer: str) -> ValueError:
-    """Return the error for an unsupported optimizer, such as "--opt lars"."""
+    """Return an error for an unsupported optimizer, such as "--opt lars"."""
     return ValueError(
-        f"{optimizer}: this optimizer is not available, and its learning rate does not suit another"
-        " optimizer: use AdamW with a rate for it"
+        f"{optimizer}: this optimizer is not available: use AdamW with a learning rate that suits"
+        " AdamW"
     )
 
 
 def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
-    """Map the optimizer and timm's `--opt-kwargs`. Return our name of the optimizer.
+    """Map the optimizer and timm's `--opt-kwargs`. Return this project's name of the optimizer.
 
     Raises ValueError for an unsupported optimizer.
     """
@@ -267,7 +269,7 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
     stated = {f"optim.{key}": value for key, value in kwargs.items() if key in own}
     settings = {key: value for key, value in settings.items() if key not in stated}
     if name == "adam":
-        text = "Adam adds the decay to the gradient: replaced by AdamW, which decays the weights"
+        text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
         reading.cannot(argument, text, settings)
     else:
         reading.same(argument, settings)
@@ -282,7 +284,7 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
 
 
 def _own_settings(name: str) -> set[str]:
-    """Return settings that are specific to the optimizer `name` and have no flag of their own."""
+    """Return the settings of the optimizer `name` that have no flag in timm."""
     (kind,) = (
         k for k in sections()["optim"] if name in get_args(k.model_fields["name"].annotation)
     )
@@ -291,7 +293,7 @@ def _own_settings(name: str) -> set[str]:
 
 
 def map_clipping(reading: Reading) -> None:
-    """Map `--clip-grad` and timm's `--clip-mode`; LAMB itself also clips to a norm of 1."""
+    """Map `--clip-grad` and timm's `--clip-mode`. LAMB also clips gradients to a norm of 1."""
     args = reading.args
     norm = args["clip_grad"]
     has_own = "lamb" in args["opt"].lower() and (norm is None or norm > 1)
@@ -309,7 +311,7 @@ def map_clipping(reading: Reading) -> None:
 
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
-    """Map layer-wise rates. form: the last norm's rate is the head's (`beit`) or not."""
+    """Map layer-wise learning rates. form: `beit` gives the last norm the rate of the head."""
     if factor is None or factor == 1:
         reading.same(argument)
     else:
@@ -317,7 +319,7 @@ def map_layer_decay(reading: Reading, argument: str, factor: float | None, form:
 
 
 def map_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
-    """Map `--model-ema-decay`; decay: None without an average. note: a difference in its use."""
+    """Map `--model-ema-decay`. decay: None without an average. note: a difference in its use."""
     if decay is None:
         reading.inert("model_ema_decay", "the average is off")
     elif note:
@@ -327,20 +329,20 @@ def map_average(reading: Reading, decay: float | None, *, note: str = "") -> Non
 
 
 def local_file(source: str) -> tuple[str, str]:
-    """Return a local path for weights at a path or URL, and an instruction to download them."""
+    """Return a local path for weights at a path or URL, and a note to download a URL."""
     if "://" not in source:
         return source, ""
     return source.rpartition("/")[2], f"download {source}"
 
 
 def map_initial_weights(reading: Reading, theirs: str, source: str | None = None) -> None:
-    """Record the distribution of initial weights, which has no argument.
+    """Record the distribution of initial weights, for which no argument exists.
 
-    theirs: the source's difference, or "". source: the nearest `model.weight_init`.
+    theirs: the difference in the source project, or "". source: the nearest `model.weight_init`.
     """
     ours = "normal, std 0.02 (patches LeCun's), and a head of zeros"
     settings = {}
-    # Weights from a file are not drawn, and a new head starts at 0.
+    # With a checkpoint, only the head is new, and it starts at 0.
     if source is not None and "init.checkpoint" not in reading.settings:
         settings = {"model.weight_init": source}
         ours = f"model.weight_init={source}"
@@ -352,9 +354,9 @@ def map_initial_weights(reading: Reading, theirs: str, source: str | None = None
 
 
 def map_precision(reading: Reading, theirs: str) -> None:
-    """Record the number format, which has no argument. theirs: a description."""
+    """Record the precision, for which no argument exists. theirs: a description."""
     if theirs == "bf16":
         reading.same("", {"train.precision": "bf16"})
         return
-    text = f"the source uses {theirs}, this recipe bf16 (train.precision also takes fp16 and fp32)"
+    text = f"the source uses {theirs}, this recipe bf16 (train.precision can also be fp16 or fp32)"
     reading.differs("", text, {"train.precision": "bf16"})

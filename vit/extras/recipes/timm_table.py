@@ -1,4 +1,4 @@
-"""List the arguments of timm's train.py, with dropped ones from old YAML files and old defaults.
+"""List the arguments of timm's train.py, including removed arguments and old defaults.
 
 Defaults are from huggingface/pytorch-image-models@aa4b5850:train.py.
 """
@@ -33,7 +33,7 @@ _RECIPE = """
 --apex-amp                on      -       train.precision, in old versions
 --native-amp              on      -       train.precision, in old versions
 --amp-dtype               str     float16  train.precision
---model-dtype             str     -       number format of the weights
+--model-dtype             str     -       dtype of the weights
 --opt                     str     sgd     optim.name
 --opt-eps                 float   -       optim.eps
 --opt-betas               floats  -       optim.betas
@@ -203,7 +203,7 @@ OLDER_DEFAULTS = {
     " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
     " --remode const",
 }
-"""Old defaults of flags for ViTs that differ from today's, by the last day of the old version
+"""The old defaults that differ from current defaults, by the last day of the old version
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
 OFF = {
     "aug_splits": "several augmentations of each image in a batch",
@@ -225,7 +225,7 @@ OFF = {
     "train_batches_per_epoch": "epochs of a fixed length",
     "lr_noise": "noise on the learning rate",
 }
-"""Arguments without equivalent if they are on, with descriptions."""
+"""The arguments that have no equivalent if they are on, with descriptions."""
 ONLY_WITH = {
     "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
     " train_size_random_mix variable_batch_loss_scale": "all images have one size",
@@ -234,11 +234,11 @@ ONLY_WITH = {
     "lr_noise_pct lr_noise_std": "--lr-noise is off",
     "lr_cycle_mul lr_cycle_decay": "restarts are off",
 }
-"""Arguments without effect while those of `OFF` are off, with the reason."""
+"""The arguments that have no effect if the arguments in `OFF` are off, with the reason."""
 
 
 def note_old_defaults(reading: Reading) -> None:
-    """Record unstated values whose defaults were different in earlier versions of timm."""
+    """Record omitted arguments whose defaults differed in earlier versions of timm."""
     without_effect = {n for f in reading.findings if f.verdict == "inert" for n in f.theirs}
     parts = []
     for day, defaults in OLDER_DEFAULTS.items():
@@ -249,11 +249,10 @@ def note_old_defaults(reading: Reading) -> None:
         ]
         if unstated:
             parts.append(f"until {day} {' '.join(unstated)}")
-    if (
-        parts and "lr_base" not in reading.stated
-    ):  # today's defaults arrived together with --lr-base
+    if parts and "lr_base" not in reading.stated:
+        # --lr-base was added together with the current defaults.
         text = (
-            "unstated arguments have timm's current defaults. For an older command, state the old"
-            f" defaults: {'; '.join(parts)}. For a fork, state the defaults of the fork's train.py"
+            "arguments that are not given have timm's current defaults. For an older command, pass"
+            f" the old defaults: {'; '.join(parts)}. For a fork, pass the defaults of its train.py"
         )
         reading.differs("", text)

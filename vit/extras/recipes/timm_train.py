@@ -1,10 +1,10 @@
-"""Map commands of timm's train.py, and its YAML files of arguments, to our settings.
+"""Map commands and YAML files of timm's train.py to settings of this project.
 
-The YAML files are published as train_hparams.yaml or args.yaml. Semantics of timm: the batch is per
-GPU. Without --lr the rate is --lr-base scaled by the batch, or by its square root for Adam and
-LAMB. Size, crop and mean default to the model's. Colours change only without a policy. The schedule
-changes once an epoch and starts at --warmup-lr. Cool-down adds epochs, and so does the warm-up with
---warmup-prefix.
+The YAML files are published as train_hparams.yaml or args.yaml. In timm, the batch size is per GPU.
+Without --lr, the learning rate is --lr-base scaled by the batch size, or by its square root for
+Adam and LAMB. Image size, crop and mean default to those of the model. Color jitter applies only
+without a policy. The learning rate changes once per epoch and starts at --warmup-lr. A cool-down
+adds epochs, and so does the warm-up with --warmup-prefix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.system.spelling import did_you_mean
 __all__ = ["TABLE", "read"]
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
-"""Names of timm's models that equal one of our sizes."""
+"""The pattern for models of timm that equal a model of this project."""
 
 
 def read(
@@ -80,7 +80,7 @@ def read(
 
 
 def _map_initial_weights(reading: Reading) -> None:
-    """Map the initial weights, and `--head-init-scale`, a factor for the head."""
+    """Map the initial weights and `--head-init-scale`, a factor on the head's weights."""
     scale = reading.args["head_init_scale"]
     is_ours = not reading.settings["model.name"].startswith("timm/")
     if scale in (None, 1):
@@ -88,7 +88,7 @@ def _map_initial_weights(reading: Reading) -> None:
         if is_ours:
             map_initial_weights(reading, "", "timm")
     elif scale == 0 and is_ours:
-        reading.same("head_init_scale")  # without `model.weight_init` our head is 0
+        reading.same("head_init_scale")  # without `model.weight_init`, the head starts at zero
         map_initial_weights(reading, "torch's convolution default for patches, and a head of zeros")
     else:
         reading.cannot("head_init_scale", f"initial weights of the head times {scale:g}")
@@ -113,7 +113,7 @@ def _map_model(reading: Reading) -> None:
     elif plain and args["gp"] in ("avg", "token", "map"):
         reading.same("gp", {"model.global_pool": args["gp"]})
     else:
-        reading.cannot("gp", f"pooling {args['gp']} for this model")
+        reading.cannot("gp", f"the pooling {args['gp']} for this model")
     _map_fields(reading, is_plain=bool(plain))
     rate = args["drop_path"]
     reading.same("drop_path", {"model.drop_path_rate": rate} if rate else {})
@@ -148,12 +148,12 @@ def _map_model(reading: Reading) -> None:
 
 
 def _published(name: str) -> dict[str, Any]:
-    """Return timm's view and hub name of a model. Raises ValueError for an unknown model."""
+    """Return timm's preprocessing and hub name of a model. Raises ValueError if unknown."""
     try:
         import timm
     except ImportError as error:
         raise ValueError(
-            "recipes of timm's train.py take the model's settings from timm, which is not"
+            "recipes of timm's train.py need timm for the model's settings, and timm is not"
             " installed: pip install timm"
         ) from error
     if not timm.is_model(name):
@@ -188,7 +188,6 @@ def _map_size(reading: Reading, published: tuple[int, int, int]) -> None:
 
 
 def _map_fields(reading: Reading, is_plain: bool) -> None:
-    """Map `--model-kwargs` and `--head-init-bias`, which are arguments of the model."""
     fields = {k: v for k, v in reading.args["model_kwargs"].items() if k != "img_size"}
     ours = {f"model.{key}": value for key, value in fields.items()}
     lacking = [key for key in ours if not reading.has_setting(key)]
@@ -219,7 +218,7 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
 
 
 def _map_no_augmentation(reading: Reading) -> None:
-    """Map `--no-aug`: a crop scale of 1 and a ratio of 1 give the central square."""
+    """Map `--no-aug`. A crop scale of 1 and a ratio of 1 select the central square."""
     window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
     reading.same("no_aug", {**window, "augment.hflip_prob": 0.0})
     reading.inert(_OF_AUGMENTATION, "--no-aug")
@@ -246,7 +245,7 @@ def _map_augmentation(reading: Reading) -> None:
     if args["color_jitter_prob"] is None or not (jitters and args["color_jitter"]):
         reading.inert("color_jitter_prob", "--color-jitter-prob or --color-jitter is off")
     else:
-        reading.cannot("color_jitter_prob", "colour changes in a part of the images")
+        reading.cannot("color_jitter_prob", "color changes in a share of the images")
     map_erasing(reading)
 
 
@@ -267,7 +266,7 @@ def _map_interpolation(reading: Reading) -> None:
     if training in ("bicubic", "bilinear"):
         reading.same("train_interpolation", {"data.interpolation": training})
     else:
-        text = "timm draws bilinear or bicubic for each training image, this project uses bicubic"
+        text = "timm chooses bilinear or bicubic for each training image, this project uses bicubic"
         reading.differs("train_interpolation", text, {"data.interpolation": "bicubic"})
     ours = training if training in ("bicubic", "bilinear") else "bicubic"
     theirs = args["interpolation"] or "bicubic"
@@ -296,7 +295,7 @@ def _map_loss(reading: Reading) -> None:
     threshold = args["bce_target_thresh"]
     names = "bce_loss bce_sum bce_target_thresh"
     if threshold is not None and threshold < args["smoothing"] / 1000:
-        text = "with this threshold smoothing makes all targets 1: replaced by cross-entropy"
+        text = "with this threshold, smoothing makes all targets 1: replaced by cross-entropy"
         reading.cannot(names, text)
         return
     bce = {"loss.name": "bce", "loss.bce_sum": args["bce_sum"], "loss.bce_target_thresh": threshold}
@@ -304,7 +303,7 @@ def _map_loss(reading: Reading) -> None:
 
 
 def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
-    """Return the peak rate and its formula (train.py, `if not args.lr`)."""
+    """Return the peak learning rate and its formula (train.py, `if not args.lr`)."""
     if args["lr"]:
         return args["lr"], ""
     ratio = batch / args["lr_base_size"]
@@ -317,13 +316,13 @@ def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
 
 
 def _note_rate_for_sgd(reading: Reading, lr: float) -> None:
-    """Add a note if Adam or LAMB uses timm's default rate, which is made for SGD."""
+    """Add a note if Adam or LAMB uses timm's default learning rate, which is meant for SGD."""
     is_adaptive = reading.settings["optim.name"] in ("adamw", "nadamw", "lamb")
     if is_adaptive and not reading.stated & {"lr", "lr_base"} and lr >= 0.01:
         text = (
-            f"note: the command has neither --lr nor --lr-base, so the rate {lr:g} comes from"
-            " timm's default, which suits SGD and is usually far too high for"
-            f" {reading.args['opt']}: state --lr"
+            f"note: the command has neither --lr nor --lr-base, so timm's default gives a learning"
+            f" rate of {lr:g}, which suits SGD and is usually far too high for"
+            f" {reading.args['opt']}: pass --lr"
         )
         reading.same("", text=text)
 
@@ -357,7 +356,7 @@ def _map_teacher(reading: Reading) -> None:
             " positive weights, or omit --kd-model-name"
         )
     settings = {"distill.teacher": f"{name}.safetensors", "distill.teacher_model": name}
-    reading.same("kd_model_name", settings, "put timm's weights of the teacher at this path")
+    reading.same("kd_model_name", settings, "save timm's weights of the teacher to this path")
     weights = {"distill.task_loss_weight": of_task, "distill.distill_loss_weight": of_teacher}
     reading.same("task_loss_weight distill_loss_weight", weights)
     reading.inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
@@ -423,7 +422,7 @@ def _map_schedule(reading: Reading, lr: float) -> None:
     if cooldown and settings["schedule.min_lr"]:
         reading.same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown})
     elif cooldown:
-        text = f"timm adds {cooldown} epochs at a rate of 0, this project lengthens the cosine"
+        text = f"timm adds {cooldown} epochs at learning rate 0, this project lengthens the cosine"
         reading.differs("cooldown_epochs", text)
     else:
         reading.same("cooldown_epochs")

@@ -1,9 +1,9 @@
 """Map commands of torchvision's references/classification/train.py for ViTs to our settings.
 
-Semantics of torchvision: the batch is per GPU, and the rate is not scaled. MixUp and CutMix
-alternate. All parameters are decayed, except where one of three extra decay flags is stated. The
-average is updated every --model-ema-steps with a decay that depends on batch and epochs. Images are
-resized bilinearly.
+In torchvision, the batch size is per GPU, and the learning rate is not scaled. Each batch gets
+either MixUp or CutMix. Weight decay applies to all parameters, unless one of three extra decay
+flags is given. The average is updated every --model-ema-steps steps, with a decay that depends on
+batch size and epochs. Images are resized bilinearly.
 """
 
 from __future__ import annotations
@@ -127,15 +127,15 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
     if args["val_crop_size"] == size:
         reading.same("val_crop_size")
     else:
-        text = f"evaluation at {args['val_crop_size']} px: replaced by the size of training"
-        reading.cannot("val_crop_size", f"{text} (launch/eval.py takes model.image_size)")
+        text = f"evaluation at {args['val_crop_size']} px: replaced by the training size"
+        reading.cannot("val_crop_size", f"{text} (set model.image_size in launch/eval.py)")
     if args["val_resize_size"] >= size:
         view = {"eval.resize_px": args["val_resize_size"]}
         if args["val_resize_size"] == size / 0.875:
             view = {"eval.crop_pct": 0.875}
         reading.same("val_resize_size", view)
     else:
-        reading.cannot("val_resize_size", "a resized image smaller than its crop")
+        reading.cannot("val_resize_size", "an evaluation image smaller than the crop")
     reading.same("interpolation", {"data.interpolation": args["interpolation"]})
     _map_policy(reading)
     reading.same("random_erase", _erasing(args["random_erase"]))
@@ -150,7 +150,7 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
 
 
 def _erasing(prob: float) -> dict[str, Any]:
-    """Return settings for torchvision's RandomErasing, which fills with the mean colour."""
+    """Return settings for torchvision's RandomErasing, which fills boxes with the mean color."""
     if not prob:
         return {}
     return {
@@ -196,7 +196,7 @@ def _map_mixing(reading: Reading) -> None:
         text = (
             "torchvision draws one lambda and box for the"
             f" {args['batch_size']} images of a GPU; this project draws one for each"
-            " augment.mix_group_size images, so that batches do not depend on the number of GPUs"
+            " augment.mix_group_size images, which makes batches independent of the number of GPUs"
         )
         reading.differs("", text)
 
@@ -216,14 +216,14 @@ def _map_optimizer(reading: Reading) -> None:
     reading.same("clip_grad_norm", {"optim.clip_grad_norm": args["clip_grad_norm"]})
     if args["clip_grad_norm"] is not None:
         text = (
-            "some revisions of train.py clip after the update, which has no effect"
+            "some revisions of train.py clip gradients after the update, which has no effect"
             " (pytorch/vision@017e9b99)"
         )
         reading.differs("", text)
 
 
 def _map_decay(reading: Reading) -> None:
-    """Map the decays of weights, norms, biases and positions; the default of each is --wd."""
+    """Map the weight decays of weights, norms, biases and embeddings, which default to --wd."""
     args = reading.args
     decay = args["weight_decay"]
     reading.same("weight_decay", {"optim.weight_decay": decay})
@@ -241,8 +241,8 @@ def _map_decay(reading: Reading) -> None:
         reading.same(" ".join(names), {"optim.no_weight_decay": lists[theirs]})
     else:
         parts = zip(("norms", "biases", "class token and positions"), theirs, strict=True)
-        text = ", ".join(f"{part} are decayed by {value:g}" for part, value in parts)
-        reading.cannot(" ".join(names), f"{text}; this project does not decay them")
+        text = ", ".join(f"{part} have a weight decay of {value:g}" for part, value in parts)
+        reading.cannot(" ".join(names), f"{text}, in this project none")
 
 
 def _map_schedule(reading: Reading) -> None:
@@ -271,12 +271,14 @@ def _map_schedule(reading: Reading) -> None:
         linear=args["lr_warmup_method"] == "linear",
     )
     is_linear = args["lr_warmup_method"] == "linear"
-    reasons = "" if is_linear else "the warm-up is linear in this project, constant in torchvision"
+    reasons = (
+        "" if is_linear else "the warm-up is linear in this project and constant in torchvision"
+    )
     map_rate(reading, names, theirs, settings, reasons)
 
 
 def _map_average(reading: Reading, batch: int) -> None:
-    """Map the average, which is updated every few steps and copies the weights in the warm-up."""
+    """Map the average, which equals the weights in the warm-up."""
     args = reading.args
     reading.same("model_ema")
     if not args["model_ema"]:
@@ -285,7 +287,7 @@ def _map_average(reading: Reading, batch: int) -> None:
     steps = args["model_ema_steps"]
     share = min(1.0, (1 - args["model_ema_decay"]) * batch * steps / args["epochs"])
     if share == 1:
-        text = "a decay of 0, so that the average equals the weights"
+        text = "a decay of 0, which makes the average equal to the weights"
         reading.cannot("model_ema_decay model_ema_steps", text)
         return
     settings = {"train.ema_decay": 1 - share, "train.ema_every_steps": steps}
@@ -297,9 +299,9 @@ def _map_average(reading: Reading, batch: int) -> None:
 
 def _map_weights(reading: Reading) -> None:
     args = reading.args
-    reading.expect_off({"sync_bn": "synchronised batch norm, which a ViT does not have"})
+    reading.expect_off({"sync_bn": "synchronized batch norm, which a ViT does not have"})
     if args["weights"] or args["pretrained"]:
-        text = f"torchvision's weights {args['weights'] or args['model']}: download their file"
+        text = f"torchvision's weights {args['weights'] or args['model']}: download the file"
         reading.differs("weights pretrained", text, {"init.checkpoint": f"{args['model']}.pth"})
     else:
         reading.same("weights pretrained")

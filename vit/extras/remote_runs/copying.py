@@ -1,8 +1,8 @@
-"""Compare a run's URL with its copy on this machine, and download files that differ.
+"""Compare the run at a URL with its local copy, and download files that differ.
 
-The copy's folder has a file `.copy_of.json`. It has the URL and, for each downloaded or uploaded
-file, the local size and time and the remote version, so that the next job on this machine transfers
-only new files.
+The file `.copy_of.json` in the local folder contains the URL, and the local size, the modification
+time and the remote version of each transferred file. With this list, the next job on this machine
+transfers only new files.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from vit.system.urls import bare
 
 COPY_FILE = ".copy_of.json"
 ONLY_HERE = (CHECKPOINTS, METRICS_FILE, "wandb", LEASE_FILE)
-"""Names in a run folder that are not copied as plain files. Checkpoints and the record have their
-own format at the URL, and W&B has its own copy or syncs it from this machine (docs/resume.md)."""
+"""The names in a run folder that are not copied as plain files. Checkpoints and metrics.jsonl have
+a different format at the URL, and W&B syncs its own files (docs/resume.md)."""
 NUM_DOWNLOADS = 2
-"""Download attempts for a checkpoint whose sha256 does not match."""
+"""The number of download attempts for a checkpoint whose sha256 does not match."""
 
 
 class Copy:
-    """A local copy of `url` in `folder`, and the files known to be equal in both."""
+    """The local copy of a run, and the list of files that are known to equal those at the URL."""
 
     def __init__(self, folder: Path, url: str):
         self.folder = folder
@@ -42,9 +42,9 @@ class Copy:
         self._same: dict[str, tuple[int, int, str]] = {}
 
     def load(self) -> None:
-        """Read the list of equal files; the folder must exist and be locked.
+        """Read the list of equal files. The folder must exist and be locked.
 
-        Raises ValueError if the folder holds other files.
+        Raises ValueError if the folder contains other files.
         """
         folder = self.folder
         url = self._url
@@ -55,12 +55,13 @@ class Copy:
         except FileNotFoundError:
             if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
                 raise ValueError(
-                    f"{folder}: cannot be the working copy of {shown(url)}, because it holds other"
+                    f"{folder}: cannot be the working copy of {shown(url)}, because it has other"
                     " files: choose another run.local_dir"
                 ) from None
             self.save()
             return
-        except (ValueError, KeyError, TypeError):  # damaged by a power cut: compare all files again
+        except (ValueError, KeyError, TypeError):
+            # A power failure damaged the list: compare all files again.
             return
         if saved_url != self._url:
             raise ValueError(
@@ -70,15 +71,15 @@ class Copy:
         self._same = same
 
     def is_same(self, name: str, version: Version | None) -> bool:
-        """Return whether the local file is known to equal `version` at the URL."""
+        """Return whether the local file is known to equal `version` of the file at the URL."""
         size, time_ns, tag = self._same.get(name, (-1, -1, ""))
         if size < 0 or version is None or (size, time_ns) != self.stamp(name):
             return False
-        # Uploads return no tag. This job holds the lease, so an equal size is enough.
+        # Uploads return no tag. An equal size is enough, because this job holds the lease.
         return size == version.size and tag in ("", version.tag)
 
     def note(self, name: str, tag: str = "", stamp: tuple[int, int] | None = None) -> None:
-        """Record that a file is equal in both. stamp: its local stamp before the upload."""
+        """Record that local and remote file are equal. stamp: the `stamp` before the upload."""
         self._same[name] = (*(stamp or self.stamp(name)), tag)
 
     def forget(self, name: str) -> None:
@@ -86,7 +87,7 @@ class Copy:
         self._same.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return the files recorded in both places."""
+        """Return the names of the files that are known to be equal."""
         return list(self._same)
 
     def save(self) -> None:
@@ -96,7 +97,8 @@ class Copy:
     def clear(self) -> None:
         """Remove all files except the lock.
 
-        The list of equal files is cleared first, so that a kill cannot leave it wrong.
+        The list of equal files is cleared first, because the process may be killed during the
+        removal.
         """
         self._same = {}
         self.save()
@@ -109,7 +111,7 @@ class Copy:
                 path.unlink()
 
     def stamp(self, name: str) -> tuple[int, int]:
-        """Return the size and modification time of a local file, which reveal a change."""
+        """Return the size and modification time of a local file, to detect changes."""
         try:
             status = (self.folder / name).stat()
         except OSError:
@@ -118,21 +120,20 @@ class Copy:
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """Return the run's files that are copied unchanged: all except checkpoints and record."""
+    """Return the files that are copied unchanged, which are all except checkpoints and metrics."""
     return [
         name
         for name in names
         if name
         and name.partition("/")[0] not in (*ONLY_HERE, RECORD_FOLDER)
         and not any(part.startswith(".") for part in name.split("/"))
-        and not name.startswith(
-            f"{LEASE_FILE.partition('.')[0]}."
-        )  # the probe of `_age_s` in lease.py
+        # Probe files of `_age_s` in lease.py.
+        and not name.startswith(f"{LEASE_FILE.partition('.')[0]}.")
     ]
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the names of all files in a run folder, as `a/b`, without links."""
+    """Return the relative paths of all files in a run folder, without symbolic links."""
     tops = [path for path in folder.iterdir() if path.name not in ONLY_HERE]
     paths = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*"))]
     files = (path for path in paths if path.is_file() and not path.is_symlink())
@@ -144,8 +145,9 @@ def bring(
 ) -> None:
     """Download the files of `versions` that are missing in `copy`, each completely or not at all.
 
-    label: the source in the progress line. into: a folder that replaces the files' own. Raises
-    ValueError, FileNotFoundError for a file removed since the listing, and OSError for a full disk.
+    label: the source's name in the progress line. into: the target folder, if it differs from the
+    files' own folder. Raises ValueError if the store fails, FileNotFoundError if a file was removed
+    after the listing, and OSError if the disk is full.
     """
     missing = {
         name: version for name, version in versions.items() if not copy.is_same(name, version)
@@ -170,7 +172,7 @@ def bring(
 
 
 def checkpoints_in(listing: Mapping[str, Version]) -> dict[str, dict[str, Version]]:
-    """Return the files of all checkpoints by folder name, newest first, even incomplete ones."""
+    """Return the files of complete and incomplete checkpoints by folder name, newest first."""
     checkpoints: dict[str, dict[str, Version]] = {}
     for name, version in listing.items():
         top, _, rest = name.partition("/")
@@ -181,7 +183,7 @@ def checkpoints_in(listing: Mapping[str, Version]) -> dict[str, dict[str, Versio
 
 
 def info_name(folder: str) -> str:
-    """Return the name of the file that makes the checkpoint `folder` complete."""
+    """Return the path of `checkpoint.json`, which marks the checkpoint `folder` as complete."""
     return f"{CHECKPOINTS}/{folder}/{INFO_FILE}"
 
 
@@ -196,17 +198,20 @@ def bring_checkpoint(
     copy: Copy,
     on_damage: Callable[[str, str], None],
 ) -> str | None:
-    """Download the newest checkpoint that matches its sha256, completely or not at all.
+    """Download the newest checkpoint whose sha256 matches, completely or not at all.
 
-    on_damage: called with the folder of a damaged checkpoint and the problem. Returns the folder
-    that was downloaded or was already in the copy, or None. Raises like `bring`.
+    on_damage: called with the folder of a damaged checkpoint and the problem. Returns the name of
+    the folder that was downloaded or already exists locally, or None. Raises the same exceptions as
+    `bring`.
     """
     parts = checkpoints_in(listing)
     for folder in complete_in(listing):
         files = parts[folder]
         if all(copy.is_same(name, version) for name, version in files.items()):
             return folder
-        hidden = f"{CHECKPOINTS}/.tmp_{folder}"  # the next save removes a leftover of this name
+        hidden = (
+            f"{CHECKPOINTS}/.tmp_{folder}"  # the next save removes leftover folders of this name
+        )
         for attempt in range(NUM_DOWNLOADS):
             shutil.rmtree(copy.folder / hidden, ignore_errors=True)
             bring(store, files, copy, f"{store}/{CHECKPOINTS}/{folder}", hidden)
@@ -214,7 +219,10 @@ def bring_checkpoint(
             if not problem:
                 break
             if attempt == 0:
-                print(f"{store}: {folder}: {problem}; fetching it again", file=sys.stderr)
+                print(
+                    f"{store}: {folder}: {problem}: downloading the checkpoint again",
+                    file=sys.stderr,
+                )
         if problem:
             shutil.rmtree(copy.folder / hidden, ignore_errors=True)
             on_damage(folder, problem)
@@ -231,7 +239,7 @@ def bring_checkpoint(
 
 
 def _damage(folder: Path) -> str:
-    """Return the problem with the files of a checkpoint, or ""."""
+    """Return the problem with the files of a checkpoint, or "" if they are intact."""
     try:
         files: dict[str, Any] = read_info_file(folder)["files"]
         for name, expected in files.items():
@@ -246,7 +254,7 @@ def _damage(folder: Path) -> str:
 
 
 def remove_stale_checkpoints(folder: Path, current: Iterable[str]) -> None:
-    """Remove the checkpoints that are not in `current`, because the run has removed them."""
+    """Remove the local checkpoints that are not in `current`, because the run removed them."""
     current_names = set(current)
     for path in (folder / CHECKPOINTS).glob("*"):
         if path.name not in current_names:

@@ -1,24 +1,26 @@
-"""Hold a lease on a run at a URL, so that one job at a time writes to it.
+"""Hold a lease on the run at a URL, so that only one job at a time writes to the run.
 
-A store has no locks, so the lease expires:
+Object stores have no locks, so the lease is a file that expires:
 
     lease.json    token, holder, place, lease_s, count    written again every quarter of `lease_s`
 
-A job that finds no lease, or an expired one, writes its own, waits, and holds the lease if its
-token is still in the file. If several jobs write at once, the last one wins, provided that no job
-takes longer between reading and writing than all jobs wait afterwards (Fischer's algorithm, in
-Lamport, "A fast mutual exclusion algorithm", 1987). The store only has to return the last write on
-a read, as S3 and Google's do. If the store can also refuse to replace a file, that is used.
+If no lease exists or the lease has expired, a job writes its own lease and waits. The job holds the
+lease if the file then still contains its token. If several jobs write at the same time, the last
+job wins, provided that no job takes longer between reading and writing than the time for which all
+jobs wait afterwards (Fischer's algorithm, in Lamport, "A fast mutual exclusion algorithm", 1987).
+The store only has to return the last write on a read, as S3 and Google Cloud Storage do. If the
+store can refuse to replace a file, the lease also uses that feature.
 
-A lease has expired if it was not written for `lease_s`, by the store's own clock or as watched by
-this process, because the clocks of the machines may differ. `place` is the holder's folder: a job
-that holds the lock of the same folder knows that the holder is dead, and does not wait.
+A lease has expired if it was not written for `lease_s` seconds. The time is measured by the store's
+clock or by this process, because the clocks of the machines may differ. `place` identifies the
+holder's folder. A job that has locked the same folder does not wait, because the holder must be
+dead.
 
-A holder that was suspended or cut off from the store for longer may find another token. It has then
-lost the lease, and stops. It reads the lease before each upload or removal, unless it has just
-renewed it. If the holder was suspended during a renewal, its late write replaces the new lease. The
-new holder recognises the token that it has taken over from and writes its own again. A holder that
-wrote late waits for that, and reads the lease again.
+A holder that was suspended or disconnected for too long may find another job's token in the file.
+The holder has then lost the lease and stops. A holder reads the lease before each upload or
+removal, unless it has just renewed the lease. If the holder was suspended during a renewal, its
+late write replaces the new lease. The new holder recognizes the previous token and writes its own
+token again. A holder that wrote late waits for this write, and then reads the lease again.
 """
 
 from __future__ import annotations
@@ -40,21 +42,22 @@ from vit.system.meter import steady_s
 
 LEASE_FILE = "lease.json"
 RENEWALS = 4
-"""Renewals in `lease_s`."""
+"""The number of renewals in `lease_s` seconds."""
 SETTLE_S = 2.0
-"""Longest pause between writing a lease and holding it, and longest duration of the write."""
+"""The longest pause between writing a lease and holding it, and the longest duration of the
+write."""
 CLOCK_STEP_S = 2.0
-"""Subtracted from ages, because stores report times in whole seconds."""
+"""The time that is subtracted from the age of a lease, because stores report whole seconds."""
 
 
 class LeaseLost(ValueError):
-    """The error for a run that another job has taken over, or that was removed."""
+    """The error if another job took over the run, or if the run was removed."""
 
 
 class Lease:
-    """The right to write to the run at `store`.
+    """The exclusive right to write to the run at `store`.
 
-    lease_s: seconds after which another job takes over from a dead one.
+    lease_s: the seconds after which another job takes over from a dead job.
     """
 
     def __init__(self, store: ObjectStore, lease_s: float):
@@ -69,24 +72,25 @@ class Lease:
         self._lock = threading.Lock()
         self._problem = ""
         self._confirmed_s = 0.0
-        """The `steady_s` time just before the last read that found our token."""
+        """The `steady_s` time just before the last read that found this job's token."""
         self._followed = ""
-        """The token of the previous holder, from which this job has taken over."""
+        """The token of the previous holder, from which this job took over."""
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the run was taken over or removed; `confirm` then raises."""
+        """Whether another job took over the run, or the run was removed."""
         return bool(self._problem)
 
     def acquire(self, place: str) -> None:
-        """Take the lease, and renew it in a thread.
+        """Acquire the lease, and start a thread that renews it.
 
-        place: the identity of the folder that this process has locked. Waits until a dead or ending
-        holder's lease expires. Raises ValueError if the holder keeps renewing it, or if the store
-        cannot be used.
+        place: the identity of the folder that this process has locked. If another job holds the
+        lease, wait until the lease expires. Raises ValueError if the holder renews the lease, or if
+        the store cannot be used.
         """
         self._place = place
-        read_lease(self._store)  # a slow first request: it imports the client and logs in
+        # The first request is slow, because it imports the client and logs in.
+        read_lease(self._store)
         watch = _WatchedLease(self._store)
         began_s = time.monotonic()
         is_announced = False
@@ -98,7 +102,7 @@ class Lease:
                 if lease is not None and lease["place"] != self._place:
                     print(
                         f"{self._store}: {lease['holder']} has not renewed its lease for"
-                        f" {lease['lease_s']:g} s: taking over",
+                        f" {lease['lease_s']:g} s: taking over the run",
                         file=sys.stderr,
                     )
                 if self._take(lease is not None, looked_s):
@@ -114,7 +118,7 @@ class Lease:
                 is_announced = True
                 print(
                     f"{self._store}: waiting up to {lease['lease_s']:g} s for {lease['holder']} to"
-                    " end",
+                    " exit",
                     file=sys.stderr,
                 )
             time.sleep(min(1.0, lease["lease_s"] / 20))
@@ -123,29 +127,33 @@ class Lease:
         self._thread.start()
 
     def _take(self, replaces: bool, looked_s: float) -> bool:
-        """Write the lease after the read at `looked_s`; return whether this job holds it."""
+        """Write the lease, and return whether this job holds it. looked_s: time of the read."""
         settle_s = min(SETTLE_S, self._lease_s / 10)
         if replaces and time.monotonic() - looked_s < settle_s:
             self._store.remove(LEASE_FILE)
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
-        # A late write may have replaced the lease of another job, so it does not count.
+        # A late write is not valid, because it may have replaced the lease of another job.
         is_in_time = time.monotonic() - looked_s < settle_s
         time.sleep(settle_s)
         if is_written and not is_in_time:
-            print(f"{self._store}: answers slowly; taking the lease again", file=sys.stderr)
+            print(
+                f"{self._store}: the store answers slowly: acquiring the lease again",
+                file=sys.stderr,
+            )
         lease = read_lease(self._store)
         return is_in_time and lease is not None and lease["token"] == self._token
 
     def ensure(self, store: ObjectStore) -> None:
-        """Call `confirm`, unless it ran so recently that no other job can hold the lease."""
+        """Call `confirm`, unless the last call is too recent for another job to hold the lease."""
         if steady_s() - self._confirmed_s > self._lease_s / 2:
             self.confirm(store)
 
     def confirm(self, store: ObjectStore | None = None) -> None:
-        """Renew the lease. Raises LeaseLost if another job holds it or the run was removed, and
-        ShardError if the store does not answer.
+        """Renew the lease.
 
-        store: the same store with its own retry limit; the default's is a part of `lease_s`.
+        Raises LeaseLost if another job holds the lease or the run was removed, and ShardError if
+        the store does not answer. store: the same store with a different retry limit. The default
+        limit is shorter than `lease_s`.
         """
         with self._lock:
             if not self._problem and self._is_held:
@@ -160,25 +168,25 @@ class Lease:
             lease = read_lease(store)
             if lease is None:
                 self._problem = (
-                    f"{store}: its lease is gone: the run was removed, or another job has taken it"
-                    " over and has ended; this job ends, and saves nothing more at the URL"
+                    f"{store}: the lease is gone, because the run was removed, or another job took"
+                    " over the run and exited: this job stops without saving more to the URL"
                 )
                 return
             if lease["token"] not in (self._token, self._followed):
                 self._problem = (
                     f"{store}: {lease['holder']} has taken over the run, because this job did not"
-                    f" reach the store for {self._lease_s:g} s: this job ends, and saves nothing"
-                    " more at the URL"
+                    f" reach the store for {self._lease_s:g} s: this job stops without saving more"
+                    " to the URL"
                 )
                 return
             store.write(LEASE_FILE, self._content(), in_use=True)
             is_late = steady_s() - looked_s > self._lease_s / 2
-            if is_late:  # wait for the next renewal of a holder whose lease this write replaced
+            if is_late:  # this write may have replaced another holder's lease: wait until it renews
                 time.sleep(self._lease_s / 2)
         self._confirmed_s = looked_s
 
     def release(self) -> None:
-        """Give the lease back. Raises nothing, because a lease that stays expires."""
+        """Release the lease. Errors are ignored, because a lease that is not removed expires."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -199,7 +207,7 @@ class Lease:
             try:
                 self.confirm()
             except LeaseLost:
-                return  # the next save raises it
+                return  # the next save raises the error
             except (ValueError, OSError):
                 continue  # uploads report an unreachable store
 
@@ -216,17 +224,17 @@ class Lease:
 
 
 class _WatchedLease:
-    """The lease of another job, as observed by this process."""
+    """The lease of another job, which this process observes."""
 
     def __init__(self, store: ObjectStore):
         self._store = store
         self._lease: dict[str, Any] | None = None
         self._changed_s = 0.0
         self.is_renewed = False
-        """True if the holder has renewed the lease since the first `look`."""
+        """Whether the holder has renewed the lease since the first `look`."""
 
     def look(self) -> dict[str, Any] | None:
-        """Read the lease again; None if no job holds it."""
+        """Read the lease. Return None if no job holds it."""
         lease = read_lease(self._store)
         if lease is None or lease != self._lease:
             now_s = time.monotonic()
@@ -240,8 +248,8 @@ class _WatchedLease:
         return lease
 
     def has_expired(self) -> bool:
-        """Return whether the lease was not renewed for its `lease_s`."""
-        assert self._lease is not None, "`look` has found a lease"
+        """Return whether the lease was not renewed for `lease_s` seconds."""
+        assert self._lease is not None, "`look` has returned a lease"
         return time.monotonic() - self._changed_s > self._lease["lease_s"]
 
 
@@ -271,18 +279,18 @@ def read_lease(store: ObjectStore) -> dict[str, Any] | None:
             "count": int(lease["count"]),
         }
     except (ValueError, KeyError, TypeError):
-        # A partly written file in a mounted folder: its writer will rewrite it, or has died.
+        # The file is incomplete in a mounted folder: the writer is still writing or has died.
         return {"token": "", "holder": "a job", "place": "", "lease_s": 60.0, "count": 0}
 
 
 def _age_s(store: ObjectStore) -> float:
-    """Return the seconds since the last renewal by the store's clock, at least 0."""
+    """Return the seconds since the last renewal by the store's clock, or 0 if unknown."""
     probe = f"lease.{secrets.token_hex(4)}"
     try:
         written = store.changed_at(LEASE_FILE)
         store.write(probe, b"")
         now = store.changed_at(probe)
-    except FileNotFoundError:  # the holder has ended, or another job is taking over
+    except FileNotFoundError:  # the holder has released the lease, or another job is taking over
         return 0.0
     finally:
         store.remove(probe)

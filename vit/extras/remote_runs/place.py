@@ -1,13 +1,13 @@
-"""Open the store of a run at a URL, which has a working copy on a local disk.
+"""Open the store of a run at a URL.
 
     run.dir=runs/demo              a plain folder, which needs no store
-    run.dir=s3://bucket/runs/demo  its working copy is `run.local_dir`, by default
+    run.dir=s3://bucket/runs/demo  the working copy is `run.local_dir`, by default
                                    <cache>/runs/<hash of the URL>/demo
     run.dir=file:///mnt/b/demo     the same, for a mounted bucket without locks and renames
 
-Training, evaluation and reports use a folder; `vit.extras.remote_runs.store` keeps the URL equal to
-it. The URL is used as the user wrote it, with `${NAME}` and logins; messages show the `bare` URL
-without them.
+Training, evaluation and reports use a local folder, and `vit.extras.remote_runs.store` uploads its
+changes to the URL. The URL may contain environment variables (`${NAME}`) and logins. Messages omit
+logins.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vit.system.urls import on_the_web, resolve
 
 
 def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectStore:
-    """Return the store at `url`, in which `${NAME}` means an environment variable.
+    """Return the store at `url`, which may contain environment variables as `${NAME}`.
 
     setting: the setting or flag with the URL, for messages. Raises ValueError for a web server,
-    which cannot be written to.
+    because web servers cannot be written to.
     """
     resolved = resolve(url)
     if on_the_web(resolved):
@@ -36,9 +36,9 @@ def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectSt
 
 
 def try_store(url: str) -> str:
-    """Write a file at `url` and remove it; return the URL for messages.
+    """Write a file at `url` and remove it. Return the URL for messages.
 
-    Raises ValueError if the store refuses or does not answer at once.
+    Raises ValueError if the store refuses the file or does not answer. The request is not retried.
     """
     store = store_at(url, 0.0)
     store.try_writing(f".check.{secrets.token_hex(4)}")

@@ -1,11 +1,11 @@
-"""Copy a run at a URL into the cache to read it, without the lease.
+"""Download a run at a URL into the cache for reading, without acquiring the lease.
 
     launch/eval.py, predict, export, init.checkpoint   the weights of the latest step
-    launch/report.py, replay, samples                  also record, settings, predictions and losses
-                                                       of images
+    launch/report.py, replay, samples                  also metrics, settings, predictions and
+                                                       losses of samples
 
-Files that are already in the cache in the URL's version are not downloaded again. The run can
-continue during the copy: if a file is removed in between, the listing is read again.
+Files whose version at the URL is already in the cache are not downloaded again. The run can
+continue during the download. If a file is removed during the download, the listing is read again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vit.run_folder import (
 from vit.system.files import replacing
 
 PATIENCE_S = 60.0
-"""Retry limit for a store that does not answer, short because a user is waiting."""
+"""The retry limit for a store that does not answer, which is short because a user is waiting."""
 NUM_LOOKS = 3
 READ = (
     "weights/last",
@@ -61,14 +61,16 @@ OF_WEIGHTS = ("weights/last", "weights/config.json")
 def local_run(url: str, only_weights: bool = False) -> Path:
     """Return a folder with a copy of the run at `url`.
 
-    The URL can also be a checkpoint or a single file. only_weights: download only weights and
-    record. Raises ValueError if the URL has none of these, or the store cannot be used.
+    The URL can also be a checkpoint or a single file. only_weights: download only the weights and
+    metrics. Raises ValueError if nothing of these exists at the URL, or if the store cannot be
+    used.
     """
     store = store_at(url, PATIENCE_S, "")
     folder = cache_of(url, "fetched")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "lock", "w") as lock:
-        with suppress(OSError):  # no locks on this file system; replacing whole files is still safe
+        with suppress(OSError):
+            # Without locks on this file system, replacing whole files is still safe.
             fcntl.flock(lock, fcntl.LOCK_EX)
         for look in range(1, NUM_LOOKS + 1):
             try:
@@ -85,7 +87,10 @@ def local_run(url: str, only_weights: bool = False) -> Path:
 
 
 def newest_info(url: str) -> Path:
-    """Return a folder with the `checkpoint.json` of each complete checkpoint, without tensors."""
+    """Download the `checkpoint.json` of each complete checkpoint, without tensors.
+
+    Returns a folder with the same layout as the run.
+    """
     store = store_at(url, PATIENCE_S)
     folder = cache_of(url, "infos")
     listing = store.list_below()
@@ -100,7 +105,7 @@ def newest_info(url: str) -> Path:
 
 
 def is_in_use(url: str) -> bool | None:
-    """Return False if no job holds the run, else None, because the job may be dead."""
+    """Return False if no lease exists, or None otherwise, because the holder may be dead."""
     store = store_at(url, PATIENCE_S, "")
     try:
         store.stat(LEASE_FILE)
@@ -112,7 +117,7 @@ def is_in_use(url: str) -> bool | None:
 
 
 def publish_report(url: str, folder: Path) -> str:
-    """Upload the report in `folder`; return a message for the user."""
+    """Upload the report in `folder`, and return a message for the user."""
     store = store_at(url, PATIENCE_S, "")
     report = folder / REPORT_FOLDER
     try:
@@ -125,13 +130,13 @@ def publish_report(url: str, folder: Path) -> str:
 
 
 def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) -> Path:
-    """Download the files of `read` and return their path.
+    """Download the files of `read`, and return their path.
 
-    Raises FileNotFoundError if a file was removed since the listing.
+    Raises FileNotFoundError if a file was removed after the listing.
     """
     listing = store.list_below()
     if not listing:
-        raise ValueError(f"{store}: nothing exists at this URL: pass the URL of a run or a file")
+        raise ValueError(f"{store}: no files at this URL: pass the URL of a run or a file")
     if "" in listing:
         folder.parent.mkdir(parents=True, exist_ok=True)
         store.download("", folder)
@@ -164,7 +169,7 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
 def _bring_newer_checkpoint(
     store: ObjectStore, listing: Mapping[str, Version], copy: Copy
 ) -> list[str]:
-    """Download the newest checkpoint if its step is after the weights' step; return its name."""
+    """Download the newest checkpoint if it is newer than the weights, and return its name."""
     newest = complete_in(listing)[:1]
     if not newest or int(newest[0].removeprefix("step_")) <= _step_of_weights(copy.folder):
         return []
@@ -177,7 +182,7 @@ def _bring_newer_checkpoint(
 
 
 def _step_of_weights(folder: Path) -> int:
-    """Return the step of the last weights, or -1 without weights."""
+    """Return the step of the last weights, or -1 if there are no weights."""
     for averaged in (True, False):
         path = weights_file(folder, "last", averaged)
         if os.path.exists(path):

@@ -1,13 +1,14 @@
-"""Store the record at a URL in immutable parts, each with the lines since the previous part.
+"""Store metrics.jsonl at a URL in immutable parts, each with the lines since the previous part.
 
     record/part_000000000000.jsonl    the first lines
     record/part_000000018231.jsonl    the lines of metrics.jsonl from byte 18,231
     `cat record/part_*` is metrics.jsonl
 
-Stores replace objects and cannot append to them. Uploading the whole file at every save would cost
-more each time. Replacing only the tail could lose lines, if a kill truncates the upload to a store
-that is not atomic. Many parts are joined under the name of the first, whose content begins
-unchanged, so readers skip the other parts until they are removed.
+Object stores can replace objects but cannot append to them. Uploading the whole file at every save
+would take longer each time. Replacing only the last part could lose lines if the process is killed
+during the upload to a store that is not atomic. When many parts exist, they are joined into the
+first part. The joined part begins with the old content, so readers skip the other parts until they
+are removed.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from vit.run_folder import METRICS_FILE
 
 RECORD_FOLDER = "record"
 JOIN_FROM = 64
-"""Number of parts from which the next job joins them, because each part costs a request."""
+"""The number of parts from which the next job joins all parts, because each part costs a
+request."""
 NUM_THREADS = 8
 
 
 def part_name(start: int) -> str:
-    """Return the name of the part that begins at byte `start` of the record."""
+    """Return the name of the part that begins at byte `start` of metrics.jsonl."""
     return f"{RECORD_FOLDER}/part_{start:012d}.jsonl"
 
 
 def parts_in(listing: Mapping[str, Version]) -> list[tuple[int, int, str]]:
-    """Return (start, stop, name) of the parts that make up the record, in order.
+    """Return (start, stop, name) of the parts of metrics.jsonl, in order.
 
     Parts after a gap are skipped, and so are parts that another part contains.
     """
@@ -51,9 +53,9 @@ def parts_in(listing: Mapping[str, Version]) -> list[tuple[int, int, str]]:
 
 
 def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
-    """Return the record at `store`, b"" for none.
+    """Return the content of metrics.jsonl at `store`, or b"" if it does not exist.
 
-    A run that was copied to the store from a folder has the record as `metrics.jsonl`.
+    A run that a user copied to the store has a single file `metrics.jsonl`.
     """
     parts = parts_in(listing) or [
         (0, listing[name].size, name) for name in (METRICS_FILE,) if name in listing
@@ -61,9 +63,8 @@ def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
 
     def read(part: tuple[int, int, str]) -> bytes:
         start, stop, name = part
-        return store.read_all(name)[
-            : stop - start
-        ]  # another job may be joining parts into this one
+        # Another job may be joining further parts into this part.
+        return store.read_all(name)[: stop - start]
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         content = b"".join(pool.map(read, parts))
@@ -71,7 +72,7 @@ def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
 
 
 def join_parts(store: ObjectStore, listing: Mapping[str, Version], content: bytes) -> None:
-    """Join the parts into one. content: the result of `read_record`."""
+    """Join all parts into the first part. content: the result of `read_record`."""
     names = [name for name in listing if name.startswith(f"{RECORD_FOLDER}/")]
     if len(names) < JOIN_FROM:
         return
@@ -82,7 +83,7 @@ def join_parts(store: ObjectStore, listing: Mapping[str, Version], content: byte
 
 
 def new_lines(path: Path, start: int) -> bytes:
-    """Return the complete lines of the record at `path` from byte `start`."""
+    """Return the complete lines of the file at `path` from byte `start` on."""
     if not path.exists():
         return b""
     with path.open("rb") as file:

@@ -1,18 +1,18 @@
-"""Keep the URL of a run equal to its working copy during training.
+"""Upload the changes of a run's working copy to its URL during training.
 
 The files at the URL are always complete, and any machine can resume from them:
 
-    start      take the lease; download record, newest checkpoint, weights and losses of images
-               that the working copy lacks; upload the record's `start` line
+    start      acquire the lease; download metrics, newest checkpoint, weights and sample losses
+               that the working copy lacks; upload the `start` line of metrics.jsonl
     each save  in the saver's thread, when the local files are complete, upload
-               weights, losses, ... -> lines of the record -> tensors -> checkpoint.json -> `latest`
+               weights, losses, ... -> lines of metrics -> tensors -> checkpoint.json -> `latest`
                -> remove the checkpoints that `checkpoint.keep_last` removed locally
-    end        upload once again, with the report; give the lease back
+    end        upload the last changes and the report; release the lease
 
-`checkpoint.json` is uploaded after all files that its checkpoint needs, so a kill at any moment
-leaves a complete newest checkpoint at the URL, with the record up to its step. Only the main rank
-uses the store. If the store does not answer, training continues until the next save. A failure for
-`data.patience_s` ends the run like a full disk.
+`checkpoint.json` is uploaded after all other files of a checkpoint. If the process is killed, the
+newest checkpoint at the URL is therefore complete, with the metrics up to its step. Only the main
+rank uses the store. If the store does not answer, training continues until the next save. The run
+fails if the store does not answer for `data.patience_s` seconds.
 """
 
 from __future__ import annotations
@@ -72,28 +72,29 @@ DOWNLOADED = (
     STOPPED_FILE,
     "wandb_id",
 )
-"""Files that a resumed run needs in addition to record and checkpoint; it rewrites all others."""
+"""The files that a resumed run needs in addition to metrics and checkpoint. All other files are
+rewritten."""
 
 
 class UploadError(ValueError):
-    """The error for a store that refuses or does not answer, in one line."""
+    """The error if a store refuses a request or does not answer."""
 
 
 class RunStore:
     """The run at the URL `run.dir`, on the main rank. Raises ValueError for an invalid URL.
 
-    All methods that use the store raise ValueError if that fails for `data.patience_s`, and
-    `vit.extras.remote_runs.lease.LeaseLost` if another job holds the run.
+    Methods that use the store raise ValueError if the store fails for `data.patience_s` seconds,
+    and `vit.extras.remote_runs.lease.LeaseLost` if another job holds the lease.
     """
 
     def __init__(self, config: Config):
-        assert config.run.dir is not None, "load_config sets it"
+        assert config.run.dir is not None, "load_config sets run.dir"
         self._config = config
         self.folder = local_folder(config.run)
         """The working copy."""
         self._store = store_at(config.run.dir, config.data.patience_s)
         self._remote: dict[str, Version] = {}
-        """The files at the URL, while this process holds the lease."""
+        """The files at the URL. Valid while this process holds the lease."""
         self._record_bytes = 0
         self._latest = ""
         self._copy = Copy(self.folder, config.run.dir)
@@ -104,18 +105,18 @@ class RunStore:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether another job holds the run; the next `push` then raises."""
+        """Whether the lease is lost. The next `push` then raises LeaseLost."""
         return self._lease.is_lost
 
     def check(self) -> None:
-        """Raise LeaseLost if another job holds the run."""
+        """Raise LeaseLost if the lease is lost."""
         if self.is_lost:
             self._lease.confirm()
 
     # --- start ------------------------------------------------------------------------------------
 
     def open(self, lock: RunLock) -> None:
-        """Lock the working copy and the run at the URL, and download the files for a resume."""
+        """Lock the working copy, acquire the lease, and download the files for a resume."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -136,34 +137,33 @@ class RunStore:
             self._copy.save()
 
     def _choose_copy(self, record: bytes) -> None:
-        """Clear the working copy if it is outdated or of another run."""
+        """Clear the working copy if it is outdated or belongs to another run."""
         local_record = new_lines(self.folder / METRICS_FILE, 0)
         saved = complete_checkpoints(self.folder)
         if not record and saved and not complete_in(self._remote):
             raise ValueError(
-                f"{self}: holds no run, but its working copy {self.folder} does, up to"
-                f" {saved[0].name}: remove that folder to start over, or copy it to the URL"
+                f"{self}: no run exists at this URL, but its working copy {self.folder} has one, up"
+                f" to {saved[0].name}: remove that folder to start over, or copy it to the URL"
             )
         if record and local_record.startswith(record):
             return
         if local_record and record:
             print(
-                f"{self}: another job has continued the run since {self.folder} was its working"
-                " copy: fetching the run from the URL",
+                f"{self}: another job has continued the run, so the working copy {self.folder} is"
+                " outdated: downloading the run from the URL",
                 file=sys.stderr,
             )
         self._copy.clear()
 
     def _mend_record(self, record: bytes) -> None:
-        """Set where the next part of the record begins, and repair a truncated last part."""
+        """Store the byte at which the next part begins, and repair a truncated part."""
         self._record_bytes = len(record)
         parts = parts_in(self._remote)
-        if record and not parts:  # a run that was copied to the URL from a folder
+        if record and not parts:  # a user copied the run to the URL
             self._store.write(part_name(0), record)
             self._store.remove(METRICS_FILE)
-        if parts and parts[-1][1] != len(
-            record
-        ):  # a kill truncated the last part in a mounted folder
+        if parts and parts[-1][1] != len(record):
+            # The last part in a mounted folder is truncated after a kill.
             start, _, name = parts[-1]
             self._store.write(name, record[start:])
         join_parts(self._store, self._remote, record)
@@ -186,17 +186,17 @@ class RunStore:
             not local_checkpoints or local_checkpoints[0].name < remote_checkpoints[0]
         ):
             downloaded = bring_checkpoint(self._store, self._remote, self._copy, self._set_aside)
-        # `latest` proves that a checkpoint existed. An automatic restart must not start over.
+        # `latest` shows that a checkpoint existed, and an automatic restart must not start over.
         if not local_checkpoints and downloaded is None and LATEST_FILE in self._remote:
             raise ValueError(
-                f"{self}/{CHECKPOINTS}: all checkpoints are damaged or gone: put a good one back,"
-                f" or remove {self}/{LATEST_FILE} to start over with the same command"
+                f"{self}/{CHECKPOINTS}: all checkpoints are damaged or missing: restore one, or"
+                f" remove {self}/{LATEST_FILE} to start over with the same command"
             )
 
     def _set_aside(self, folder: str, problem: str) -> None:
-        """Make a damaged checkpoint incomplete; the next save removes its tensors."""
+        """Mark a damaged checkpoint as incomplete. The next save removes its tensors."""
         print(
-            f"{self}/{CHECKPOINTS}/{folder}: {problem}: it is damaged; trying the previous one",
+            f"{self}/{CHECKPOINTS}/{folder}: damaged ({problem}): trying the previous checkpoint",
             file=sys.stderr,
         )
         self._store.remove(info_name(folder))
@@ -205,7 +205,7 @@ class RunStore:
     # --- save -------------------------------------------------------------------------------------
 
     def push(self) -> float:
-        """Upload the changes of the working copy; return the duration in seconds."""
+        """Upload the changes of the working copy, and return the duration in seconds."""
         began = time.monotonic()
         with self._reporting_errors("the upload failed"):
             self._lease.confirm(self._store)
@@ -225,14 +225,15 @@ class RunStore:
             self._lease.ensure(store)
             name = part_name(self._record_bytes)
             if not store.write(name, lines, only_new=True, in_use=True):
-                # The part exists: our own upload whose response was lost, one that a kill truncated
-                # in a folder, or another job's, which must not be overwritten.
+                # The part already exists: it is this job's upload whose response was lost, a part
+                # that was truncated by a kill, or another job's part, which must not be
+                # overwritten.
                 uploaded = store.read_all(name)
                 if not lines.startswith(uploaded):
                     self._lease.confirm(store)
                     raise LeaseLost(
-                        f"{store}: another job has written {name}: this job ends, and saves nothing"
-                        " more at the URL"
+                        f"{store}: another job has written {name}: this job stops without saving"
+                        " more to the URL"
                     )
                 if uploaded != lines:
                     store.write(name, lines, in_use=True)
@@ -255,7 +256,8 @@ class RunStore:
         remaining = complete_in(self._remote)[: self._config.checkpoint.keep_last]
         for name, files in checkpoints_in(self._remote).items():
             if name not in remaining:
-                # Remove checkpoint.json first: a half removed checkpoint must not look complete.
+                # checkpoint.json is removed first, because a partly removed checkpoint must not
+                # look complete.
                 for file in sorted(files, key=lambda file: file != info_name(name)):
                     self._remove(file)
 
@@ -266,7 +268,7 @@ class RunStore:
         if self._is_uploaded(name):
             return
         stamp = self._copy.stamp(name)
-        if stamp[0] < 0:  # removed since the folder was listed
+        if stamp[0] < 0:  # the file was removed after the folder was listed
             return
         self._lease.ensure(self._store)  # the previous upload may have taken an hour
         self._store.upload(self.folder / name, name, in_use=True)
@@ -282,10 +284,10 @@ class RunStore:
     # --- end --------------------------------------------------------------------------------------
 
     def close(self, with_record: bool = False, at_once: bool = False) -> None:
-        """Give the lease back; raises nothing.
+        """Release the lease. Errors are ignored.
 
-        with_record: upload the last lines of the record, which have the error that ended the run,
-        if the store answers. at_once: do not use the network.
+        with_record: upload the last lines of metrics.jsonl, which contain the error that ended the
+        run. at_once: do not use the network.
         """
         if at_once:
             return
@@ -298,7 +300,7 @@ class RunStore:
 
     @contextmanager
     def _reporting_errors(self, failure: str) -> Iterator[None]:
-        """Convert errors of the store's client to one line that also names the safe copy."""
+        """Convert errors of the store to UploadError, which names the working copy."""
         safe = ""
         if self._record_bytes:
             safe = (
@@ -311,12 +313,11 @@ class RunStore:
             raise
         except FileNotFoundError as error:
             raise UploadError(
-                f"{self}: {failure} ({error}): there is no such bucket{safe}"
+                f"{self}: {failure} ({error}): the bucket does not exist{safe}"
             ) from None
         except OSError as error:
-            place = (
-                error.filename or self.folder
-            )  # for file:// URLs the folder at the URL may be full
+            # With a file:// URL, the disk of the URL may be full.
+            place = error.filename or self.folder
             raise UploadError(
                 f"{place}: cannot be written ({error.strerror}): free some space{safe}"
             ) from None
@@ -325,10 +326,10 @@ class RunStore:
 
 
 def _identity(folder: Path) -> str:
-    """Return an identifier of a locked folder that is unique over all machines."""
+    """Return an identifier of a locked folder that is unique across machines."""
     status = os.stat(folder / LOCK_FILE)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux: the next job waits until the lease expires
+    except OSError:  # not on Linux: the next job then waits until the lease expires
         boot = os.urandom(8).hex()
     return hashlib.sha256(f"{boot} {status.st_dev} {status.st_ino}".encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Compute principal components of the patch embedding's filters and of the features of patches.
+"""Compute principal components of the patch embedding's filters and of patch features.
 
-The sign of a component is arbitrary. The largest entry of each is made positive, so that the same
-weights always give the same picture.
+The sign of a component is arbitrary. The largest entry of each component is made positive, so the
+same weights always give the same picture.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 
 def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Return the first `num` principal components of `rows` and their shares of the variance.
+    """Return the first `num` principal components of `rows`, and their shares of the variance.
 
-    rows: (N, D) float; their mean is subtracted first. Returns (k, D) float64, orthonormal, and
-    (k,) float64; the shares of all components add up to 1. k is `num`, or less if rows or columns
-    are fewer.
+    rows: (N, D) float. Returns orthonormal components, (k, D) float64, and their shares, (k,)
+    float64. The mean is subtracted first. k is less than `num` if `rows` has fewer rows or columns.
     """
     centred = rows.detach().cpu().double()
     centred = centred - centred.mean(0)
@@ -29,19 +28,18 @@ def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def filter_components(model: nn.Module, num: int) -> tuple[Tensor, Tensor]:
-    """Return the first components of the patch embedding's filters, and their shares.
+    """Return the first principal components of the patch embedding's filters, and their shares.
 
-    As in Figure 7 (left) of Dosovitskiy et al. 2021 (arXiv 2010.11929): the D filters are points in
-    the space of a patch's pixels, and the components span their responses. Returns (k, C, h, w)
-    float64 and (k,). Raises ValueError for a model that does not embed patches by one convolution
-    or linear map.
+    The components are those of Figure 7 (left) of Dosovitskiy et al. 2021 (arXiv 2010.11929), in
+    which the D filters are points in the space of a patch's pixels. Returns (k, C, h, w) float64
+    and (k,). Raises ValueError if the model does not embed patches with a single convolution.
     """
     embed: Any = getattr(model, "patch_embed", None)
     weight = getattr(getattr(embed, "proj", None), "weight", None)
     if weight is None or weight.ndim != 4:
         raise ValueError(
-            f"{type(model).__name__} does not embed patches by one convolution: it has no filters"
-            " to show"
+            f"{type(model).__name__} has no filters to show, because it does not embed patches with"
+            " a single convolution"
         )
     components, shares = principal_components(weight.flatten(1), num)
     return components.view(-1, *weight.shape[1:]), shares
@@ -49,7 +47,7 @@ def filter_components(model: nn.Module, num: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def token_features(model: Any, inputs: Tensor) -> Tensor:
-    """Return the patches' features behind the last block: (B, h*w, D) float32.
+    """Return the features of patches after the last block, (B, h*w, D) float32.
 
     inputs: (B, C, H, W) float, normalized.
     """
@@ -57,13 +55,14 @@ def token_features(model: Any, inputs: Tensor) -> Tensor:
 
 
 def token_colors(features: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the first three components of patches' features as colours, and their shares.
+    """Return the first three principal components of patch features as colors, and their shares.
 
-    As in Oquab et al. 2023 (DINOv2, arXiv 2304.07193, Figure 1). All images share one set of
-    components, so patches of one colour have similar features, also in different images.
+    The picture is that of Oquab et al. 2023 (DINOv2, arXiv 2304.07193, Figure 1). All images share
+    the same components, so patches with similar colors have similar features, even in different
+    images.
 
-    features: (B, h*w, D). Returns (B, 3, h, w) float in [0, 1], with the outer hundredth at each
-    end clipped, and (3,) float64.
+    features: (B, h*w, D). Returns colors, (B, 3, h, w) float in [0, 1], and shares, (3,) float64.
+    Values outside the 1st to 99th percentile are clipped.
     """
     rows = features.detach().cpu().double().flatten(0, 1)
     components, shares = principal_components(rows, 3)

@@ -1,4 +1,4 @@
-"""Count, rank and draw the confusion matrix of an evaluation."""
+"""Compute and plot the confusion matrix of an evaluation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) -> NDArray[np.int64]:
-    """Count images by class and predicted class: (C, C) int64, rows true, columns predicted.
+    """Count images by true class (rows) and predicted class (columns), (C, C) int64.
 
-    labels, predictions: (N,) integers. A prediction of -1 (the logits were not numbers) is not
-    counted; the caller reports the number of such images.
+    labels, predictions: (N,) integers. Images with a prediction of -1, whose logits were NaN, are
+    not counted.
     """
     seen = predictions >= 0
     cells = labels[seen].astype(np.int64) * num_classes + predictions[seen]
@@ -39,10 +39,10 @@ def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) ->
 
 
 def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, int, int, int]]:
-    """Return the `num` commonest mistakes: (true, predicted, images, images of the true class).
+    """Return the `num` most frequent mistakes: (true, predicted, images, images of the true class).
 
-    Sorted by the number of images; ties by the larger share of the class, then by class numbers.
-    The list is shorter if there are fewer mistakes.
+    Mistakes are sorted by the number of images, then by their share of the class, then by class
+    number.
     """
     totals = matrix.sum(1)
     pairs = [
@@ -54,12 +54,12 @@ def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, i
 
 
 def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], picture: Path) -> Path:
-    """Draw a confusion matrix (C, C), rows true, columns predicted. Returns `picture`.
+    """Plot a confusion matrix (C, C) with true classes in rows. Returns `picture`.
 
-    With up to 20 classes, draws counts and names: correct cells blue by their share of the row,
-    mistakes orange, the largest share darkest. With more classes, draws only the mistakes, as an
-    image on a logarithmic scale. Neighbouring classes are pooled to at most 350 cells on a side,
-    because cells smaller than a pixel would be invisible.
+    Up to 20 classes are drawn with counts and names, correct predictions in blue and mistakes in
+    orange. For more classes, only mistakes are drawn, as an image with a logarithmic scale.
+    Neighboring classes are merged to at most 350 cells per side, because cells smaller than a pixel
+    would be invisible.
     """
     is_small = len(matrix) <= 20
     with drawing(picture, 7.6 if is_small else 6.9, layout="constrained") as figure:
@@ -90,7 +90,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
     )[..., :3]
     colors[matrix == 0] = 1.0
     axes.imshow((255 * colors).astype(np.uint8))
-    # The longest number must fit into a cell.
+    # The longest number must fit into its cell.
     size = min(11.0, cell_in * 72 / (0.66 * len(str(matrix.max())) + 0.2))
     for t, p in np.argwhere(matrix > 0).tolist():
         is_dark = colors[t, p] @ (0.299, 0.587, 0.114) < 0.55
@@ -129,7 +129,7 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
     drawn = axes.imshow(
         np.ma.masked_equal(percent, 0),
         cmap=colormaps["inferno"].with_extremes(bad="black"),
-        # The scale starts below the lowest value, because the darkest colours vanish on black.
+        # The darkest colors are invisible on black, so the scale starts below the lowest value.
         norm=LogNorm(lowest / 3, max(percent.max(), 3 * lowest)),
         extent=(0, len(edges) * pool, len(edges) * pool, 0),
         interpolation="nearest",
@@ -150,9 +150,9 @@ def plot_most_confused(
     class_names: Sequence[str],
     picture: Path,
 ) -> Path:
-    """Draw a row for each mistake of `most_confused`: a bar for its count and up to 6 images.
+    """Plot a row for each mistake of `most_confused`, with its count as a bar and up to 6 images.
 
-    examples: a list of (1 or 3, H, W) uint8 for each pair, which may be short or empty. Returns
+    examples: a list of images, (1 or 3, H, W) uint8, for each pair, possibly empty. Returns
     `picture`.
     """
     row = 0.92

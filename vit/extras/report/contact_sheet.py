@@ -1,9 +1,8 @@
-"""Draw a contact sheet of the augmentation of a config, before training.
+"""Draw a contact sheet that shows how a config augments training images.
 
-Batches of the first training images are made as for training, once for each draw. An epoch has as
-many images as the sheet has rows, so each epoch shows the same images with new random numbers. The
-captions come from the host's table. `Augment` applies the table without mixing, and with mixing for
-the last column.
+Batches are loaded as in training. The epochs of the sheet have as many images as the sheet has
+rows, so each epoch contains the same images with new random numbers. The captions come from the
+augmentation parameters. Only the last column shows mixing (MixUp or CutMix).
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ CAPTION_PT = 7.5
 def make_contact_sheet(
     config: Config, num_images: int, num_draws: int, picture: Path, device: torch.device
 ) -> Path:
-    """Draw a row for each of the first `num_images` of the training split. Returns `picture`.
+    """Draw a row for each of the first `num_images` training images. Returns `picture`.
 
-    A row shows the centre of the original, `num_draws` draws of the augmentation, and one draw with
-    mixing. If images mix, the number of rows is rounded up to complete groups of
-    `augment.mix_group_size`. Raises ShardError if the data cannot be read, ValueError if there are
-    too few images.
+    A row shows a center crop of the original, `num_draws` augmented images, and one image with
+    mixing. With mixing, the number of rows is rounded up to a multiple of `augment.mix_group_size`.
+    Raises ShardError if the data cannot be read, and ValueError if the split has too few images.
     """
     data = config.data
     shares: tuple[Share, ...] = ()
@@ -55,13 +53,13 @@ def make_contact_sheet(
     num_rows = math.ceil(num_images / group) * group
     if num_rows > num_available:
         raise ValueError(
-            f"{num_rows} images are asked for, {data.root} has {num_available} to train on: ask"
-            " for fewer"
+            f"{num_rows} images are requested, but {data.root} has {num_available} training images:"
+            " request fewer"
         )
     shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
     num_classes = choose_num_classes(config.model, data, split)
     form = ImageFormat.from_config(config.model, data)
-    # An epoch is one batch, so each batch has the same images.
+    # An epoch is one batch, so all batches contain the same images.
     order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
     height, width = form.size
     aspect = width / height
@@ -73,7 +71,7 @@ def make_contact_sheet(
     num_batches = num_draws + does_mix
     side = cell_width_in(1 + num_batches)
     unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
-    # Each column is an epoch, so `mixup_off_epoch` must be off to show mixing in the last column.
+    # Each column is an epoch, so `mixup_off_epoch` could switch mixing off in the last column.
     mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
     batches = TrainBatches(split, order, mixed, form, on_bad_image=data.on_bad_image)
     with Loader(batches, 0, num_batches) as loader:
@@ -102,7 +100,6 @@ def make_contact_sheet(
 
 
 def _sorted(batch: Batch) -> list[int]:
-    """Return the rows of a batch in the order of their images."""
     return np.argsort(batch.ids.numpy()).tolist()
 
 

@@ -1,12 +1,11 @@
-"""Draw the curves of a run: loss, accuracy, learning rate and throughput over the steps.
+"""Plot the curves of a run: loss, accuracy, learning rate and throughput over steps.
 
-The lines of a `metrics.jsonl` are sorted by kind, averaged if a picture cannot show all of them,
-and drawn as four panels: together as a PNG, or each as SVG for a page. Loss and accuracy of several
-runs are drawn over their epochs.
+The four panels are written to one PNG file, or returned as SVG for an HTML page. Long curves are
+averaged. The loss and accuracy of several runs are plotted over epochs.
 
-Training accuracy is counted from the recorded margins of augmented images
-(`vit.hooks.sample_losses`). Mixed inputs have no single right class, so epochs with mixing have no
-training accuracy.
+Training accuracy is computed from the recorded margins of augmented images
+(`vit.hooks.sample_losses`). Mixed inputs do not have a single correct class, so epochs with mixing
+have no training accuracy.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ if TYPE_CHECKING:
 
 PLAIN_LOSS = "cross-entropy"
 MOST_INSIDE = 4
-"""The most names of a legend inside the axes; a longer legend is drawn below, off the curves."""
+"""The largest number of legend entries inside the axes. A longer legend is placed below the
+axes."""
 SET_LINES = (
     (PURPLE, "^-."),
     (SKY, "v-."),
@@ -55,20 +55,20 @@ SET_LINES = (
     (SKY, "v:"),
     (GREY, "D:"),
 )
-"""The colours and styles of further sets' accuracies, which repeat for more sets."""
+"""The colors and line styles for the accuracies of further evaluation sets."""
 
 
 def _read_curves(metrics: Path) -> History:
-    """Read a record, and add `data_wait_percent` to each train line if the record allows it.
+    """Read metrics.jsonl, and add `data_wait_percent` to train lines if it is known.
 
-    This is the share of the preceding interval that training waited for data.
+    The value is the share of the time since the previous line in which training waited for data.
     """
     history = read_history(metrics)
     if not history.lines:
-        raise ValueError("Nothing is in the record yet")
+        raise ValueError("metrics.jsonl is still empty")
     for line, _, spent_s in history.intervals():
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
-    with suppress(ValueError):  # a record without a config, or with one of another version
+    with suppress(ValueError):  # the config is missing or of a different version
         config = load_config(metrics.parent / CONFIG_FILE)
         history.training_loss = _training_loss(config)
         _add_training_accuracy(metrics.parent, history, config.augment)
@@ -76,7 +76,6 @@ def _read_curves(metrics: Path) -> History:
 
 
 def _training_loss(config: Config) -> str:
-    """Return the name of the training loss."""
     name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
     return f"{name} + teacher" if config.distill.teacher is not None else name
 
@@ -84,7 +83,7 @@ def _training_loss(config: Config) -> str:
 def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConfig) -> None:
     """Add `top1` to train lines, in percent of the images since the previous line.
 
-    It is unknown without the losses of images (log.sample_losses) and in epochs with mixing.
+    The accuracy is unknown without log.sample_losses, and in epochs with mixing.
     """
     plan = next((line["plan"] for line in reversed(history.lines) if line.get("plan")), None)
     files = epoch_files(run_dir)
@@ -112,16 +111,16 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
 
 
 def _mixed_epochs(augment: AugmentConfig) -> float:
-    """Return how many epochs of the run mix images."""
     if not mixes(augment):
         return 0
     return math.inf if augment.mixup_off_epoch is None else augment.mixup_off_epoch
 
 
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
-    """Return steps and values of `name`, (2, n), NaN for null.
+    """Return the steps and values of `name`, (2, n), with NaN for null.
 
-    Neighbours are averaged down to `at_most` points, because more would look like bands of noise.
+    Neighboring points are averaged to at most `at_most` points, because more points would look like
+    noise.
     """
     points = [
         (line["step"], math.nan if line[name] is None else line[name])
@@ -144,12 +143,13 @@ def _line(
 ) -> None:
     steps, values = _points(lines, name)
     if len(steps):
-        dot = "." if style == "-" and len(steps) < 20 else ""  # a line through one point is empty
+        # A line through a single point is invisible.
+        dot = "." if style == "-" and len(steps) < 20 else ""
         axes.plot(steps, values, dot + style, color=color, markersize=4, label=label)
 
 
 def _draw_reference(axes: Axes, history: History, name: str) -> None:
-    """Draw the published curve of `name` behind the run's curve, up to the run's last step."""
+    """Plot the published curve of `name`, up to the run's last step."""
     last_step = max(line["step"] for line in history.lines)
     label: str | None = "reference"
     for line in history.of_kind("reference")[-1:]:
@@ -164,7 +164,7 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
 
 
 def _draw_faults(axes: Axes, history: History) -> None:
-    """Mark skipped updates by crosses, and batches skipped after a rewind by bands."""
+    """Mark skipped updates with crosses, and batches skipped after a rewind with bands."""
     steps = [line["step"] for line in history.of_kind("fault")]
     if steps:
         axes.plot(
@@ -180,7 +180,7 @@ def _draw_faults(axes: Axes, history: History) -> None:
     if rewinds:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # space for the triangles above the curves
     for number, line in enumerate(rewinds):
-        label = f"passed over, back {len(rewinds):,} times" if not number else None
+        label = f"skipped, {len(rewinds):,} rewinds" if not number else None
         band = (line["first_passed_over"] - 1, line["last_passed_over"])
         axes.axvspan(*band, color=GREY, alpha=0.25, linewidth=0, label=label)
         axes.plot(
@@ -214,14 +214,14 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     _line(axes, evals, "top1", "o-", ORANGE, "validation")
     _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")
     for number, name in enumerate(set_names(history)):
-        # One line for each set, of the averaged weights if there are any.
+        # Each set has one line, which shows the averaged weights if they exist.
         averaged = any(f"{name}/top1_ema" in line for line in evals)
         color, style = SET_LINES[number % len(SET_LINES)]
         _line(axes, evals, f"{name}/top1{'_ema' if averaged else ''}", style, color, name)
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
-        line.set_clip_on(False)  # otherwise half of a marker at 100 is invisible
+        line.set_clip_on(False)  # without clipping, a marker at 100 is completely visible
     values = [
         value
         for line in evals
@@ -245,7 +245,7 @@ def _draw_learning_rate(axes: Axes, history: History) -> None:
     _line(axes, train, "lr", "-", BLUE)
     axes.set(title="Learning rate", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if any("weight_decay" in line for line in train):  # it changes over the run
+    if any("weight_decay" in line for line in train):  # recorded only if it changes
         axes.set_title("Learning rate and weight decay")
         decay = _right_axis(axes, "weight decay (dashed)")
         _line(decay, train, "weight_decay", "--", ORANGE)
@@ -265,7 +265,6 @@ def _draw_throughput(axes: Axes, history: History) -> None:
 
 
 def _right_axis(axes: Axes, label: str) -> Axes:
-    """Return axes with the same steps and a separate orange scale at the right."""
     right = axes.twinx()
     right.set_ylabel(label)
     right.spines["right"].set_visible(True)
@@ -306,7 +305,7 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
         axes.legend(
             loc="upper center",
             bbox_to_anchor=(0.5, 0),
-            borderaxespad=4.5,  # in letters: the height of the axis' numbers and name
+            borderaxespad=4.5,  # in font sizes: the height of the tick labels and the axis label
             ncols=2,
             fontsize=SMALL_PT,
         )
@@ -323,11 +322,11 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
 
 
 def plot_curves(metrics: Path, picture: Path) -> Path:
-    """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
+    """Plot loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
 
-    Dotted lines are restarts, grey lines changes of the image size, crosses skipped updates, bands
-    skipped batches, and a triangle marks the step of a rewind. Curves with more than 500 points are
-    averaged over neighbours. Returns `picture`.
+    Dotted lines mark restarts, gray lines mark changes of the image size, crosses mark skipped
+    updates, bands mark skipped batches, and triangles mark rewinds. Curves with more than 500
+    points are averaged. Returns `picture`.
     """
     history = _read_curves(metrics)
     with drawing(picture, 6.2, layout="constrained") as figure:
@@ -342,18 +341,18 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
 def plot_learning_curves(
     run_dirs: Sequence[Path], picture: Path, smooth_epochs: float | None = None
 ) -> Path:
-    """Draw loss and top-1 accuracy of runs over their epochs, each in a colour. Returns `picture`.
+    """Plot the loss and top-1 accuracy of several runs over epochs. Returns `picture`.
 
-    Training is a line, smoothed over `smooth_epochs` (None: one epoch, or a twentieth of a run of
-    less than 20 epochs; 0: not smoothed), with the recorded values behind it. Evaluations are
-    points, of the averaged weights if a run has them. Raises ValueError for a folder without a
-    record.
+    Training curves are smoothed over `smooth_epochs`, and the recorded values are shown in a
+    lighter color. None means one epoch, or a twentieth of a shorter run. 0 disables smoothing.
+    Evaluations are points, of the averaged weights if they exist. Raises ValueError for a folder
+    without metrics.jsonl.
     """
     histories = []
     for run_dir in run_dirs:
         if not (run_dir / METRICS_FILE).is_file():
             raise ValueError(
-                f"{run_dir}: no {METRICS_FILE}: name the folder of a run, such as runs/demo"
+                f"{run_dir}: no {METRICS_FILE}: pass the folder of a run, such as runs/demo"
             )
         histories.append(_read_curves(run_dir / METRICS_FILE))
     names = [run_dir.resolve().name for run_dir in run_dirs]
@@ -387,7 +386,6 @@ def plot_learning_curves(
 def _draw_run(
     axes: Axes, history: History, key: str, name: str, color: str, smooth_epochs: float | None
 ) -> None:
-    """Draw `key` of training as a dotted line, and of validation as points."""
     per_epoch = next(
         (line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")), 1
     )
@@ -412,7 +410,7 @@ def _draw_run(
 def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> NDArray[np.float64]:
     """Return the mean of `y` within `width` / 2 of each `x` (ascending), ignoring NaN.
 
-    At both ends the window is narrower, so that it stays centred and does not shift the curve.
+    The window is narrower at both ends, so it stays centered and does not shift the curve.
     """
     half = np.minimum(width / 2, np.minimum(x - x[0], x[-1] - x)) * (1 + 1e-9)
     first = np.searchsorted(x, x - half, "left")
@@ -427,10 +425,10 @@ def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> ND
 
 
 def curve_panels(metrics: Path) -> dict[str, str]:
-    """Return the panels of `plot_curves` by name, as SVG elements for one HTML page.
+    """Return the panels of `plot_curves` by name, as SVG elements for an HTML page.
 
-    CSS can scale them. Letters are outlines, ids begin with the panel's name, and style sheets are
-    removed, because they would affect the rest of the page.
+    Text is converted to outlines, ids begin with the panel's name, and style sheets are removed,
+    because they would affect the rest of the page.
     """
     history = _read_curves(metrics)
     panels = dict[str, str]()
@@ -449,7 +447,7 @@ def curve_panels(metrics: Path) -> dict[str, str]:
 
 
 def _inline(document: str, name: str, title: str) -> str:
-    """Return the <svg> element of matplotlib's document, for an HTML page with several of them."""
+    """Return the <svg> element of matplotlib's document, with ids that are unique on the page."""
     body = re.sub(
         r"<(metadata|style)\b.*?</\1>\s*",
         "",

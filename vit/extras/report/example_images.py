@@ -1,4 +1,4 @@
-"""Choose the images of a picture: some of a validation split, or files that the user names."""
+"""Select images for a picture, from a validation split or from files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from vit.inference.predictor import Trained
 
 @dataclass(frozen=True)
 class Samples:
-    """Encoded images, their names, and their classes if they are known."""
+    """The encoded images, their names, and their classes if known."""
 
     encoded: list[bytes]
     names: list[str]
-    """The names of the files, or of the images' classes."""
+    """The names of the files, or the class names of the images."""
     labels: list[int] | None = None
-    """The class numbers; None for files."""
+    """The class numbers, or None for files."""
 
     def pixels(self, trained: Trained) -> Tensor:
-        """Return the images as the model sees them: (B, C, H, W) uint8.
+        """Return the images after the model's resize and crop, (B, C, H, W) uint8.
 
-        Raises ValueError with the name of an image that cannot be decoded.
+        Raises ValueError that names an image that cannot be decoded.
         """
         views = []
         for name, data in zip(self.names, self.encoded, strict=True):
@@ -40,7 +40,7 @@ class Samples:
 
 
 def samples_of_files(paths: Sequence[str], num: int) -> Samples:
-    """Return the first `num` images of files, folders and tars. Raises ValueError."""
+    """Return the first `num` images of files, folders and tars. Raises ValueError if none exist."""
     places = find_inputs(paths).places[:num]
     encoded = []
     for place in places:
@@ -54,14 +54,15 @@ def samples_of_files(paths: Sequence[str], num: int) -> Samples:
 def samples_of_split(
     trained: Trained, num: int, root: str | None = None, split: str | None = None
 ) -> Samples:
-    """Return up to `num` images of a split, from as many classes as possible, always the same ones.
+    """Return up to `num` images of a split, from as many classes as possible.
 
-    The default is the validation split of the run. Raises ValueError if the split cannot be opened.
+    The choice is deterministic. The default is the run's validation split. Raises ValueError if the
+    split cannot be opened.
     """
     if root is None and trained.weights.step is None:
         raise ValueError(
-            f"{trained.weights.path} was trained elsewhere, on images that are not known here: give"
-            " a folder of shards with --data, or images with --image (compare takes only the first)"
+            f"{trained.weights.path} was trained elsewhere, on unknown images: pass a folder of"
+            " shards with --data, or images with --image (compare accepts only --data)"
         )
     data = trained.config.data
     opened = open_split(data, split or data.val_split, root=root)
@@ -83,7 +84,7 @@ def _name_of(trained: Trained, names: Sequence[str], label: int) -> str:
 def pick_images(
     labels: NDArray[np.int64], predictions: NDArray[np.int64] | None, num: int, num_wrong: int
 ) -> list[int]:
-    """Return up to `num` images: right ones first, at most `num_wrong` wrong ones last.
+    """Return up to `num` images: correctly classified ones, then at most `num_wrong` mistakes.
 
     The choice is deterministic and covers as many classes as possible.
     """
@@ -96,10 +97,10 @@ def pick_images(
 
 
 def _spread(labels: NDArray[np.int64], num: int) -> NDArray[np.int64]:
-    """Return up to `num` places in `labels`, spread over the classes.
+    """Return up to `num` indices into `labels`, spread over the classes.
 
-    Takes one image of each class, then a second one of each, and so on. With more than `num`
-    classes, takes classes at equal distances.
+    The first image of each class is chosen before any second image. With more than `num` classes,
+    evenly spaced classes are chosen.
     """
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]

@@ -1,6 +1,6 @@
-"""Collect the numbers and sentences of the report's page from record, config and run folder.
+"""Collect the numbers and sentences of the report from metrics.jsonl, config and run folder.
 
-A value that the record does not have is None; the template shows a dash.
+Missing values are None, which the template shows as a dash.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from vit.system.redact import shown
 from vit.training.model_summary import count_parameters, flops_per_image
 
 RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss", "ece")
-"""The values of an evaluation; with averaged weights each also exists with `_ema`."""
+"""The values of an evaluation. For averaged weights, the names have the suffix `_ema`."""
 
 
 def run_state(
     history: History, plan: dict[str, Any], run_dir: Path, now_s: float
 ) -> dict[str, Any]:
-    """Return the state of the run: a word, a sentence, and the progress."""
+    """Return the state of the run as a word, a sentence and the progress."""
     step = max((line["step"] for line in history.lines), default=0)
     total = plan.get("total_steps")
     progress = f"step {step:,}"
@@ -48,7 +48,7 @@ def run_state(
     with suppress(OSError, ValueError, KeyError, TypeError):
         by = f" by {json.loads((run_dir / STOPPED_FILE).read_text())['signal'] or 'request'}"
     resume = "the same command resumes from its newest checkpoint"
-    newest = f"the newest line of the record was {age} old"
+    newest = f"the last line of metrics.jsonl is {age} old"
     sentences = {
         "finished": f"Finished at {progress}.",
         "stopped": f"Stopped{by} at {progress} and saved; {resume}.",
@@ -56,7 +56,7 @@ def run_state(
         "running": f"Running, at {progress}; {newest}.",
         "killed": f"Killed after {progress}; {resume}.",
         "unclear": f"Running or killed, at {progress}; {newest}.",
-        "not started": "Nothing is in the record yet.",
+        "not started": "metrics.jsonl is still empty.",
     }
     return {
         "word": "running?" if outcome == "unclear" else outcome,
@@ -73,13 +73,13 @@ def run_state(
 def config_facts(
     source: ReportSource, config: Config, history: History, plan: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the facts of the config, each with a name and a short text."""
+    """Return facts about the config, each with a name and a short text."""
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     height, width = form.size
     rows = [("model", f"{config.model.name} at {height} × {width} pixels")]
     if form.stages:
         rows.append(("images", f"{form.sizes_text()} pixels in training"))
-    # If the model cannot be made, this fact is missing; the pictures have the reason.
+    # If the model cannot be created, the pictures show the reason.
     with suppress(Exception):
         num_classes = config.model.num_classes or len(source.class_names) or 1000
         with torch.device("meta"):
@@ -93,7 +93,7 @@ def config_facts(
     if {"steps_per_epoch", "total_steps"} <= plan.keys():
         steps_per_epoch = plan["steps_per_epoch"]
         num_images = steps_per_epoch * batch_size + plan.get("dropped_per_epoch", 0)
-        data += f", {num_images:,} to train on"
+        data += f", {num_images:,} training images"
         length = (
             f"{plan['total_steps']:,} steps of {batch_size:,} images,"
             f" {plan['total_steps'] / steps_per_epoch:.4g} epochs"
@@ -108,7 +108,6 @@ def config_facts(
 
 
 def _teacher(distill: DistillConfig, history: History) -> str:
-    """Return the teacher's model and weights, and the form of its targets."""
     recorded = history.attempts[-1].start.get("teacher") if history.attempts else None
     text = shown(distill.teacher or "")
     if isinstance(recorded, dict):
@@ -119,16 +118,16 @@ def _teacher(distill: DistillConfig, history: History) -> str:
 
 
 def _exact_weights(history: History) -> str:
-    """Return the promise of `train.exact_over_ranks`, and the newest hash to check it."""
+    """Return the guarantee of `train.exact_over_ranks`, and the last hash to verify it."""
     saved = [line for line in history.of_kind("checkpoint") if line.get("sha256")]
-    text = "exact over ranks: the same bits on any number of them"
+    text = "exact over ranks: equal bit for bit on any number of ranks"
     if not saved:
         return text
     return f"{text}; sha256 {saved[-1]['sha256'][:16]}… at step {saved[-1]['step']:,}"
 
 
 def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
-    """Return the hardware and the config file of the newest attempt."""
+    """Return the hardware and the config file of the last attempt."""
     if not history.attempts:
         return []
     start = history.attempts[-1].start
@@ -145,9 +144,9 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
 def evaluation_rows(
     history: History, plan: dict[str, Any], best_by: str = VAL
 ) -> list[dict[str, Any]]:
-    """Return a row for each evaluation, with the values of weights and average (`..._ema`).
+    """Return a row for each evaluation, with the results of weights and averaged weights (`_ema`).
 
-    `by_top1` and `by_loss` are the values on the set `best_by`, which selects the best weights.
+    `by_top1` and `by_loss` are the results on the set `best_by`, which selects the best weights.
     """
     names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
     prefix = "" if best_by == VAL else f"{best_by}/"
@@ -163,9 +162,9 @@ def evaluation_rows(
 
 
 def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the recorded line about the published curve, and the evaluations to compare with it.
+    """Return the `reference` line of metrics.jsonl with the evaluations that were compared.
 
-    None for a run without a published curve.
+    Returns None for a run without a published curve.
     """
     lines = history.of_kind("reference")
     if not lines:
@@ -180,9 +179,9 @@ def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict
 
 
 def set_rows(history: History) -> list[dict[str, Any]]:
-    """Return a row for each further set and kind of weights, from its newest evaluation.
+    """Return a row for each further set and type of weights, from the last evaluation.
 
-    `best` is the highest top-1 of all evaluations, and `best_step` its step.
+    `best` is the highest top-1 accuracy of all evaluations, and `best_step` is its step.
     """
     rows = []
     for name in set_names(history):
@@ -210,7 +209,7 @@ def set_rows(history: History) -> list[dict[str, Any]]:
 def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the results of the last and the best evaluation.
 
-    With averaged weights the last result is theirs, because they are the ones to use.
+    If averaged weights exist, the last result is that of the averaged weights.
     """
     if not evaluations:
         return None
@@ -220,7 +219,7 @@ def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the values of the averaged weights, if there are any, and of the plain weights."""
+    """Return the results of the averaged weights, if they exist, and of the weights."""
     suffixes = [""] if row["top1_ema"] is None else ["_ema", ""]
     return [
         {
@@ -235,7 +234,7 @@ def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def throughput(history: History, batch_size: int) -> dict[str, Any]:
-    """Return medians and shares over all steps, repeated steps counted once."""
+    """Return medians and shares over all steps. Repeated steps are counted once."""
     train = history.of_kind("train")
     elapsed = [line["elapsed_s"] for line in history.lines if line.get("elapsed_s") is not None]
     memory = [line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None]
@@ -267,7 +266,7 @@ def _batches_done(line: dict[str, Any]) -> int:
 
 
 def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
-    """Return the faults of the run that the record and the folder show."""
+    """Return the faults of the run from metrics.jsonl and the run folder."""
     train = history.of_kind("train")
     errors = [line for line in history.of_kind("end") if line.get("outcome") == "error"]
     faults = [
@@ -297,8 +296,8 @@ def _fault_text(line: dict[str, Any]) -> str:
     reason = str(line.get("reason", "?"))
     if line["kind"] == "rewind":
         reason = (
-            f"went back from step {line['at_step']:,} ({reason}); steps"
-            f" {line['first_passed_over']:,} to {line['last_passed_over']:,} are passed over"
+            f"rewound from step {line['at_step']:,} ({reason}); steps"
+            f" {line['first_passed_over']:,} to {line['last_passed_over']:,} are skipped"
         )
     return f"{reason} ({'; '.join(details)})" if details else reason
 
@@ -310,13 +309,13 @@ def _short(value: Any) -> str:
 
 
 def setting_rows(config: Config) -> list[dict[str, Any]]:
-    """Return every setting with its default and its description in `vit.config.schema`."""
+    """Return all settings with their defaults and descriptions from `vit.config.schema`."""
     rows = list[dict[str, Any]]()
     for section, values in config_io.to_dict(config).items():
         for key, info in type(getattr(config, section)).model_fields.items():
             default: Any = "required"
             if not info.is_required():
-                # Through JSON, which turns tuples into lists as in the config.
+                # JSON converts tuples to lists, as in the config.
                 default = json.loads(json.dumps(info.get_default(call_default_factory=True)))
             row = {
                 "key": f"{section}.{key}",
@@ -326,7 +325,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
                 "about": info.description or "",
             }
             rows.append(row)
-            # Each optimizer has its own class, in which its name is the default.
+            # Each optimizer has its own class, whose default is its own name.
             usual = Config.model_fields["optim"].default.name
             if row["key"] == "optim.name" and values[key] != usual:
                 row.update(differs=True, default=usual)
@@ -338,7 +337,10 @@ def _text(value: Any) -> str:
 
 
 def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (name, [(value, attempts with this value)]); "" for the attempts if all agree."""
+    """Return (name, [(value, attempts with this value)]).
+
+    If all attempts have the same value, the second entry is "".
+    """
     skipped = {"kind", "step", "time", "restarts", "plan"}
     starts = {attempt.number: attempt.start for attempt in history.attempts}
     names = dict.fromkeys(key for start in starts.values() for key in start if key not in skipped)

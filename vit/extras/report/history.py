@@ -1,7 +1,7 @@
-"""Read the history of a run from its record: the attempts, their outcomes, and the valid lines.
+"""Read the attempts of a run, their outcomes and the valid lines from metrics.jsonl.
 
-Damaged parts of `metrics.jsonl`, as after a kill or on a bad disk, are skipped. Each `start` line
-begins an attempt; steps that a later attempt repeated do not count.
+Damaged lines, for instance after a kill or on a bad disk, are skipped. Each `start` line begins an
+attempt. Steps that a later attempt repeated are removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vit.system.redact import shown_values
 
 @dataclass
 class Attempt:
-    """The part of a run by one process, from a `start` line to the next."""
+    """An attempt of a run, from one `start` line to the next."""
 
     number: int
     start: dict[str, Any]
@@ -29,7 +29,7 @@ class Attempt:
     """One of: finished, stopped, failed, running, killed, unclear."""
     reason: str = ""
     redone: int = 0
-    """The steps that the next attempt repeated, from an earlier checkpoint."""
+    """The number of steps that the next attempt repeated from a checkpoint."""
 
     @property
     def last_step(self) -> int:
@@ -50,22 +50,21 @@ class History:
     """The readable content of a `metrics.jsonl`."""
 
     lines: list[dict[str, Any]]
-    """The valid lines, without those of steps that a later attempt repeated."""
+    """The valid lines, without steps that a later attempt repeated."""
     attempts: list[Attempt]
     num_unreadable: int
-    """The number of complete lines that are not record lines. A last line that was truncated by a
-    kill does not count."""
+    """The number of complete lines that are invalid. A truncated last line is not counted."""
     training_loss: str = "cross-entropy"
-    """The name of the loss in train lines, from the run's config."""
+    """The name of the training loss, from the run's config."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of one kind, such as "eval"."""
         return [line for line in self.lines if line["kind"] == kind]
 
     def image_sizes(self) -> list[tuple[int, str]]:
-        """Return the changes of the image size: the last step before it, and "160" or "160x192".
+        """Return changes of the image size as the step before the change, and "160" or "160x192".
 
-        Returns [] for a record without image sizes.
+        Returns [] if metrics.jsonl has no image sizes.
         """
         sizes = list[tuple[int, str]]()
         before = 0
@@ -78,17 +77,17 @@ class History:
         return sizes
 
     def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:
-        """Yield each train line with the images and the seconds since the previous train line.
+        """Yield each train line with the images and seconds since the previous train line.
 
-        Lines with unknown values are skipped.
+        Lines with missing values are skipped.
         """
         step = passed_over = 0
         batch_size = math.nan
         for line in self.lines:
             if line["kind"] == "start":
                 plan = line.get("plan") or {}
-                # The product exceeds the batch if ranks have unequal shares
-                # (`train.exact_over_ranks`), but the oldest records have nothing else.
+                # Old records have only the factors. Their product exceeds the batch if ranks have
+                # unequal shares (`train.exact_over_ranks`).
                 batch_size = plan.get("global_batch_size") or math.prod(
                     plan.get(key, math.nan)
                     for key in ("world_size", "micro_batch_size", "accumulation_steps")
@@ -105,7 +104,7 @@ class History:
 
 
 def median(lines: list[dict[str, Any]], name: str) -> float | None:
-    """Return the median of a value of the train lines among `lines`."""
+    """Return the median of a value in the train lines of `lines`."""
     values = [
         line[name] for line in lines if line["kind"] == "train" and line.get(name) is not None
     ]
@@ -113,15 +112,15 @@ def median(lines: list[dict[str, Any]], name: str) -> float | None:
 
 
 def set_names(history: History) -> list[str]:
-    """Return the names of all evaluation sets except `data.val_split`."""
+    """Return the names of all evaluation sets other than `data.val_split`."""
     keys = [key for line in history.of_kind("eval") for key in line if "/" in key]
     return list(dict.fromkeys(key.partition("/")[0] for key in keys))
 
 
 def read_history(path: Path, in_use: bool | None = None) -> History:
-    """Read a record. in_use: whether a process is training in its folder (None: unknown)."""
+    """Read metrics.jsonl. in_use: whether a process is training, or None if unknown."""
     lines, num_unreadable = read_lines(path)
-    lines = shown_values(lines)  # records of old versions may contain logins
+    lines = shown_values(lines)  # old versions may have recorded logins
     attempts = list[Attempt]()
     for line in lines:
         if line["kind"] == "start":
@@ -143,6 +142,6 @@ def _set_outcome(attempt: Attempt, following: Attempt | None, in_use: bool | Non
         attempt.reason = str(last.get("reason", ""))
     elif following is not None or in_use is False:
         attempt.outcome = "killed"
-        attempt.reason = "the record ends without an `end` line"
+        attempt.reason = "metrics.jsonl ends without an `end` line"
     else:
         attempt.outcome = "running" if in_use else "unclear"

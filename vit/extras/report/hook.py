@@ -1,4 +1,4 @@
-"""Draw the report when a run has finished."""
+"""Write the report when a run has finished."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vit.run import Hook, Run
 
 
 class Report(Hook):
-    """The hook that makes pictures and page of a finished run, also for W&B.
+    """A hook that writes the report of a finished run and logs its pictures to W&B.
 
-    A stopped run may be killed within seconds, so `launch/report.py` makes its page later.
+    A stopped run gets no report, because its process may be killed within seconds.
     """
 
     def ended(self, run: Run, outcome: Outcome) -> None:
@@ -23,10 +23,13 @@ class Report(Hook):
         run.signals.release_interrupt()
         try:
             report = make_report(run.folder, run.world.device, in_use=False)
-        except (Exception, KeyboardInterrupt) as error:  # must not change the outcome of the run
+        except (
+            Exception,
+            KeyboardInterrupt,
+        ) as error:  # a failure must not change the outcome of the run
             run.record.say(
-                f"no report ({type(error).__name__}: {error}); python launch/report.py"
-                f" {quote(str(run.folder))} tries again"
+                f"no report ({type(error).__name__}: {error}); to try again, run python"
+                f" launch/report.py {quote(str(run.folder))}"
             )
             return
         pictures = report.pictures

@@ -1,6 +1,6 @@
-"""Draw what a model has learnt: patches, filters, attention of each head, distances, features.
+"""Plot patches, filters, attention heads, attention distances and features of a model.
 
-All functions take arrays; `vit.extras.report.model_figures` computes them from a model.
+All functions take arrays, which `vit.extras.report.model_figures` computes from a model.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vit.system.drawing import (
 from vit.system.files import told
 
 MAX_SHOWN = 28
-"""The most filters in a picture, as in the paper's figure."""
+"""The largest number of filters in a picture, as in the paper's figure."""
 
 
 def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> Path:
-    """Draw an image and its patches, in their order. Returns `picture`.
+    """Draw an image next to its numbered patches. Returns `picture`.
 
-    image: (1 or 3, H, W) uint8; patch_size: (height, width) in pixels.
+    image: (1 or 3, H, W) uint8. patch_size: (height, width) in pixels.
     """
     pixels = to_pixels(image)
     rows, columns = pixels.shape[0] // patch_size[0], pixels.shape[1] // patch_size[1]
@@ -65,18 +65,18 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
         below = 0.5 + tall + 0.2
         length = patch_size[0] * patch_size[1] * image.shape[0]
         note = (
-            f"Each patch is one token: its {length:,} values are multiplied by one matrix; row by"
-            " row is the order of the positions."
+            f"Each patch is one token: its {length:,} values are multiplied by one matrix."
+            " Positions are numbered row by row."
         )
         sheet.text(GAP_IN, below, note, size=SMALL_PT, va="center", color=GREY)
     return picture
 
 
 def plot_filters(components: Tensor, shares: Tensor, picture: Path) -> Path:
-    """Draw principal components of the patch embedding with their shares. Returns `picture`.
+    """Draw the principal components of the patch embedding. Returns `picture`.
 
-    components: (k, C, h, w) float; shares: (k,) of the variance. Grey is 0; each is scaled to its
-    largest value.
+    components: (k, C, h, w) float. shares: (k,), of the variance. Gray is 0, and each component is
+    scaled to its largest value.
     """
     components = components[:MAX_SHOWN].float()
     largest = components.abs().amax((1, 2, 3), keepdim=True).clamp(min=1e-12)
@@ -95,14 +95,15 @@ def plot_filters(components: Tensor, shares: Tensor, picture: Path) -> Path:
 def plot_heads(
     image: Tensor, heads: Tensor, rollout: Tensor, title: str, picture: Path, has_pool: bool = False
 ) -> Path:
-    """Draw an image, its rollout, and the output's attention in each layer and head.
+    """Draw an image, its attention rollout, and the attention map of each layer and head.
 
-    image: (1 or 3, H, W) uint8; heads: (layers, heads, h, w) float; rollout: (h, w); has_pool:
-    whether the last layer is a MAP head instead of a block. Each map is scaled to its highest
-    value. Returns `picture`.
+    image: (1 or 3, H, W) uint8. heads: (layers, heads, h, w) float. rollout: (h, w). has_pool:
+    whether the last layer is a MAP head. Each map is scaled to its highest value. Returns
+    `picture`.
     """
     num_layers, num_heads = heads.shape[:2]
-    aspect = image.shape[1] / image.shape[2]  # also of each map; its patches need not be square
+    # Also that of each map, because patches need not be square.
+    aspect = image.shape[1] / image.shape[2]
     image_in = 1.6
     tall = image_in * aspect
     top = 0.5 + tall + 0.45
@@ -117,11 +118,11 @@ def plot_heads(
         over = overlaid(image[None], rollout[None])[0]
         place(sheet, to_pixels(over), 0.2 + image_in, 0.5, image_in, tall)
         notes = (
-            "Left: what the model saw, and attention rollout over all blocks.",
-            "Below: a row for each block, a column for each head.",
-            *(["The last row is what the pool's query attends to."] if has_pool else []),
-            "Yellow patches get the most attention, violet ones none;",
-            "each map is scaled to its highest value.",
+            "Left: the model's input, and attention rollout over all blocks.",
+            "Below: one row per block and one column per head.",
+            *(["The last row is the attention of the pool's query."] if has_pool else []),
+            "Yellow patches get the most attention, violet patches none.",
+            "Each map is scaled to its highest value.",
         )
         for number, note in enumerate(notes):
             x, y = 0.4 + 2 * image_in, 0.62 + 0.2 * number
@@ -151,9 +152,9 @@ def plot_heads(
 
 
 def save_heads(image: Tensor, heads: Tensor, folder: Path, suffix: str = ".png") -> list[Path]:
-    """Write a picture of the input and of each layer and head into `folder`; return the paths.
+    """Write pictures of the input and of each attention map to `folder`, and return their paths.
 
-    image: (1 or 3, H, W) uint8; heads: (layers, heads, h, w) float. Each picture has the size of
+    image: (1 or 3, H, W) uint8. heads: (layers, heads, h, w) float. Each picture has the size of
     the image in pixels, without margins.
     """
     from matplotlib.image import imsave
@@ -173,14 +174,14 @@ def save_heads(image: Tensor, heads: Tensor, folder: Path, suffix: str = ".png")
 def plot_distance(
     distances: NDArray[np.float32], uniform_px: float, image_size: tuple[int, int], picture: Path
 ) -> Path:
-    """Draw the mean attention distance of each head over the depth. Returns `picture`.
+    """Plot the mean attention distance of each head over depth. Returns `picture`.
 
-    distances: (layers, heads) in pixels; uniform_px: distance at equal attention to all patches;
-    image_size: (height, width) in pixels.
+    distances: (layers, heads) in pixels. uniform_px: the distance with equal attention to all
+    patches. image_size: (height, width) in pixels.
     """
     num_layers, num_heads = distances.shape
     with drawing(picture, 4.2, layout="constrained") as figure:
-        add_title(figure, "How far heads look: mean attention distance")
+        add_title(figure, "Mean attention distance of each head")
         axes = figure.subplots()
         blocks = np.arange(1, num_layers + 1)
         for head in range(num_heads):
@@ -201,9 +202,9 @@ def plot_distance(
 def plot_tokens(
     images: Tensor, colors: Tensor, shares: Sequence[float], captions: Sequence[str], picture: Path
 ) -> Path:
-    """Draw images next to their patches' features as colours. Returns `picture`.
+    """Draw images next to the features of their patches as colors. Returns `picture`.
 
-    images: (B, 1 or 3, H, W) uint8; colors: (B, 3, h, w) in [0, 1]; shares: of the variance.
+    images: (B, 1 or 3, H, W) uint8. colors: (B, 3, h, w) in [0, 1]. shares: of the variance.
     """
     size = images.shape[2:]
     large = torch.nn.functional.interpolate(colors, size, mode="nearest")

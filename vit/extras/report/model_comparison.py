@@ -1,7 +1,7 @@
-"""Compare two models on the same images: their predictions and their attention.
+"""Compare the predictions and the attention of two models on the same images.
 
-Each model sees the images through its own preprocessing. The figure shows images that only one
-model has right, sorted by the confidence of the wrong model.
+Each model uses its own preprocessing. The figure shows images that only one model classifies
+correctly, sorted by the confidence of the wrong prediction.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vit.system.drawing import SMALL_PT, Cell, cell_width_in, display_name, plot
 from vit.training.metrics import PairedDifference, paired_difference
 
 BATCH = 16
-"""The images in a forward pass."""
+"""The batch size."""
 MAX_EACH = 12
-"""The most images of each kind: only A right, only B right."""
+"""The largest number of images that only A, or only B, classifies correctly."""
 
 
 class Compared(NamedTuple):
@@ -32,27 +32,27 @@ class Compared(NamedTuple):
     labels: Tensor
     """(N,) int64."""
     predictions: tuple[Tensor, Tensor]
-    """(N,) int64 of each model."""
+    """The predicted classes of each model, (N,) int64."""
     probabilities: tuple[Tensor, Tensor]
-    """(N,) float32 of each model, the probability of its prediction."""
+    """The probability of each prediction, by model, (N,) float32."""
     difference: PairedDifference
 
     @property
     def is_right(self) -> tuple[Tensor, Tensor]:
-        """The correct predictions of each model, (N,) bool."""
+        """Whether each prediction is correct, by model, (N,) bool."""
         first, second = self.predictions
         return first == self.labels, second == self.labels
 
     def lines(self) -> list[str]:
-        """Return the lines to print: the four counts, and the difference."""
+        """Return the comparison as lines of text."""
         first, second = self.is_right
         count = len(self.labels)
         both = int((first & second).sum())
         only_a, only_b = self.difference.only_first, self.difference.only_second
         return [
-            f"A has {int(first.sum()):,} of {count:,} right ({100 * first.float().mean():.2f} %),"
+            f"A has {int(first.sum()):,} of {count:,} correct ({100 * first.float().mean():.2f} %),"
             f" B {int(second.sum()):,} ({100 * second.float().mean():.2f} %)",
-            f"both right {both:,}, only A {only_a:,}, only B {only_b:,}, both wrong"
+            f"both correct {both:,}, only A {only_a:,}, only B {only_b:,}, both wrong"
             f" {count - both - only_a - only_b:,}",
             f"B against A: {self.difference}",
         ]
@@ -63,13 +63,13 @@ def compare(
     samples: Samples,
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Compared:
-    """Compare `models` on `samples`. Raises ValueError if classes differ or labels are missing."""
+    """Compare two models. Raises ValueError if classes differ or the images have no labels."""
     first, second = models
     if first.class_names != second.class_names:
         raise ValueError(
             f"{first.weights.path} and {second.weights.path} have different classes"
-            f" ({len(first.class_names)} and {len(second.class_names)}, or other names): compare"
-            " models of the same classes"
+            f" ({len(first.class_names)} and {len(second.class_names)}, or different names):"
+            " compare models of the same classes"
         )
     if samples.labels is None:
         raise ValueError(
@@ -100,16 +100,16 @@ def compare(
 def plot_comparison(
     models: tuple[Trained, Trained], samples: Samples, compared: Compared, picture: Path
 ) -> Path:
-    """Draw images that only one model has right, with the attention of both. Returns `picture`.
+    """Draw images that only one model classifies correctly, with the attention of both models.
 
-    For a model without attention rollout the prediction stands under the plain image. Raises
-    ValueError if both models have the same images right.
+    For a model without attention rollout, the plain image is drawn. Returns `picture`. Raises
+    ValueError if both models classify the same images correctly.
     """
     chosen = _differing(compared)
     if not chosen:
         raise ValueError(
-            f"both have the same {int(compared.is_right[0].sum()):,} of {len(compared.labels):,}"
-            " images right: there is no difference to draw"
+            f"no difference to draw: both models classify the same"
+            f" {int(compared.is_right[0].sum()):,} of {len(compared.labels):,} images correctly"
         )
     part = Samples([samples.encoded[n] for n in chosen], [samples.names[n] for n in chosen])
     shown = [part.pixels(trained) for trained in models]
@@ -139,7 +139,7 @@ def plot_comparison(
 
 
 def _differing(compared: Compared) -> list[int]:
-    """Return images that only one model has right, up to MAX_EACH per model.
+    """Return images that only one model classifies correctly, up to MAX_EACH per model.
 
     The most confident mistakes come first.
     """

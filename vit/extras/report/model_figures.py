@@ -1,8 +1,7 @@
-"""Compute and draw what a model has learnt; `vit.extras.report.inside_plots` has the drawing.
+"""Compute figures of a model, and draw them with `vit.extras.report.inside_plots`.
 
-`launch/visualize.py` draws these figures for any weights and images, the report for a run and its
-validation images. Each function takes the model and, for images, the function that turns pixels
-into the model's inputs.
+`launch/visualize.py` draws these figures for any weights and images. The report draws the same
+figures for a run and its validation images.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from vit.extras.report.model_plots import plot_position_similarity
 from vit.layers.parts import grid_size
 
 Normalize = Callable[[Tensor], Tensor]
-"""A function: (B, C, H, W) uint8 on the host -> inputs on the model's device."""
+"""A function that converts (B, C, H, W) uint8 on the host to inputs on the model's device."""
 
 
 def patch_size_of(model: Any) -> tuple[int, int]:
-    """Return (height, width) of a patch in pixels. Raises ValueError if there is no grid."""
+    """Return (height, width) of a patch in pixels. Raises ValueError if there are no patches."""
     grid = grid_size(model)
     if grid is None:
         raise ValueError(f"{type(model).__name__} has no grid of patches")
@@ -42,25 +41,25 @@ def patch_size_of(model: Any) -> tuple[int, int]:
 
 
 def draw_filters(model: Any, picture: Path) -> str:
-    """Draw the components of the patch embedding; return the caption."""
+    """Draw the components of the patch embedding, and return the caption."""
     components, shares = filter_components(model, inside_plots.MAX_SHOWN)
     inside_plots.plot_filters(components, shares, picture)
     return (
-        "Principal components of the patch embedding's filters, the largest first, with their"
+        "Principal components of the patch embedding's filters, in descending order, with their"
         " shares of the variance (Dosovitskiy et al. 2021, Figure 7 left)."
     )
 
 
 def draw_positions(model: Any, picture: Path) -> str:
-    """Draw the similarity of positions; return the caption."""
+    """Draw the similarity of position embeddings, and return the caption."""
     positions = getattr(model, "pos_embed", None)
     grid = grid_size(model)
     if not isinstance(positions, Tensor) or grid is None:
         raise ValueError(f"{type(model).__name__} has no position embeddings to compare")
     if positions.ndim != 3 or positions.shape[1] < math.prod(grid):
-        raise ValueError(f"The positions {tuple(positions.shape)} are not a grid")
+        raise ValueError(f"Position embeddings of shape {tuple(positions.shape)} are not a grid")
     plot_position_similarity(positions[0, -math.prod(grid) :], grid, picture)
-    return "Cosine similarity of each position with all others (Figure 7 centre)."
+    return "Cosine similarity of each position embedding with all others (Figure 7 center)."
 
 
 def draw_distance(
@@ -70,15 +69,15 @@ def draw_distance(
     picture: Path,
     on_image: Callable[[int], None] = lambda done: None,
 ) -> str:
-    """Draw the mean attention distance of all heads over `pixels`; return the caption."""
+    """Draw the mean attention distance of all heads over the images, and return the caption."""
     distances = mean_distances(model, normalize, pixels, on_image)
     grid = grid_size(model)
     assert grid is not None, "otherwise there are no distances"
     uniform_px = float(patch_distances(grid, patch_size_of(model)).mean())
     inside_plots.plot_distance(distances.numpy(), uniform_px, tuple(model.image_size), picture)
     return (
-        f"Mean distance between a patch and those that it attends to, over {len(pixels)} images"
-        " (Dosovitskiy et al. 2021, Figure 7 right): heads with small distances look like"
+        f"Mean distance between a patch and the patches that it attends to, over {len(pixels)}"
+        " images (Dosovitskiy et al. 2021, Figure 7 right). Heads with small distances act like"
         " convolutions."
     )
 
@@ -89,12 +88,12 @@ def mean_distances(
     pixels: Tensor,
     on_image: Callable[[int], None] = lambda done: None,
 ) -> Tensor:
-    """Return (layers, heads) float32 on the CPU: `attention_distance` as a mean over `pixels`."""
+    """Return `attention_distance` averaged over the images, (layers, heads) float32 on the CPU."""
     grid = grid_size(model)
     patch_size = patch_size_of(model)
     assert grid is not None, "otherwise there is no patch size"
     added = torch.zeros(())
-    # One image at a time, because a ViT-H at 518 pixels has 4 GB of attention per image.
+    # Images are processed one by one, because ViT-H at 518 pixels needs 4 GB per image.
     for done, image in enumerate(pixels.split(1), 1):
         maps = attention_maps(model, normalize(image)).blocks
         added = added + attention_distance(maps, grid, patch_size, model.num_prefix_tokens).cpu()
@@ -105,7 +104,7 @@ def mean_distances(
 def draw_tokens(
     model: Any, normalize: Normalize, pixels: Tensor, captions: Sequence[str], picture: Path
 ) -> str:
-    """Draw the features of patches as colours; return the caption."""
+    """Draw the features of patches as colors, and return the caption."""
     grid = grid_size(model)
     if grid is None or not hasattr(model, "num_prefix_tokens"):
         raise ValueError(f"{type(model).__name__} has no grid of patches")
@@ -113,22 +112,22 @@ def draw_tokens(
     colors, shares = token_colors(features, grid)
     inside_plots.plot_tokens(pixels, colors, shares.tolist(), captions, picture)
     return (
-        "The first three principal components of the patches' features behind the last block, as"
-        " red, green and blue: equal colours are similar features, in all images."
+        "The first three principal components of patch features after the last block, as red,"
+        " green and blue. Equal colors mean similar features, across all images."
     )
 
 
 def heads_and_rollout(model: Any, normalize: Normalize, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output's attention (layers, heads, h, w) and rollout (h, w), on the CPU.
+    """Return attention maps, (layers, heads, h, w), and attention rollout, (h, w), on the CPU.
 
-    A MAP head is the last layer. image: (C, H, W) uint8. Raises ValueError for a model without such
-    attention.
+    The last layer may be a MAP head. image: (C, H, W) uint8. Raises ValueError if the model does
+    not support attention rollout.
     """
     grid = check_rollout(model)
     maps = attention_maps(model, normalize(image[None]))
     assert maps.reading is not None, "check_rollout"
     heads = output_attention(maps.blocks, maps.reading, model.num_prefix_tokens)
-    if model.global_pool == "map":  # the pool has as many heads as a block
+    if model.global_pool == "map":  # a MAP head has as many heads as a block
         heads = torch.cat((heads, maps.reading[:, None, :, model.num_prefix_tokens :]), 1)
     rolled = attention_rollout(maps.blocks, maps.reading, model.num_prefix_tokens)
     return heads[0].unflatten(2, grid).cpu(), rolled[0].unflatten(0, grid).cpu()

@@ -1,4 +1,4 @@
-"""Draw pictures of the model: augmented inputs, attention over images, similarity of positions."""
+"""Draw augmented inputs, attention rollout and the similarity of position embeddings."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def plot_augmented(
     class_names: Sequence[str],
     picture: Path,
 ) -> Path:
-    """Draw training inputs as the model gets them, with their classes or shares of classes.
+    """Draw the model's training inputs with their classes or shares of classes.
 
-    inputs: (B, C, H, W) float, normalized by `mean` and `std` per channel; this is undone. targets:
-    (B, classes) float shares. Returns `picture`.
+    inputs: (B, C, H, W) float, normalized by `mean` and `std`. targets: (B, classes) float, the
+    shares of classes. Returns `picture`.
     """
     num_columns = min(6, max(3, len(inputs)))
     side = cell_width_in(num_columns)
@@ -51,7 +51,7 @@ def plot_augmented(
         for image, target in zip(as_colors(inputs, mean, std), targets.cpu(), strict=True)
     ]
     height, width = inputs.shape[2:]
-    heading = f"Training inputs, {width} × {height} pixels, as the model gets them"
+    heading = f"Training inputs of the model, {width} × {height} pixels"
     return plot_cells(cells, num_columns, heading, picture)
 
 
@@ -66,11 +66,11 @@ def plot_attention(
 ) -> Path:
     """Draw each image next to the relevance of its patches, with its class and the prediction.
 
-    images: (B, C, H, W) uint8; relevance: (B, h, w) float, scaled from its lowest to its highest
-    value in each image; labels, predictions: B classes, -1 if the logits were not numbers;
-    probabilities: B in [0, 1], of the predicted class. Returns `picture`.
+    images: (B, C, H, W) uint8. relevance: (B, h, w) float, scaled to [0, 1] in each image. labels,
+    predictions: B classes, or -1 if the logits were NaN. probabilities: those of the predicted
+    classes. Returns `picture`.
     """
-    # In inches: the width of two images, the gap between pairs, the height of two lines of text.
+    # The width of two images, the gap between pairs and the height of two lines, in inches.
     pair = 3.75
     gap = 0.3
     head = 0.43
@@ -79,10 +79,10 @@ def plot_attention(
     row = head + tall + 0.25
     overlays = overlaid(images, relevance)
     with drawing(picture, 0.8 + row * math.ceil(len(images) / 2)) as figure:
-        sheet = new_sheet(figure, "Where the model looks: attention rollout")
+        sheet = new_sheet(figure, "Attention rollout")
         note = (
-            "Yellow patches reach the output most, violet ones least; colours are scaled for"
-            " each image."
+            "Yellow patches have the most influence on the output, violet patches the least. Colors"
+            " are scaled per image."
         )
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GREY)
         for i, (label, predicted, probability) in enumerate(
@@ -99,7 +99,7 @@ def plot_attention(
             sheet.text(
                 left, top + 0.13, "true: " + shorten(display_name(class_names, label), pair - 0.5)
             )
-            taken_for = f"{mark} predicted: {name if predicted >= 0 else 'not a number'}"
+            taken_for = f"{mark} predicted: {name if predicted >= 0 else 'NaN'}"
             sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
             place(sheet, to_pixels(images[i]), left, top + head, side, tall)
             place(sheet, to_pixels(overlays[i]), left + side + 0.06, top + head, side, tall)
@@ -107,10 +107,10 @@ def plot_attention(
 
 
 def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
-    """Return grey images under the colours of their relevance: (B, 3, H, W) float in [0, 1].
+    """Return gray images overlaid with relevance as colors, (B, 3, H, W) float in [0, 1].
 
-    images: (B, 1 or 3, H, W) uint8; relevance: (B, h, w) float, scaled from its lowest to its
-    highest value in each image. Yellow is the highest, violet the lowest.
+    images: (B, 1 or 3, H, W) uint8. relevance: (B, h, w) float, scaled to [0, 1] in each image.
+    Yellow is the highest value, violet is the lowest.
     """
     from matplotlib import colormaps
 
@@ -124,12 +124,12 @@ def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
 
 
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:
-    """Draw the cosine similarity of every position with all others.
+    """Draw the cosine similarity of each position embedding with all others.
 
-    As in figure 7 (centre) of the ViT paper, Dosovitskiy et al. 2021.
+    The figure is figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021.
 
-    pos_embed: (h*w, D) float, without prefix tokens; grid: (h, w). Draws one tile for each
-    position, at most 14 x 14, evenly chosen. Returns `picture`.
+    pos_embed: (h*w, D) float, without prefix tokens. grid: (h, w). Draws a tile for each position,
+    or for 14 x 14 evenly spaced positions. Returns `picture`.
     """
     height, width = grid
     rows, columns = (np.unique(np.linspace(0, n - 1, min(n, 14)).round().astype(int)) for n in grid)
@@ -139,7 +139,7 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         .view(len(rows), len(columns), height, width)
         .numpy()
     )
-    # Each patch has several pixels, so that the gaps can be thinner than a patch.
+    # Each patch is drawn with several pixels, because gaps are thinner than a patch.
     zoom = max(1, 12 // max(grid))
     gap = max(1, zoom * max(grid) // 12)
     tall = zoom * height + gap
@@ -157,7 +157,7 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
     with drawing(
         picture, 1.0 + 6.2 * min(max(len(mosaic) / mosaic.shape[1], 0.3), 1.5), layout="constrained"
     ) as figure:
-        add_title(figure, f"Positions: each one's cosine similarity with all{shown}")
+        add_title(figure, f"Cosine similarity of position embeddings{shown}")
         axes = figure.subplots()
         drawn = axes.imshow(
             mosaic, cmap="viridis", vmin=float(tiles.min()), vmax=1.0, interpolation="nearest"

@@ -1,4 +1,4 @@
-"""Draw norms by depth over the steps: one picture of the values of `log.norms_every_steps`."""
+"""Plot the norms that `log.norms_every_steps` records, by depth and step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 USUAL_RATIO = 1e-3
-"""The usual ratio of update and weights: karpathy/cs231n, neural-networks-3 ("Ratio of
+"""The usual ratio of the norms of update and weights (karpathy/cs231n, neural-networks-3, "Ratio of
 weights:updates")."""
 PANELS = {
     GRADIENT: "Gradient, before clipping",
@@ -29,13 +29,13 @@ MAX_LABELS = 9
 
 
 def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
-    """Draw gradients, weights, updates and attention logits by depth and step. Returns `picture`.
+    """Plot gradients, weights, updates and attention logits by depth and step. Returns `picture`.
 
-    lines: the record's lines of kind `norms`. A column reaches from the previous measurement to its
-    step; values that are not finite are grey. Raises ValueError if `lines` is empty.
+    lines: the `norms` lines of metrics.jsonl. A column extends from the previous measurement to its
+    own step. Values that are not finite are gray. Raises ValueError if `lines` is empty.
     """
     if not lines:
-        raise ValueError("No norms were measured: log.norms_every_steps says how often to")
+        raise ValueError("No norms were measured: set log.norms_every_steps")
     layers = list(lines[-1][WEIGHT])
     edges = np.array([0, *(line["step"] for line in lines)])
     height_in = 2 * max(2.6, 0.9 + 0.11 * len(layers))
@@ -45,13 +45,14 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
             read = [[line.get(key, {}).get(layer) for line in lines] for layer in rows]
             values = np.array(read, dtype=float).reshape(len(rows), len(lines))
             if key == WEIGHT:
-                # Relative to the first value, because absolute norms depend on the layers' sizes.
+                # Absolute norms depend on the size of a layer, so they are divided by the first
+                # value.
                 values = values / np.where(values[:, :1] > 0, values[:, :1], np.nan)
             axes.set_title(title)
             if rows:
                 _draw(figure, axes, key=key, layers=rows, edges=edges, values=values)
             else:
-                note = "not known for this\nkind of attention"
+                note = "unknown for this\ntype of attention"
                 axes.text(0.5, 0.5, note, ha="center", color=GREY, transform=axes.transAxes)
     return picture
 
@@ -68,7 +69,7 @@ def _draw(
     edges: NDArray[np.int64],
     values: NDArray[np.float64],
 ) -> None:
-    """Draw `values` (layers, steps), the first layer lowest; values not above 0 are grey."""
+    """Plot `values` (layers, steps) with the first layer at the bottom. Gray marks values <= 0."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 

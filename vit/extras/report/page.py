@@ -1,12 +1,11 @@
-"""Write the report of a run: one page that needs neither a server nor a network.
+"""Write the report of a run as a single HTML file that needs no server and no network.
 
-Attempts, tables, faults and curves come from the record, even if a kill or a bad disk left only a
-part of it. Settings come from the config, pictures or the reasons for their absence from
-`vit.extras.report.pictures`. One template combines everything into one file: pictures are data
-URIs, curves inline SVG.
+Attempts, tables, faults and curves come from metrics.jsonl, even if the file is damaged. Settings
+come from the config. Pictures, or the reasons why they are missing, come from
+`vit.extras.report.pictures`. Pictures are embedded as data URIs, and curves as inline SVG.
 
-A run is untrusted, so all its content is escaped. The page's policy prevents a browser from loading
-anything, and allows only one script, which is identified by its hash.
+All content of a run is escaped, because it is untrusted. The content security policy of the page
+blocks all external resources, and allows only one script, which is identified by its hash.
 
     runs/<name>/report/index.html
 """
@@ -51,7 +50,7 @@ THEME = {
     "#d55e00": "orange",
     "#009e73": "green",
 }
-"""The page's variable for each colour of the curves; variables change in dark mode."""
+"""The CSS variable for each color of the curves. The variables differ in dark mode."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,18 @@ def make_report(
     in_use: bool | None = None,
     on_picture: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Draw all pictures of a run and write its page.
+    """Draw all pictures of a run and write its report.
 
-    in_use: whether a process is training in the folder (None: unknown). `on_picture(done, total,
-    name)` is called after each picture. Raises ValueError if `run_dir` is not a run folder or
-    cannot be written.
+    in_use: whether a process is training in the folder, or None if unknown. `on_picture(done,
+    total, name)` is called after each picture. Raises ValueError if `run_dir` is not a run folder
+    or is not writable.
     """
     pictures = draw_pictures(run_dir, device, on_picture)
     return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
 
 
 def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:
-    """Write `run_dir`/report/index.html, complete or not at all, and return its path.
+    """Write `run_dir`/report/index.html atomically, and return its path.
 
     Raises ValueError if the page cannot be written.
     """
@@ -91,7 +90,7 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
 
 
 def write_html(page: Path, content: str) -> Path:
-    """Write a page, complete or not at all, and return its path. Raises ValueError on failure."""
+    """Write a page atomically, and return its path. Raises ValueError if it cannot be written."""
     try:
         page.parent.mkdir(exist_ok=True)
         with replacing(page) as file:
@@ -102,7 +101,7 @@ def write_html(page: Path, content: str) -> Path:
 
 
 def page_template(name: str) -> jinja2.Template:
-    """Load a template, in which every value is escaped and a misspelled name is an error."""
+    """Load a template that escapes all values and raises an error for unknown names."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE.parent),
         autoescape=True,
@@ -183,20 +182,19 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
 
 
 def _script_hash() -> str:
-    """Return the SHA-256 of the page's script, in the base64 form of the policy in its head."""
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _curves(run_dir: Path) -> dict[str, Any]:
-    """Return the panels as inline SVG, or the reason if they cannot be drawn."""
+    """Return the panels as inline SVG, or the reason why they cannot be drawn."""
     try:
         panels = curve_panels(run_dir / METRICS_FILE)
     except Exception as error:
         return {"panels": {}, "reason": as_sentence(error)}
     themed = {
-        # Not escaped, because this markup was made from numbers by this package.
+        # Not escaped, because this package generated the SVG from numbers.
         name: Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))
         for name, svg in panels.items()
     }
@@ -207,7 +205,7 @@ def _picture(pictures: Pictures, name: str) -> dict[str, str]:
     try:
         data = base64.b64encode(pictures.paths[name].read_bytes()).decode()
     except (KeyError, OSError):
-        return {"uri": "", "text": pictures.reasons.get(name, "It has not been drawn.")}
+        return {"uri": "", "text": pictures.reasons.get(name, "The picture does not exist yet.")}
     return {"uri": f"data:image/png;base64,{data}", "text": pictures.notes.get(name, "")}
 
 
@@ -219,7 +217,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _exact(value: float | None, digits: int = 2) -> Markup:
-    """Return a rounded number; the tooltip has the record's digits."""
+    """Return a rounded number with all recorded digits in the tooltip."""
     if value is None:
         return Markup("–")
     return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(
@@ -235,7 +233,7 @@ def _range95(result: dict[str, Any]) -> str:
 
 
 def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:
-    """Return a time in this machine's time zone, without the date if it is that of `after`."""
+    """Format a time in the local time zone, without the date if `after` is on the same day."""
     if seconds is None:
         return Markup("–")
     moment = datetime.fromtimestamp(seconds).astimezone()
@@ -250,7 +248,7 @@ def _moment(seconds: float | None, after: float | None = None, zone: bool = True
 
 
 def _code(text: str) -> Markup:
-    """Return HTML of a text with code between backticks."""
+    """Convert text with code in backticks to HTML."""
     parts = re.split(r"`([^`]*)`", text)
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if n % 2 else escape(part)

@@ -1,8 +1,7 @@
 """Draw all pictures of a run from its folder and its data.
 
-The model comes from config and weights, images from the data, mistakes from `predictions.npz`. Each
-picture is drawn separately. If a picture cannot be drawn, the reason is stored, and all other
-pictures are still drawn.
+Mistakes come from `predictions.npz`. If a picture cannot be drawn, the reason is stored, and all
+other pictures are still drawn.
 
     runs/<name>/report/
       curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
@@ -39,14 +38,14 @@ from vit.system.files import remove_leftovers
 from vit.training.metrics import predicted_classes
 
 NUM_AUGMENTED = 24
-"""The images in `augmented.png`."""
+"""The number of images in `augmented.png`."""
 NUM_ATTENTION = 12
-"""The images in `attention.png`; at most `NUM_ATTENTION_WRONG` of them are mistakes."""
+"""The number of images in `attention.png`. At most `NUM_ATTENTION_WRONG` are mistakes."""
 NUM_ATTENTION_WRONG = 4
 NUM_DISTANCE = 32
-"""The images over which `distance.png` averages."""
+"""The number of images over which `distance.png` averages."""
 NUM_CONFUSED_PAIRS = 10
-"""The rows of `confused.png`, with `NUM_EXAMPLES` images each."""
+"""The number of rows in `confused.png`. Each row has up to `NUM_EXAMPLES` images."""
 NUM_EXAMPLES = 6
 
 
@@ -57,39 +56,39 @@ class ConfusedPair(NamedTuple):
     predicted: str
     num_mistaken: int
     num_images: int
-    """The images of the true class."""
+    """The number of images of the true class."""
 
 
 class ClassAccuracy(NamedTuple):
-    """A row of the table of classes."""
+    """A row of the table of class accuracies."""
 
     name: str
     num_images: int
     correct: int
     top1: float
-    """The accuracy in percent; NaN for a class without images."""
+    """The accuracy in percent, or NaN for a class without images."""
 
 
 @dataclass
 class Pictures:
-    """The pictures of `draw_pictures`, and the reasons for missing pictures."""
+    """The pictures of a run, and the reasons for missing pictures."""
 
     paths: dict[str, Path] = field(default_factory=dict)
-    """The PNG of each name, in the order of `PAINTERS`."""
+    """The PNG file of each picture by name, in the order of `PAINTERS`."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """The reason, in a sentence, for each picture that was not drawn."""
+    """The reason why a picture was not drawn, by name."""
     notes: dict[str, str] = field(default_factory=dict)
-    """The caption of each picture that was drawn."""
+    """The caption of each drawn picture, by name."""
     confused_pairs: list[ConfusedPair] = field(default_factory=list)
-    """The commonest mistakes of the newest evaluation, most frequent first."""
+    """The most frequent mistakes of the last evaluation, in descending order."""
     class_accuracies: list[ClassAccuracy] = field(default_factory=list)
-    """Each class in the newest evaluation, by class number."""
+    """The accuracy of each class in the last evaluation, in order of class number."""
 
 
 def draw_pictures(
     run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None
 ) -> Pictures:
-    """Draw all possible pictures of `run_dir` into `run_dir`/report/, with the model on `device`.
+    """Draw all pictures of a run into `run_dir`/report/, with the model on `device`.
 
     `on_picture(done, total, name)` is called after each picture. The caller's random state does not
     change. Raises ValueError if `run_dir` is not a run folder.
@@ -97,24 +96,24 @@ def draw_pictures(
     names = (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
     if not any((run_dir / name).exists() for name in names):
         raise ValueError(
-            f"{run_dir}: not a run folder: name one that launch/train.py has written, such as"
+            f"{run_dir}: not a run folder: pass a folder that launch/train.py has written, such as"
             " runs/demo"
         )
     source = ReportSource(run_dir, device)
     remove_leftovers(run_dir / REPORT_FOLDER)
     pictures = Pictures()
-    # Forked, because a new model draws random weights before it gets those of the run.
+    # The random state is forked, because a new model draws random weights.
     with torch.random.fork_rng(devices=[]):
         for number, (name, paint) in enumerate(PAINTERS.items(), 1):
             path = run_dir / REPORT_FOLDER / f"{name}.png"
             try:
                 pictures.notes[name] = paint(source, path)
                 pictures.paths[name] = path
-            except Exception as error:  # must not affect other pictures or the end of a run
+            except Exception as error:  # a failure must not affect other pictures or the run
                 pictures.reasons[name] = as_sentence(error)
             if on_picture is not None:
                 on_picture(number, len(PAINTERS), name)
-    with suppress(Exception):  # the confusion matrix already has the same reason
+    with suppress(Exception):  # the confusion matrix already reports the same reason
         pictures.confused_pairs = _confused_pairs(source)
         pictures.class_accuracies = _class_accuracies(source)
     return pictures
@@ -122,24 +121,23 @@ def draw_pictures(
 
 def _paint_curves(source: ReportSource, picture: Path) -> str:
     plot_curves(source.run_dir / METRICS_FILE, picture)
-    return "The values of the record over the steps."
+    return "The recorded metrics over steps."
 
 
 def _paint_norms(source: ReportSource, picture: Path) -> str:
     plot_norms(read_history(source.run_dir / METRICS_FILE).of_kind("norms"), picture)
     return (
-        "Norms by depth over the steps; a column is one measurement. What grows without end in the"
-        " last panel ends in training that diverges: docs/training.md."
+        "Norms by depth and step. A column is one measurement. If attention logits keep growing,"
+        " training will diverge (docs/training.md)."
     )
 
 
 def _paint_augmented(source: ReportSource, picture: Path) -> str:
-    """Draw the first rows of the run's first batch."""
     config = source.config
     train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
-    # Make the batch of one of many ranks, so that only a few images are decoded.
+    # Only a share of the batch is decoded, as if there were many ranks.
     shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
     share = min(shares, default=batch_size)
     batches = TrainBatches(
@@ -164,7 +162,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
         class_names=names,
         picture=picture,
     )
-    return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
+    return f"The first {len(rows)} of the {batch_size:,} images of step 1, as inputs of the model."
 
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
@@ -191,9 +189,9 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     num_wrong = int((predicted.numpy() != labels[chosen]).sum())
     kind = "averaged weights" if source.weights.averaged else "weights"
     return (
-        f"Where the {kind} of step {source.weights.step:,} look in {len(chosen)} validation images,"
-        f" {num_wrong} of them misclassified: attention rollout over all blocks (Abnar & Zuidema"
-        " 2020)."
+        f"Attention rollout over all blocks (Abnar & Zuidema 2020) for {len(chosen)} validation"
+        f" images, {num_wrong} of them misclassified, with the {kind} of step"
+        f" {source.weights.step:,}."
     )
 
 
@@ -204,22 +202,22 @@ def _paint_positions(source: ReportSource, picture: Path) -> str:
     if positions is None:
         raise ValueError(f"{name} has no position embeddings to compare")
     if grid is None or positions.ndim != 3 or positions.shape[1] < math.prod(grid):
-        raise ValueError(f"The positions of {name} {tuple(positions.shape)} are not a grid")
+        raise ValueError(f"Position embeddings of {name}, {tuple(positions.shape)}, are not a grid")
     model_plots.plot_position_similarity(positions[0, -math.prod(grid) :].float(), grid, picture)
     kind = "fixed" if source.config.model.pos_embed == "sincos2d" else "learned"
     return (
-        f"Cosine similarity of each {kind} position with all others: one small map for each place"
-        f" of the {grid[0]} × {grid[1]} patches."
+        f"Cosine similarity of each {kind} position embedding with all others, one small map for"
+        f" each of the {grid[0]} × {grid[1]} positions."
     )
 
 
 def _paint_confusion(source: ReportSource, picture: Path) -> str:
     plot_confusion(source.confusion, source.class_names, picture)
     predictions, _, step = source.predictions
-    note = f"Validation images by their class and by the class predicted, at step {step:,}."
+    note = f"Validation images by true and predicted class at step {step:,}."
     num_unknown = int((predictions < 0).sum())
     if num_unknown:
-        note += f" {num_unknown:,} images are missing: the model's outputs were not numbers."
+        note += f" {num_unknown:,} images are missing, because the model's outputs were NaN."
     return note
 
 
@@ -227,14 +225,14 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
     predictions, labels, step = source.predictions
     pairs = most_confused(source.confusion, NUM_CONFUSED_PAIRS)
     if not pairs:
-        raise ValueError("No validation image was taken for a different class")
+        raise ValueError("No validation image was misclassified")
     source.check_same_images()
     examples = []
     for true, predicted, *_ in pairs:
         places = np.flatnonzero((labels == true) & (predictions == predicted))[:NUM_EXAMPLES]
         examples.append([source.eval_image(int(place)) for place in places])
     plot_most_confused(pairs, examples, source.class_names, picture)
-    return f"The commonest mistakes at step {step:,}, with the first images of each."
+    return f"The most frequent mistakes at step {step:,}, with example images."
 
 
 def _paint_filters(source: ReportSource, picture: Path) -> str:
@@ -271,7 +269,7 @@ PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "distance": _paint_distance,
     "tokens": _paint_tokens,
 }
-"""The function of each picture, which draws the PNG and returns the caption, or raises."""
+"""The functions that draw each picture as a PNG file and return its caption."""
 
 
 def _confused_pairs(source: ReportSource) -> list[ConfusedPair]:

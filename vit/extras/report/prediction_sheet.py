@@ -1,4 +1,4 @@
-"""Draw a sheet of predicted images: the model's input, its prediction, and its attention."""
+"""Draw a sheet of images with the model's predictions and attention."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from vit.system.drawing import SMALL_PT, Cell, cell_width_in, plot_cells, shorten
 
 NUM_COLUMNS = 6
-"""The pictures in a row; with attention each image has two."""
+"""The number of pictures per row. With attention, each image has two pictures."""
 MAX_LINES = 3
-"""The most classes under an image."""
+"""The largest number of classes in the caption of an image."""
 
 
 def plot_predictions(
@@ -23,10 +23,10 @@ def plot_predictions(
     picture: Path,
     overlays: Tensor | None = None,
 ) -> Path:
-    """Draw images with their names and likeliest classes. Returns `picture`.
+    """Draw images with their names and most likely classes. Returns `picture`.
 
-    images: (B, 1 or 3, H, W) uint8; names: B file names; classes: classes and probabilities of each
-    image, the likeliest first; overlays: (B, 3, H, W) in [0, 1], drawn next to the images.
+    images: (B, 1 or 3, H, W) uint8. names: B file names. classes: the classes and probabilities of
+    each image, in descending order. overlays: (B, 3, H, W) in [0, 1], drawn next to the images.
     """
     num_columns = min(NUM_COLUMNS, max(3, len(images) * (1 if overlays is None else 2)))
     side = cell_width_in(num_columns)

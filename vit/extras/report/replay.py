@@ -1,12 +1,11 @@
-"""Reconstruct any batch of a run: the images, crops, operations and partners of a step.
+"""Reconstruct the batch of any training step: images, crops, augmentations and mixing.
 
-A batch need not be stored: the order is arithmetic, and augmentation and mixing are drawn from
-(seed, epoch, sample, copy) and (seed, position). So the rows of a step follow from the config in
-the run's folder, their images from the data, and the tensors from the code of training, bit for bit
-on the same kind of device. The record has the steps of the run, the number of ranks and the hash of
-the data; `samples/` (vit.hooks.sample_losses) has the loss of each row.
+Batches are not stored. The order of samples is computed from the config, and random numbers depend
+only on (seed, epoch, sample, copy) and (seed, position). The reconstructed tensors are equal bit
+for bit on the same type of device. metrics.jsonl contains the steps, the number of ranks and the
+hash of the data. `samples/` (vit.hooks.sample_losses) contains the loss of each row.
 
-    record, config -> step -> rows -> TrainBatches.fill -> Augment -> inputs, targets -> sheet, CSV
+    metrics, config -> step -> rows -> TrainBatches.fill -> Augment -> inputs, targets -> sheet, CSV
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ from vit.system.files import replacing, told
 
 ROWS_AT_ONCE = 64
 STORED_PX = 160
-"""The longer side of a stored image on the sheet."""
+"""The longer side in pixels of a stored image on the sheet."""
 PAIRS_IN_A_LINE = 3
 CAPTION_PT = 7.0
 BOX_COLOR = (213, 94, 0)
-"""The colour of the crop's box in the stored image: the orange of the report."""
+"""The color of the crop's box in the stored image."""
 
 
 @dataclass(frozen=True)
@@ -77,44 +76,45 @@ class ReplayedRow:
     """The width of the stored image in pixels."""
     stored_height: int
     crop_left: int
-    """The left border of the window of the stored image that was decoded."""
+    """The left edge of the crop in the stored image."""
     crop_top: int
     crop_width: int
     crop_height: int
     augmentation: str
-    """The other operations, except mixing."""
+    """All other augmentations except mixing."""
     mixed_by: str
     """One of: mixup, cutmix, "" (not mixed)."""
     partner_row: int | None
     partner_key: str
     own_share: float
-    """The share of the row's own image in the target and, with MixUp, in each pixel."""
+    """The weight of the row's own image in the target and, with MixUp, in each pixel."""
     box: str
-    """The box of CutMix: top, bottom, left, right of the partner's part, in pixels of the input."""
+    """The box of CutMix that shows the partner: top, bottom, left, right, in pixels of the
+    input."""
     weight: float
-    """The weight of the row; 0 if its image could not be decoded."""
+    """The weight of the row in the loss, which is 0 if its image could not be decoded."""
     loss: float | None
-    """The loss of the row's target in training; None: not recorded."""
+    """The training loss of the row, or None if not recorded."""
     margin: float | None
-    """The logit of the label minus the largest other logit; None: not recorded."""
+    """The logit of the label minus the largest other logit, or None if not recorded."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a replayed batch with their tensors on the host."""
+    """Several rows of a replayed batch, with their tensors on the host."""
 
     rows: list[ReplayedRow]
     inputs: Tensor
-    """(B, C, H, W) float32: the model's inputs."""
+    """The model's inputs, (B, C, H, W) float32."""
     targets: Tensor
-    """(B, classes) float32, without label smoothing."""
+    """The targets without label smoothing, (B, classes) float32."""
 
 
 class Replay:
-    """The batch of step `step`, counted from 1 as in the record, of the run in `source`.
+    """The batch of a step, counted from 1.
 
-    rank: only the rows of this rank; None: all. The augmentation runs on the device of `source`.
-    Raises ValueError if the run did not reach that step, or if its data are missing or have
+    rank: the rank whose rows are replayed, or None for all rows. Augmentation runs on the device of
+    `source`. Raises ValueError if the run did not reach the step, or if its data is missing or has
     changed.
     """
 
@@ -132,11 +132,13 @@ class Replay:
         )
         if not last:
             raise ValueError(
-                f"{record}: no step is recorded there: name the folder of a run that has trained,"
+                f"{record}: contains no training step: pass the folder of a run that has trained,"
                 " such as runs/demo"
             )
         if not 1 <= step <= last or not starts:
-            raise ValueError(f"--step {step}: {source.run_dir} has done steps 1 to {last}")
+            raise ValueError(
+                f"--step {step}: {source.run_dir} has steps 1 to {last}: pass one of them"
+            )
         config = source.config
         train = source.train_set
         self.world_size = int(starts[-1].get("world_size", 1))
@@ -148,11 +150,11 @@ class Replay:
         if rank is not None:
             if not 0 <= rank < self.world_size:
                 raise ValueError(
-                    f"--rank {rank}: step {step} was done by {self.world_size} rank(s): give 0 to"
+                    f"--rank {rank}: step {step} ran on {self.world_size} rank(s): pass 0 to"
                     f" {self.world_size - 1}"
                 )
             self.rows = self._rows_of_ranks[rank]
-        # Without `rows`, as the only rank, so that row numbers are those of the global batch.
+        # All rows are loaded, so row numbers are those of the global batch.
         self._batches = TrainBatches(
             train.split,
             self.order,
@@ -165,7 +167,7 @@ class Replay:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the step, counted from 1."""
+        """The epoch of the step, starting at 1."""
         return self.position // self.order.steps_per_epoch + 1
 
     @property
@@ -179,12 +181,12 @@ class Replay:
         return bool(np.isfinite(self._values).any())
 
     def pieces(self, num_rows: int | None = None) -> Iterator[Rows]:
-        """Yield the first `num_rows` rows (default: all) in pieces."""
+        """Yield the first `num_rows` rows, or all rows, in pieces."""
         requested = self.rows if num_rows is None else self.rows[:num_rows]
         unit = self._batches.row_unit
         at_once = unit * max(ROWS_AT_ONCE // unit, 1)
-        # A piece has complete units, because rows that mix, and copies of an image, must be made
-        # together.
+        # Pieces consist of complete units, because mixed rows and copies of an image must be
+        # computed together.
         for first in range(requested.start // unit * unit, requested.stop, at_once):
             stop = min(first + at_once, math.ceil(requested.stop / unit) * unit)
             made = self._make(first, stop)
@@ -193,7 +195,7 @@ class Replay:
             yield Rows(rows, made.inputs[indices], made.targets[indices])
 
     def _divided(self, start: dict[str, Any]) -> list[range]:
-        """Return the rows of each rank. start: the record's `start` line of the attempt."""
+        """Return the rows of each rank. start: the `start` line of the attempt in metrics.jsonl."""
         batch_size = self.order.global_batch_size
         micro = start.get("plan", {}).get("micro_batch_size", batch_size // self.world_size)
         ranks = range(self.world_size)
@@ -247,7 +249,7 @@ class Replay:
         ]
 
     def _recorded_values(self) -> NDArray[np.float16]:
-        """Return loss and margin (2, global_batch_size) of the step; NaN if not recorded."""
+        """Return recorded losses and margins, (2, global_batch_size), or NaN if not recorded."""
         path = epoch_files(self.source.run_dir).get(self.epoch)
         if path is None:
             return np.full((2, self.order.global_batch_size), np.nan, np.float16)
@@ -255,30 +257,30 @@ class Replay:
         return read_epoch(path, steps, self.order.global_batch_size)[self.position % steps]
 
     def _check_same(self, start: dict[str, Any]) -> None:
-        """Raise ValueError if data or order differ from those in `start`, an attempt's first line.
+        """Raise ValueError if the data or the order differ from those of the attempt.
 
-        Records of earlier versions have no hashes, so they are not checked.
+        start: the `start` line of the attempt. Runs of earlier versions have no hashes and are not
+        checked.
         """
         split = self.source.train_set.split
         recorded = start.get("content_sha256")
         if recorded and recorded != (actual := content_sha256(split)):
             raise ValueError(
-                f"{split.root}: its images or labels are not those that step {self.step} was"
-                f" trained on (sha256 of their checksums {actual[:12]}, the record has"
-                f" {str(recorded)[:12]}): restore the data, or give their place with"
-                " data.root=..."
+                f"{split.root}: the images or labels differ from those of step {self.step} (sha256"
+                f" of their checksums {actual[:12]}, recorded {str(recorded)[:12]}): restore the"
+                " data, or pass the original data with data.root=..."
             )
         recorded = start.get("first_batch_sha256")
         if recorded and recorded != rows_sha256(self.order, start["step"]):
             raise ValueError(
-                f"{self.source.run_dir}: the settings here give another batch {start['step']} than"
-                " the record has: the run was continued with other ones since, or an override"
-                " changes the order; give those of the time as section.key=value"
+                f"{self.source.run_dir}: batch {start['step']} differs from the recorded one,"
+                " because the run was continued with other settings, or an override changes the"
+                " order: pass the original settings as section.key=value"
             )
 
 
 def _mixing(table: NDArray[np.float32], partner: int, partner_key: str) -> dict[str, Any]:
-    """Return the mixing fields of `ReplayedRow` for a row with this `table` (K,)."""
+    """Return the mixing fields of a row. table: its augmentation parameters, (K,)."""
     if table[LAMBDA] == 1:
         nothing = {"mixed_by": "", "partner_row": None, "partner_key": "", "box": ""}
         return {**nothing, "own_share": 1.0}
@@ -298,10 +300,10 @@ def _number(value: np.float16) -> float | None:
 
 
 def write_csv(replay: Replay, path: Path) -> Path:
-    """Write a line for each row of the step, and return `path`."""
+    """Write a CSV line for each row of the step, and return `path`."""
     columns = [field.name for field in fields(ReplayedRow)]
     with told(path), replacing(path) as file:
-        # With surrogateescape a name that is not UTF-8 is written with its original bytes.
+        # surrogateescape writes names that are not UTF-8 with their original bytes.
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)
         writer.writerow(columns)
@@ -313,7 +315,7 @@ def write_csv(replay: Replay, path: Path) -> Path:
 
 
 def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
-    """Draw the first rows: the stored image with its crop, and the model's input."""
+    """Draw the stored image with its crop, and the model's input, for the first rows."""
     source = replay.source
     data = source.config.data
     names = source.class_names
@@ -340,7 +342,7 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
 
 
 def _stored(replay: Replay, row: ReplayedRow) -> Tensor:
-    """Return the stored image, scaled down to (3, H, W) uint8, with its crop as a box."""
+    """Return a thumbnail of the stored image with the crop as a box, (3, H, W) uint8."""
     image = Image.fromarray(decode(replay.source.train_set.split.read(row.sample)))
     scale = STORED_PX / max(image.size)
     image = image.resize([max(round(side * scale), 1) for side in image.size])

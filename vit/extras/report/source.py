@@ -1,7 +1,7 @@
-"""Read a run folder and its data for the report; each part is read on first use.
+"""Read a run folder and its data for the report.
 
-A run may be finished, stopped, killed or still running; only its files are read. A missing part
-raises ValueError, whose message is the reason on the page.
+The run may be finished, stopped, killed or still running. Each file is read on first use. A missing
+file raises ValueError, whose message is shown in the report.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from vit.training.plan import create_order
 from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
-"""The most classes of a confusion matrix: 200 MB. ImageNet-21k's 21,841 would take 3.8 GB."""
+"""The largest number of classes of a confusion matrix, which takes 200 MB. The 21,841 classes of
+ImageNet-21k would take 3.8 GB."""
 
 
 class ReportSource:
-    """A run folder and its data; the model is on `device`.
+    """A run folder and its data, with the model on `device`.
 
     overrides: settings that replace those of the run, as "section.key=value".
     """
@@ -49,13 +50,13 @@ class ReportSource:
 
     @cached_property
     def config(self) -> Config:
-        """The config of the newest attempt."""
+        """The config of the last attempt."""
         path = self.run_dir / CONFIG_FILE
         return config_io.load_config(path, self.overrides, used_here=False)
 
     @cached_property
     def weights(self) -> LoadedWeights:
-        """The last weights; if there are averaged weights, these."""
+        """The last weights, or the last averaged weights if they exist."""
         try:
             path = find_weights(self.run_dir)
         except WeightsError:
@@ -68,8 +69,7 @@ class ReportSource:
         data = self.config.data
         if data.reader == "webdataset":
             raise ValueError(
-                "Training images were streamed, and a stream does not begin twice with the same"
-                " ones"
+                "Training images were streamed, and a stream does not deliver the same images again"
             )
         return open_train_set(data, self.val_split, num_classes=self.config.model.num_classes)
 
@@ -89,9 +89,9 @@ class ReportSource:
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """The predictions and labels of the newest evaluation, (num_images,) each, and its step.
+        """The predictions and labels of the last evaluation, (num_images,) each, and its step.
 
-        A prediction is -1 if the logits were not numbers.
+        A prediction is -1 if the logits were NaN.
         """
         try:
             with np.load(self.run_dir / PREDICTIONS_FILE) as file:
@@ -100,19 +100,19 @@ class ReportSource:
                 step = int(file["step"])
         except FileNotFoundError:
             raise ValueError("The run has not been evaluated yet") from None
-        except Exception as error:  # a damaged zip raises many kinds of errors
+        except Exception as error:  # a damaged zip file raises many types of errors
             raise ValueError(
                 f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
-                " writes it again"
+                " replaces the file"
             ) from None
         return predictions, labels, step
 
     @cached_property
     def class_names(self) -> list[str]:
-        """The name of each class; "class 7" if it is unknown.
+        """The name of each class, such as "class 7" for a class without a name.
 
-        Names come from the weights, else from the data. Their number is the largest of weights,
-        data and predictions.
+        Names come from the weights, or else from the data. The number of classes is the largest of
+        weights, data and predictions.
         """
         num_classes = 0
         names = list[str]()
@@ -129,13 +129,13 @@ class ReportSource:
 
     @cached_property
     def confusion(self) -> NDArray[np.int64]:
-        """The confusion matrix (classes, classes): classes in rows, predictions in columns."""
+        """The confusion matrix (classes, classes), with true classes in rows."""
         predictions, labels, _ = self.predictions
         num_classes = len(self.class_names)
         if num_classes > MAX_CONFUSION_CLASSES:
             raise ValueError(
-                f"{num_classes:,} classes are too many for a matrix: more than"
-                f" {MAX_CONFUSION_CLASSES:,}"
+                f"{num_classes:,} classes are too many for a confusion matrix, at most"
+                f" {MAX_CONFUSION_CLASSES:,} are supported"
             )
         return confusion_matrix(labels, predictions, num_classes)
 
@@ -148,13 +148,13 @@ class ReportSource:
 
     @cached_property
     def augment(self) -> Augment:
-        """The part of the image path on the device."""
+        """The augmentation on the device."""
         config = self.config
         return create_augment(config.augment, config.data, self.num_classes, self.device)
 
     @property
     def num_classes(self) -> int:
-        """The size of the model's head: that of the weights or, without weights, as in training."""
+        """The number of classes of the weights or, without weights, of the data."""
         try:
             find_weights(self.run_dir)
         except WeightsError:
@@ -162,47 +162,47 @@ class ReportSource:
             splits = self.train_set.split, self.val_split
             return choose_num_classes(config.model, config.data, *splits)
         if self.weights.num_classes is None:
-            raise ValueError(f"{self.weights.path} does not contain its number of classes")
+            raise ValueError(f"{self.weights.path} does not contain the number of classes")
         return self.weights.num_classes
 
     @property
     def image_format(self) -> ImageFormat:
-        """The format of the model's inputs in evaluation, and in training after all stages."""
+        """The format of the model's inputs in evaluation and in the last training stage."""
         return ImageFormat.from_config(self.config.model, self.config.data)
 
     @property
     def train_format(self) -> ImageFormat:
-        """The format of the model's inputs in training, with its stages."""
+        """The format of the model's inputs in training, including its stages."""
         config = self.config
         return ImageFormat.from_config(config.model, config.data, config.schedule)
 
     def eval_image(self, sample: int, split: Split | Sources | None = None) -> Tensor:
-        """Decode an image (default: of the validation split) as in evaluation: (C, H, W) uint8."""
+        """Decode an image as in evaluation, by default of the validation split: (C, H, W) uint8."""
         form = self.image_format
         data = (split or self.val_split).read(sample)
         return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Convert (B, C, H, W) uint8 to inputs of the model, on its device."""
+        """Convert (B, C, H, W) uint8 to inputs on the model's device."""
         return self.augment.normalize(pixels.to(self.device))
 
     def check_same_images(self) -> None:
         """Raise ValueError if the validation split has changed since the evaluation."""
         if not np.array_equal(self.predictions[1], self.val_split.index["label"]):
             raise ValueError(
-                f"{self.val_split.root} is no longer what was evaluated: its"
-                f" {self.val_split.name!r} split has other labels"
+                f"{self.val_split.root} has changed since the evaluation: the labels of the split"
+                f" {self.val_split.name!r} differ"
             )
 
 
 def as_sentence(error: Exception) -> str:
-    """Return an error as one sentence, with its type unless it is a ValueError.
+    """Return an error as one sentence. The type is included unless it is ValueError.
 
     Messages of ValueError are written for users.
     """
     first, *more_lines = str(error).strip().splitlines() or [""]
     if more_lines:
-        first += f" (and {len(more_lines)} more of the kind)"
+        first += f" (and {len(more_lines)} more lines)"
     if not isinstance(error, ValueError) or not first:
         first = f"{type(error).__name__}: {first}".rstrip(": ")
     return first if first.endswith((".", "!", "?")) else f"{first}."

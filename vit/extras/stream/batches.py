@@ -1,14 +1,14 @@
 """Read training batches from a stream of tars, for sources without random access.
 
-`vit.data.storage.http` opens URLs, and the webdataset library opens `pipe:` commands, one after the
-other. webdataset also groups the files of the tars into samples. A tar without its end mark and a
-failed command are errors. Each worker of each rank has its own shards or, with fewer shards than
-workers, its share of the samples of all shards. A buffer shuffles the samples, and each pass over
-the shards has its own order. Crops and augmentations are drawn from a hash of the key.
+`vit.data.storage.http` opens URLs, and the webdataset library opens `pipe:` commands and groups the
+files of tars into samples. A truncated tar or a failed command raises an error. Each worker of each
+rank reads its own shards. If there are fewer shards than workers, each worker uses a share of the
+samples of all shards. A buffer shuffles the samples, and each pass over the shards has a different
+order. The random numbers of augmentation depend on a hash of the sample's key.
 
-The order is not exact. Workers read their shards at different speeds, so an epoch of
-`data.num_samples` has some samples twice and omits others, and a resumed run starts a new pass. The
-record has "exact": false. Evaluation counts every image once, because it reads an indexed split.
+The order is not exact. Workers read at different speeds, so an epoch of `data.num_samples` repeats
+some samples and omits others, and a resumed run starts a new pass. metrics.jsonl records "exact":
+false. Evaluation counts each image once, because it reads an indexed split.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from vit.system.urls import expand_braces, on_the_web, resolve
 
 SHUFFLE_SAMPLES = 1000
 SHUFFLE_BYTES = 64 << 20
-"""Limits of a worker's shuffle buffer: the number of encoded samples, and their bytes."""
+"""The limits on the number of samples in a worker's shuffle buffer, and on their bytes."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The description of an unread stream, which replaces a `Split` in training."""
+    """The description of a stream, which replaces a `Split` in training."""
 
     filenames: list[str]
-    """URLs and `pipe:` commands."""
+    """The URLs and `pipe:` commands of the shards."""
     num_samples: int
-    """Samples in an epoch, from the config."""
+    """The number of samples in an epoch, from the config."""
     num_classes: int
     class_names: list[str]
     layout: SampleLayout = DEFAULT_LAYOUT
-    """The members of a sample that hold its image and its label."""
+    """The names of the files in a tar that contain the image and the label of a sample."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     """The retry limits for a server."""
     splits: tuple[()] = ()
     """Empty, because a stream has no random access."""
     index: np.ndarray = field(default_factory=lambda: np.empty(0, INDEX_DTYPE))
-    """Empty, because the samples are not known in advance."""
+    """Empty, because samples are not known in advance."""
 
     def identity(self) -> str:
-        """Return the hash of an empty index."""
+        """Return the hash of an empty index, because a stream has no index."""
         return hashlib.sha256().hexdigest()
 
 
@@ -81,13 +81,15 @@ def open_stream(
     layout: SampleLayout = DEFAULT_LAYOUT,
     retry: RetryPolicy | None = None,
 ) -> Stream:
-    """Return the stream of `shards`, without opening a shard.
+    """Return a stream of `shards`, without opening them.
 
-    shards: URLs, files and `pipe:` commands with braces (see `expand_braces`), joined by `::`.
-    Raises ShardError if webdataset is not installed.
+    shards: URLs, files and `pipe:` commands, joined by `::`. Braces are expanded (see
+    `expand_braces`). Raises ShardError if webdataset is not installed.
     """
     if find_spec("webdataset") is None:
-        raise ShardError("data.reader: webdataset needs its package: pip install webdataset")
+        raise ShardError(
+            "data.reader: webdataset needs the webdataset package: pip install webdataset"
+        )
     urls = [url for part in shards.split("::") for url in expand_braces(part)]
     return Stream(
         filenames=urls,
@@ -100,7 +102,7 @@ def open_stream(
 
 
 def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) -> TrainSet:
-    """Return the stream of `data`; see `vit.data.open_data.choose_train_set`."""
+    """Return the training stream of `data`. See `vit.data.open_data.choose_train_set`."""
     assert data.stream is not None, "the schema requires it"
     assert data.num_samples is not None, "the schema requires it"
     names = val_split.class_names
@@ -121,7 +123,7 @@ def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) 
 def create_batches(
     config: Config, stream: Stream, order: Order, image_format: ImageFormat, world: World
 ) -> StreamBatches:
-    """Return the batches of this rank; see `vit.data.open_data.create_train_batches`."""
+    """Return the batches of this rank. See `vit.data.open_data.create_train_batches`."""
     return StreamBatches(
         stream,
         order,
@@ -137,16 +139,16 @@ def create_batches(
 class _Sample(NamedTuple):
     key: str
     number: int
-    """The sample's number: 63 bits of a hash of the key."""
+    """The sample's number, which is 63 bits of a hash of its key."""
     label: int
     data: bytes
     width: int
     height: int
-    """The size is 1 x 1 pixels if it cannot be read; decoding then reports the image."""
+    """Width and height are 1 if they cannot be read. Decoding then reports the image."""
 
 
 class StreamBatches(AugmentedBatches):
-    """The batches of this rank; each process fills rows with the next samples of its own stream.
+    """The batches of this rank. Each worker fills rows with the next samples of its own stream.
 
     See `TrainBatches`.
     """
@@ -182,9 +184,9 @@ class StreamBatches(AugmentedBatches):
         self._samples: Iterator[_Sample] = iter(())
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write the rows from `first` of the batch at `position` into all tensors of `rows`.
+        """Write the next samples into `rows`, from row `first` of the batch at `position`.
 
-        Returns the keys of bad images.
+        Returns the keys of images that cannot be decoded.
         """
         if self._pid != os.getpid():
             self._pid = os.getpid()
@@ -205,8 +207,8 @@ class StreamBatches(AugmentedBatches):
         return self.make_rows(position, self.first_row + first, rows, samples)
 
     def _shuffled(self, epoch: int) -> Iterator[_Sample]:
-        """Yield this process's samples endlessly, each drawn at random from a buffer."""
-        with self._num_started.get_lock():  # each new process takes the next share of the stream
+        """Yield this process's samples without end, in random order from a buffer."""
+        with self._num_started.get_lock():  # each new process reads the next share of the stream
             reader = self._first_reader + self._num_started.value % self._num_processes
             self._num_started.value += 1
         buffer: list[_Sample] = []
@@ -224,7 +226,7 @@ class StreamBatches(AugmentedBatches):
                 yield buffer.pop()
 
     def _passes(self, reader: int, epoch: int) -> Iterator[_Sample]:
-        """Yield one reader's samples, pass after pass; all readers use the same shard order."""
+        """Yield the samples of a reader, pass after pass. All readers use the same shard order."""
         urls = self.split.filenames
         num_readers = self._num_readers
         has_own_shards = len(urls) >= num_readers
@@ -249,7 +251,7 @@ class StreamBatches(AugmentedBatches):
                 )
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
-        """Convert a sample of webdataset. Raises ShardError if it lacks an image or a label."""
+        """Convert a webdataset sample. Raises ShardError if its image or label is missing."""
         key = sample["__key__"]
         prefix = f"{shown(sample['__url__'])}: sample {key!r}"
         layout = self.split.layout
@@ -283,7 +285,7 @@ def _read_tars(
 ) -> Iterator[dict[str, Any]]:
     """Yield webdataset's samples from the tars, one tar after the other.
 
-    Raises ShardError for a tar that cannot be read to its end.
+    Raises ShardError if a tar cannot be read to its end.
     """
     from webdataset.tariterators import group_by_keys
 
@@ -294,22 +296,22 @@ def _read_tars(
             )
         except ShardError:
             raise
-        except Exception as error:  # from a damaged tar, the system or webdataset
+        except Exception as error:  # errors of a damaged tar, the system or webdataset
             texts = (part for part in error.args if isinstance(part, str) and part)
             reason = next(texts, type(error).__name__)
             raise ShardError(
-                f"{shown(url)}: the stream broke ({reason}): run its command or download its URL by"
-                " hand to find the cause"
+                f"{shown(url)}: the stream broke ({reason}): to find the cause, run the command or"
+                " download the URL by hand"
             ) from error
 
 
 def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
-    """Yield the files of a tar up to its end mark, in the form that webdataset groups.
+    """Yield the files of a tar, in the form that webdataset groups into samples.
 
-    Raises OSError if its command fails, and TarDamaged if the tar is truncated. webdataset's own
-    loop is not used, because it takes a damaged header or an end between two files for the end of
-    the tar, and reads a command's status without waiting. Its HTTP reader waits endlessly for a
-    silent server and cannot continue after a broken connection.
+    Raises OSError if the command fails, and TarDamaged if the tar is truncated. webdataset's own
+    loop is not used, because it treats a damaged header or a missing end as the end of the tar, and
+    reads a command's status without waiting. webdataset's HTTP reader has no timeout and cannot
+    continue after a broken connection.
     """
     from webdataset.gopen import gopen, set_options
 
@@ -318,11 +320,12 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
         stream = io.BufferedReader(WebFile(url, "", retry), PIECE_BYTES)
     else:
         stream = gopen(url)
-    set_options(stream, ignore_errors=True)  # `_wait_for_end` reports errors instead
+    set_options(stream, ignore_errors=True)  # `_wait_for_end` reports errors
     try:
         read = unpacked(stream)
         for member in walk(read):
-            if member.kind != FILE or META.match(member.name):  # webdataset skips these members
+            if member.kind != FILE or META.match(member.name):
+                # webdataset also skips these members.
                 continue
             data = read(member.size, member.offset)
             if len(data) < member.size:
@@ -342,4 +345,4 @@ def _wait_for_end(stream: Any) -> None:
     """Close a file or a command's pipe. Raises OSError if the command failed."""
     stream.close()
     if status := getattr(stream, "status", 0):
-        raise OSError(f"its command ended with status {status}")
+        raise OSError(f"the command exited with status {status}")

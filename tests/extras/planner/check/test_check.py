@@ -83,7 +83,7 @@ def test_the_check_of_an_existing_run_changes_nothing(config, tmp_path, capsys):
     capsys.readouterr()
     run_here("launch/train.py", *words(config, run_dir, "train.steps=3"))
     assert everything(run_dir) == before
-    assert "goes on at step 3 from step_00000003" in row(capsys.readouterr().out, "start")
+    assert "resumes at step 3 from step_00000003" in row(capsys.readouterr().out, "start")
     with pytest.raises(ValueError, match=r"check: .* 1 FAILED \(start\)"):
         run_here("launch/train.py", *words(config, run_dir, "train.steps=3", "optim.lr=1"))
     assert "belongs to a run with other settings: optim.lr: 0.001 there, 1 here" in row(
@@ -109,7 +109,7 @@ def test_all_problems_are_reported_at_once(config, shards, tmp_path, capsys):
     assert re.search(r"train-00001.tar: \d+ bytes, expected \d+ \(truncated", shards_row)
     assert "train-00002.tar: No such file or directory; copy it again" in shards_row
     assert "cannot be written (Not a directory): choose another" in row(table, "run folder")
-    assert row(table, "step") == "not tried: it needs data"
+    assert row(table, "step") == "skipped: needs data"
     assert everything(tmp_path) == before
 
 
@@ -136,7 +136,7 @@ def test_the_check_succeeds_on_three_ranks_under_torchrun(config, tmp_path):
     for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
         assert re.search(rf"{name} [\d.]+ [MG]B/s", row(done.stdout, "collectives"))
     assert "the slowest of 3: " in row(done.stdout, "pairs")
-    assert "a rank 4 in 2 passes" in row(done.stdout, "config")
+    assert "4 per rank in 2 micro-batches" in row(done.stdout, "config")
     assert "loaded on all ranks, removed" in row(done.stdout, "checkpoint")
     assert everything(tmp_path) == before
 
@@ -178,7 +178,7 @@ def has_workers(pid: int) -> bool:
             r"\(rank 1\) did not answer within 45 s \(process {pid}, stopped\)",
         ),
         (0, signal.SIGSTOP, "step", r"error: step: \S+ \(rank 0\) did not answer within 45 s"),
-        (1, signal.SIGKILL, "step", r"\(rank 1\) ended without a word, as if killed"),
+        (1, signal.SIGKILL, "step", r"\(rank 1\) exited without a message"),
     ],
 )
 def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, stage, expected):
@@ -218,7 +218,7 @@ def test_a_signal_during_the_test_checkpoint_leaves_no_files(config, tmp_path, n
         checking.process.send_signal(number)
         text, _ = checking.communicate(60)
     assert checking.process.returncode == 128 + number, text
-    assert f"ended by {number.name} in it" in row(text, "checkpoint")
+    assert f"interrupted by {number.name}" in row(text, "checkpoint")
     assert everything(tmp_path) == before
 
 
@@ -241,7 +241,7 @@ def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypa
     before = everything(tmp_path / "bucket")
     run_here("launch/train.py", *line("here"))
     start = row(capsys.readouterr().out, "start")
-    assert "goes on at step 3 from step_00000003, at its URL" in start
+    assert "resumes at step 3 from step_00000003, at its URL" in start
     with pytest.raises(ValueError, match=r"FAILED \(start\)"):
         run_here("launch/train.py", *line("here", "optim.lr=1"))
     assert "belongs to a run with other settings" in row(capsys.readouterr().out, "start")
@@ -250,7 +250,9 @@ def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypa
     with pytest.raises(ValueError, match=r"FAILED \(run folder\)"):
         run_here("launch/train.py", *line("here"))
     lease.release()
-    assert re.search(r"in use by \S+.* live or killed", row(capsys.readouterr().out, "run folder"))
+    assert re.search(
+        r"in use by \S+.* which runs or was killed", row(capsys.readouterr().out, "run folder")
+    )
     assert everything(tmp_path / "bucket") == before
 
 

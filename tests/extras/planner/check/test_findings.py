@@ -13,7 +13,7 @@ FINDINGS = [
     Finding("software", Verdict.OK, "the same on all 2 ranks: torch 2.15.0, Python 3.11.7"),
     Finding("shards", Verdict.FAIL, f"train[:50%] of /data/{'x' * 90}.tar: 3 bytes, expected 4"),
     Finding("pairs", Verdict.NOTE, "slow"),
-    Finding("step", Verdict.SKIPPED, "not tried: it needs data"),
+    Finding("step", Verdict.SKIPPED, "skipped: needs data"),
 ]
 
 
@@ -36,7 +36,7 @@ def test_the_table_fits_and_is_coloured_only_on_a_terminal(width, is_terminal, m
 
 
 def test_the_summary_names_the_failed_parts():
-    assert summary(FINDINGS) == "1 of 4 ok, 1 with a note, 1 FAILED (shards), 1 not tried"
+    assert summary(FINDINGS) == "1 of 4 ok, 1 with a note, 1 FAILED (shards), 1 skipped"
 
 
 def test_equal_problems_are_merged_and_long_lists_are_counted():

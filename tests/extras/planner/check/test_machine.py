@@ -48,7 +48,8 @@ def test_one_rank_of_each_host_compares_its_clock_with_rank_0s(monkeypatch):
     assert third.ahead_s == pytest.approx(-60.0, abs=third.within_s)
     [wrong] = judge_clocks(dict(enumerate(measured)), HOSTS)
     assert wrong.verdict == "FAIL"
-    assert wrong.said == "c is 60.00 s behind a: keep time by NTP (timedatectl set-ntp true)"
+    remedy = "synchronize the clock by NTP (timedatectl set-ntp true)"
+    assert wrong.said == f"c is 60.00 s behind a: {remedy}"
     [right] = judge_clocks(dict(enumerate(measured[:3])), HOSTS)
     assert right.verdict == "ok"
     assert right.said.startswith("2 hosts within 2")
@@ -80,7 +81,7 @@ def checked_wandb(setting: str) -> tuple[str, str]:
 
 
 def test_wandb_is_checked_with_and_without_a_reachable_server(no_key, monkeypatch, tmp_path):
-    assert checked_wandb("off") == ("ok", "off, as asked")
+    assert checked_wandb("off") == ("ok", "off, as configured")
     assert checked_wandb("offline")[0] == "ok"
     verdict, message = checked_wandb("auto")
     assert (verdict, message.split(":")[0]) == ("note", "no key for https")
@@ -90,7 +91,7 @@ def test_wandb_is_checked_with_and_without_a_reachable_server(no_key, monkeypatc
         (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
         verdict, message = checked_wandb("auto")
         assert verdict == "ok", message
-        assert message.startswith(f"{server.url} answers in ")
+        assert message.startswith(f"{server.url} answered in ")
         assert "secret" not in message
         use_server(monkeypatch, server.url)
         assert checked_wandb("online")[0] == "ok"

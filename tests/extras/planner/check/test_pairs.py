@@ -61,7 +61,7 @@ def test_a_pair_that_is_much_slower_than_other_pairs_gets_a_note():
     assert slow.said.splitlines() == [
         "between hosts, the slowest of 3: b (rank 1), c (rank 2) with 1 GB/s each way (median"
         " 8 GB/s)",
-        "this pair holds all others up: try without one of its hosts",
+        "this pair slows all ranks down: try without one of its hosts",
     ]
     rates[1, 2] = 7e9
     speeds[1][1][2] = speeds[2][1][2] = 7e9

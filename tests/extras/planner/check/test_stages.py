@@ -74,7 +74,7 @@ def test_equal_problems_are_reported_once_with_their_ranks_and_other_parts_still
     findings, *_ = check(parts_of)
     assert findings == [
         ("disk", "FAIL", "a (rank 1), b (rank 2): OSError: no such disk"),
-        ("needs it", "-", "not tried: it needs disk"),
+        ("needs it", "-", "skipped: needs disk"),
         ("does not", "ok", "{0: 1, 1: 1, 2: 1}"),
     ]
 
@@ -98,7 +98,7 @@ def test_ranks_that_wait_for_a_failed_rank_continue():
     ever.set()
     assert findings == [
         ("step", "FAIL", "b (rank 2): AssertionError: out of something"),
-        ("together", "-", "not tried: it needs all ranks (see step)"),
+        ("together", "-", "skipped: needs all ranks (see step)"),
         ("alone", "ok", "{0: 1, 1: 1, 2: 1}"),
     ]
 
@@ -120,8 +120,8 @@ def test_a_rank_that_does_not_answer_is_named_and_waited_for_only_once(is_joint)
         (
             "pairs",
             "FAIL",
-            "a (rank 1) did not answer within 1 s: hung, stopped or cut off; look at the host, or"
-            " leave it out",
+            "a (rank 1) did not answer within 1 s, because the process hangs or the network"
+            " fails: check the host, or run without it",
         ),
         ("alone", "ok", "{0: 1, 2: 1}"),
     ]

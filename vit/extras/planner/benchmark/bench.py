@@ -1,9 +1,9 @@
-"""Measure the training speed of a config on this machine, one figure after the other.
+"""Measure the training speed of a config on this machine.
 
-config -> plan and size of the data
+config -> steps, batch sizes and number of images
        -> eager step, then compiled: largest micro-batch, speed, parts, memory
        -> loader alone and with the step, if the data exist
-       -> one dict of numbers, for `vit.extras.planner.benchmark.certificate`
+       -> a dict of results for `vit.extras.planner.benchmark.certificate`
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ GIB = 2**30
 
 
 def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
-    """Measure `config` on the devices of `world`; the result is complete on the main rank.
+    """Measure `config` on the devices of `world`. Only the main rank's result is complete.
 
-    Raises ValueError if the micro-batch is invalid or does not fit, or if required data cannot be
+    Raises ValueError if the micro-batch is invalid or does not fit, or if the data cannot be
     opened.
     """
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
@@ -56,13 +56,15 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
         subject.say(f"note: {emulated}")
     if form.stages:
         subject.say(
-            f"note: of {form.sizes_text()} the last size is measured; others by"
+            f"note: of {form.sizes_text()} only the last size is measured: to measure another, set"
             " model.image_size=... schedule.image_sizes=[]"
         )
     if not subject.data.assumed:
-        open_data(config, world)  # so that errors in the data appear now, not at the end
+        open_data(config, world)  # errors in the data appear now and not after the measurements
     else:
-        subject.say(f"without data (--data ROOT measures the loader, too): {subject.data.assumed}")
+        subject.say(
+            f"without data (pass --data ROOT to measure the loader): {subject.data.assumed}"
+        )
     modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
     if True in modes and (reason := why_not_compiled(world.device)):
         subject.say(f"note: torch.compile does not work here ({reason}): only eager is measured")
@@ -87,9 +89,10 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
 
 
 def _one_graph_for_each_size() -> AbstractContextManager[None]:
-    """Return a context in which each size of micro-batch is compiled like the first one.
+    """Return a context in which torch compiles a separate graph for each micro-batch size.
 
-    After the second size torch would compile one graph for all sizes, which training never uses.
+    By default, torch compiles one dynamic graph after the second size. Training never uses such a
+    graph.
     """
     context: AbstractContextManager[None] = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False
@@ -100,9 +103,10 @@ def _one_graph_for_each_size() -> AbstractContextManager[None]:
 def _measure_mode(
     subject: Subject, compiled: bool, is_last: bool, before: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Measure the step eager or compiled; in the last mode also trace it and measure the loader.
+    """Measure the step in one mode, eager or compiled.
 
-    before: rows of earlier modes; their batch sizes are used again.
+    In the last mode, also write the trace and measure the loader. before: the rows of earlier
+    modes, whose batch sizes are reused.
     """
     wishes = subject.wishes
     device = subject.world.device
@@ -135,7 +139,6 @@ def _measure_mode(
 
 
 def _create(subject: Subject, compiled: bool) -> TrainStep:
-    """Create the step. Raises ValueError if the model alone does not fit."""
     config = with_settings(subject.config, {"train.compile": compiled})
     try:
         return create_step(config, subject.plan, subject.data.num_classes, subject.world)
@@ -144,9 +147,9 @@ def _create(subject: Subject, compiled: bool) -> TrainStep:
 
 
 def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | None) -> int:
-    """Find the largest micro-batch that fits. Raises ValueError if the requested one does not fit.
+    """Find the largest micro-batch that fits. Raises ValueError if the requested size does not fit.
 
-    first: size to try first; None: the planner's.
+    first: the size to try first. None means the planner's estimate.
     """
     config = subject.config
     requested = subject.wishes.micro_batch_size
@@ -154,7 +157,7 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
     first = requested or first
     if first is None:
         gpu = gpu_of(subject.world.device)
-        assert gpu is not None, "there is nothing to look for on a CPU"
+        assert gpu is not None, "micro-batch sizes are searched only on a GPU"
         first = largest_micro_batch(config, subject.plan, subject.data.num_classes, gpu)
 
     def on_try(size: int) -> None:
@@ -177,7 +180,7 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
 
 
 def _too_large(subject: Subject) -> str:
-    """Return the message that even the smallest step does not fit, with the remedy."""
+    """Return an error message for a model whose smallest step does not fit, with the remedy."""
     train = subject.config.train
     less = []
     if train.activation_checkpointing != "block":
@@ -193,7 +196,7 @@ def _too_large(subject: Subject) -> str:
 
 
 def _to_measure(subject: Subject, largest: int | None) -> list[int]:
-    """Return the micro-batches to measure: the config's, and the largest if it differs."""
+    """Return the config's micro-batch size, and the largest that fits."""
     planned = subject.plan.micro_batch_size
     if largest is None or subject.wishes.micro_batch_size is not None:
         return [planned]
@@ -206,17 +209,18 @@ def _known_batch(
     """Return a measured batch size of a rank that is a multiple of this micro-batch, or None."""
     for row in rows:
         size: int = row["rank_batch_size"]
-        # On a CPU the batch, and so the micro-batch, may be smaller than the config's.
+        # On a CPU, the batch may be smaller than the config's micro-batch.
         if size % micro_batch_size == 0 or (size < micro_batch_size and not subject.on_gpu):
             return size
     return None
 
 
 def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) -> int:
-    """Return the largest batch of a rank whose step takes at most half of `Wishes.seconds`.
+    """Return the largest batch size per rank whose step takes at most half of `Wishes.seconds`.
 
-    On a CPU the batch of a recipe for GPUs would take minutes. With `Wishes.num_steps` the batch is
-    the complete one. The loader gets the same batch later, so an order must exist for it.
+    On a CPU, the batch of a GPU recipe would take minutes. With `Wishes.num_steps`, the full batch
+    is used. Only sizes that the loader can deliver are tried, because the loader is measured with
+    the same batch size.
     """
     wishes = subject.wishes
     if wishes.num_steps is not None:
@@ -232,7 +236,7 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
     for larger in larger_sizes:
         train_step.micro_batch_size = min(micro_batch_size, rows)
         [taken_s] = run_steps(train_step, subject.make_batches(rows, 1), 1)
-        # Rank 0 decides for all ranks, because their clocks differ.
+        # Rank 0 decides, because the ranks measure different times.
         next_s = subject.world.broadcast_from_main(partial(float, taken_s / rows * larger))
         if next_s > wishes.seconds / 2:
             break
@@ -243,7 +247,6 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
 def _measure_row(
     subject: Subject, train_step: TrainStep, mode: str, micro_batch_size: int, rank_batch_size: int
 ) -> dict[str, Any]:
-    """Measure one mode with one micro-batch."""
     config = subject.config
     world = subject.world
     micro_batch_size = min(micro_batch_size, rank_batch_size)
@@ -271,7 +274,7 @@ def _measure_row(
     images_per_s_per_gpu = times.images_per_s / world.size
     with torch.device("meta"):
         model = create_trained_model(config, subject.data.num_classes)
-    # The micro-batch matters, because it determines how many samples drop path skips.
+    # The micro-batch size determines how many samples drop path skips.
     flops_per_image = train_flops_per_image(model, micro_batch_size)
     return {
         "model": config.model.name,
@@ -302,7 +305,7 @@ def _measure_row(
 def _measure_loading(
     subject: Subject, train_step: TrainStep, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measure the loader alone and with the step, with the batch of `row`."""
+    """Measure the loader alone and with the step, at the batch size of `row`."""
     world = subject.world
     global_batch_size = row["rank_batch_size"] * world.size
     config = with_settings(
@@ -334,7 +337,7 @@ def _measure_loading(
 
 @contextmanager
 def _progress(subject: Subject, label: str, num_rows: int) -> Iterator[OnStep]:
-    """Show the number of finished images, as soon as the total is known."""
+    """Show a progress meter of images once the total is known."""
     num_images = num_rows * subject.world.size
     with ExitStack() as stack:
         meter: Meter | None = None

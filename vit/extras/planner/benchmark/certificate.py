@@ -21,7 +21,7 @@ from vit.system.meter import digits
 from vit.training.step_result import StepPhase
 
 Table = list[list[str]]
-"""A table: the first row is the head, the first column has the names of the rows."""
+"""A table whose first row is the header and whose first column has the names of the rows."""
 PART_NAMES = {
     StepPhase.CHANGE: "augmentation, grey levels",
     StepPhase.FINISH: "augmentation, float32",
@@ -42,11 +42,11 @@ IDENTITY = (
     "num_devices",
     "micro_batch_size",
 )
-"""The identity of a row: a later row with equal values replaces the earlier one in a file."""
+"""The fields that identify a row. A new row replaces a stored row with equal values."""
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Make `folder`, and raise ValueError if files cannot be written to it."""
+    """Create `folder`, and raise ValueError if files cannot be written to it."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def step_table(result: Mapping[str, Any]) -> Table:
-    """Return the measurements of the step, with a column for each mode and micro-batch."""
+    """Return the measurements of the step, with a column for each mode and micro-batch size."""
     rows = result["training"]
     reduced = [row["all_reduce"] for row in rows]
     table = [
@@ -97,7 +97,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
 
 
 def loading_table(result: Mapping[str, Any]) -> Table:
-    """Return the speed of loader, step and both; [] if there were no data."""
+    """Return the speed of loader, step and both, or [] if the loader was not measured."""
     loading = result["loading"]
     if loading is None:
         return []
@@ -128,10 +128,11 @@ def title(result: Mapping[str, Any]) -> str:
 
 
 def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Write `result` to `<date>-gpu-<name>.json` in `folder` and as a page next to it.
+    """Write `result` to `<date>-gpu-<name>.json` in `folder`, and to a .md file next to it.
 
-    Rows of other measurements in an existing file stay. The file of a CPU has another name, so the
-    planner does not read it. Raises ValueError if the file cannot be written.
+    Rows of other measurements in an existing file are kept. A CPU's file is named
+    `<date>-<name>.json`, so the planner does not read it. Raises ValueError if the file cannot be
+    written.
     """
     path = _place(folder, result["device"], result["device_type"])
     before = json.loads(path.read_text()) if path.exists() else {}
@@ -157,7 +158,7 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
 def write_promises(
     folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]]
 ) -> Path:
-    """Write the results of `launch/gpu_check.py` on `device` to the file of `write_results`."""
+    """Write the results of `launch/gpu_check.py` to the same file as `write_results`."""
     path = _place(folder, device, device_type)
     before = json.loads(path.read_text()) if path.exists() else {"training": [], "loading": []}
     _write(path, {**before, **_facts(device), "promises": list(promises)})
@@ -165,7 +166,7 @@ def write_promises(
 
 
 def _place(folder: Path, device: str, device_type: str) -> Path:
-    """Return the path of the file for `device`. Raises ValueError if it cannot be written."""
+    """Return the path of the results for `device`. Raises ValueError if not writable."""
     check_writable("--out", folder)
     slug = re.sub(r"[^a-z0-9]+", "-", _short_name(device).lower()).strip("-")
     kind = "gpu-" if device_type == "cuda" else ""
@@ -190,7 +191,7 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """Return the page of a file of results, by model."""
+    """Return a results file as Markdown, with a section for each model."""
     facts = ("command", "git", "python", "torch", "host")
     parts = [
         f"# Measured on {document['device']}, {document['date']}",
@@ -212,13 +213,13 @@ def as_markdown(document: Mapping[str, Any]) -> str:
 
 
 def peak_text(tflops: float, source: str) -> str:
-    """Return the peak of a device as text."""
+    """Format the peak FLOP/s of a device."""
     rate = f"{digits(tflops)} TFLOP/s" if tflops >= 1 else f"{digits(1e3 * tflops)} GFLOP/s"
     return f"peak {rate} ({source})"
 
 
 def _mode(row: Mapping[str, Any]) -> str:
-    """Return the settings of a row that differ from the usual ones."""
+    """Return the mode of a row, such as "compiled, deterministic"."""
     parts = ["compiled" if row["compiled"] else "eager"]
     parts += ["deterministic"] if row["deterministic"] else []
     if row["activation_checkpointing"] != "none":
@@ -227,7 +228,6 @@ def _mode(row: Mapping[str, Any]) -> str:
 
 
 def _share(row: Mapping[str, Any], seconds: float) -> str:
-    """Return `seconds` as a share of the step's time."""
     return f"{100 * seconds / row['step_s']:.1f} %"
 
 

@@ -1,8 +1,8 @@
-"""Run the parts of `launch/gpu_check.py`, each in a separate process with a time budget.
+"""Run each check of `launch/gpu_check.py` in a separate process with a time budget.
 
-A part yields `Line`s. Its process is independent of all others, so memory, compiled graphs and
-errors of the device end with the process. A part that exceeds its budget is killed with all
-processes that it started; the lines that it sent before remain.
+A check yields `Line`s. Its memory, compiled graphs and CUDA errors end with its process. A check
+that exceeds its budget is killed with all processes that it started. Lines that were sent earlier
+are kept.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from vit.system.redact import shown
 
 @dataclass(frozen=True)
 class Line:
-    """The result of testing one promise."""
+    """The result of one check."""
 
     what: str
     passed: bool | None
-    """Whether the promise holds; None: a number without a promise, or not testable."""
+    """Whether the check passed. None means a measurement without a limit, or a check that cannot
+    run."""
     said: str
     """The result as text."""
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -47,8 +48,9 @@ def run_part(
 ) -> list[Line]:
     """Run `part` for at most `budget_s` seconds and return its lines.
 
-    An error and an exceeded budget are failed lines. `on_line` gets each line at once. The caller
-    must not have initialized CUDA, because a forked process could not use it.
+    An error or an exceeded budget becomes a failed line. `on_line` is called with each line when it
+    arrives. The caller must not have initialized CUDA, because the forked process could not use
+    CUDA.
     """
     lines: list[Line] = []
 
@@ -79,8 +81,8 @@ def run_part(
 
 
 def _serve(part: Callable[[], Iterable[Line]], receiver: Connection, sender: Connection) -> None:
-    """Send the lines of `part`, or the message of its error; runs in the new process."""
-    os.setsid()  # so that the process and its children can be killed at once
+    """Send the lines of `part`, or its error message. Runs in the new process."""
+    os.setsid()  # the process and its children can then be killed as a group
     receiver.close()
     try:
         for line in part():
@@ -92,9 +94,8 @@ def _serve(part: Callable[[], Iterable[Line]], receiver: Connection, sender: Con
 
 
 def _end(process: Any) -> None:
-    """Kill `process` and its group, as far as they are alive."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        process.kill()  # killed before `setsid` made it a group
+        process.kill()  # `setsid` has not created the group yet
     process.join()

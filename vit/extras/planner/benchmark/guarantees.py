@@ -1,7 +1,7 @@
-"""Test the promises about training on a device, each at a small size.
+"""Check that training on a device meets its guarantees, with a small model.
 
-Each function yields `Line`s. All functions also run on a CPU, which is the reference, except checks
-that concern only a GPU; so tests of this file do not need a GPU.
+Each function yields `Line`s. The reference is a CPU. Most checks also run on a CPU, so the tests of
+this module need no GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ SMALL = (
     "data.micro_batch_size=16",
     "optim.clip_grad_norm=1.0",
 )
-"""The settings of a small recipe; augmentation, mixing and average do not change."""
+"""The settings that make a recipe small. Augmentation, mixing and weight averaging are
+unchanged."""
 EXACT = (
     "train.precision=fp32",
     "model.drop_path_rate=0.0",
@@ -55,28 +56,29 @@ EXACT = (
     "schedule.warmup_epochs=0",
     "train.compile=false",
 )
-"""The settings for equal numbers: without random numbers of the device, and with an eps that hides
-the rounding noise of gradients that are 0 (biases of keys), which AdamW would divide by itself."""
+"""The settings with which a GPU and a CPU compute equal numbers. The device draws no random
+numbers. The large eps hides rounding noise in the zero gradients of key biases, which AdamW would
+otherwise scale up."""
 STEPS = 20
 WEIGHTS_TOLERANCE = 1e-3
-"""The largest difference of weights, as a share of the distance that training has moved them. A
-CPU's kernels with and without vector instructions differ by 1e-5."""
+"""The largest allowed distance between weights, as a share of their change in training. A CPU's
+kernels with and without vector instructions differ by 1e-5."""
 LOGITS_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
-"""The largest difference of logits, as a share of their standard deviation: rounding of 2**-24 and
-2**-9 a sum, over 12 blocks."""
+"""The largest allowed difference between logits, as a share of their standard deviation. Each sum
+is rounded by 2**-24 (fp32) or 2**-9 (bf16), in 12 blocks."""
 LEVELS_TOLERANCE = 1e-3
-"""The largest share of grey levels that may differ, by one."""
+"""The largest allowed share of pixel values that differ."""
 MEMORY_TOLERANCE = 0.1
 
 
 def recipe(*overrides: str, name: str = "vit_b16") -> Config:
-    """Return a recipe without its data."""
+    """Load a recipe without a dataset."""
     path = recipes_folder() / f"{name}.yaml"
     return load_config(path, ["data.root=none", *overrides])
 
 
 def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Batch]]:
-    """Return the step of `config` on `device`, and four batches on it."""
+    """Return the training step of `config` and four batches, on `device`."""
     world = World(0, 1, device)
     plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
     step = create_step(config, plan, CLASSES, world)
@@ -88,7 +90,7 @@ def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Bat
 
 
 class Numbered(Batches):
-    """Batches in which every value is the position of the batch."""
+    """The batches of a test dataset in which every value is the position of the batch."""
 
     layout = BatchLayout(64, ImageFormat((32, 32)), 4)
 
@@ -100,7 +102,7 @@ class Numbered(Batches):
 
 
 def page_locked_slots(device: torch.device) -> Iterator[Line]:
-    """Check that batches arrive intact; report whether the loader's slots are page-locked."""
+    """Check that batches arrive intact, and report whether the loader's buffers are page-locked."""
     num_batches = 40
     wrong = []
     notes = io.StringIO()
@@ -150,14 +152,14 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
     yield Line(
         f"{STEPS} fp32 steps equal the CPU's",
         share <= WEIGHTS_TOLERANCE,
-        f"weights differ by {share:.1e} of the way that they went (at most"
+        f"weights differ by {share:.1e} of their change in training (at most"
         f" {WEIGHTS_TOLERANCE:g}), losses by {max(losses):.1e}",
         {"weights_share": share, "loss_share": max(losses), "tolerance": WEIGHTS_TOLERANCE},
     )
     yield from _equal_levels(device)
     reference.model.eval()
     images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    # The recipes' head starts at zero, and after a few steps all logits would be nearly equal.
+    # The head starts at zero, so all logits would be nearly equal after a few steps.
     nn.init.normal_(reference.model.get_parameter("head.weight"), std=0.1)
     tried.model.load_state_dict(reference.model.state_dict())
     tried.model.eval()
@@ -171,13 +173,13 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
         yield Line(
             f"an evaluation's logits in {precision} are close to the CPU's in fp32",
             off <= tolerance,
-            f"at most {off:.1e} of their deviation apart (at most {tolerance:g})",
+            f"differ by {off:.1e} of their standard deviation (at most {tolerance:g})",
             {"share": off, "tolerance": tolerance},
         )
 
 
 def _equal_levels(device: torch.device) -> Iterator[Line]:
-    """Check that augmented grey levels equal those of a CPU."""
+    """Check that augmented pixel values equal those of a CPU."""
     config = recipe(*SMALL)
     cpu = torch.device("cpu")
     [batch] = synthetic_batches(config, 256, CLASSES, cpu, count=1)
@@ -201,9 +203,9 @@ def _equal_levels(device: torch.device) -> Iterator[Line]:
 
 
 def no_waits(device: torch.device) -> Iterator[Line]:
-    """Check that steps and augmentation never wait for the GPU; torch raises an error if they do.
+    """Check that the host never waits for the GPU in a step or in augmentation.
 
-    The first round is not checked, because it makes constants and allocates memory.
+    The first steps are not checked, because they create constants and allocate memory.
     """
     promise = "no step waits for the GPU"
     if device.type != "cuda":
@@ -216,12 +218,12 @@ def no_waits(device: torch.device) -> Iterator[Line]:
             step(step.augment.change_batch(batch), number) for number, batch in enumerate(batches)
         ]
     finite = all(np.isfinite(result.read().loss) for result in results)
-    yield Line(promise, finite, f"{len(results)} steps queued without one")
+    yield Line(promise, finite, f"{len(results)} steps queued without a wait")
 
 
 @contextmanager
 def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Make torch raise an error if the host waits for a GPU within an operation."""
+    """Make torch raise an error if an operation makes the host wait for the GPU."""
     if device.type != "cuda":
         yield
         return
@@ -233,7 +235,7 @@ def _waits_are_errors(device: torch.device) -> Iterator[None]:
 
 
 def graphs_as_planned(device: torch.device) -> Iterator[Line]:
-    """Check that all blocks share one graph in training and one in evaluation, compiled at once."""
+    """Check that all blocks share one compiled graph in training and one in evaluation."""
     config = recipe(*SMALL, "train.compile=true")
     torch._dynamo.reset()
     step, batches = make_step(config, device)
@@ -256,7 +258,7 @@ def graphs_as_planned(device: torch.device) -> Iterator[Line]:
         result.read()
     evaluate()
     later = _num_graphs() - before - training - evaluation
-    # The last part of augmentation is compiled only for GPUs.
+    # On GPUs, the last part of augmentation has its own graph.
     planned = 2 if device.type == "cuda" else 1
     yield Line(
         "graphs are compiled as planned, none later",
@@ -272,10 +274,10 @@ def _num_graphs() -> int:
 
 
 def planned_memory(device: torch.device) -> Iterator[Line]:
-    """Check that the peak memory of a step is what the planner counts."""
+    """Check that the peak memory of a step matches the planner's count."""
     promise = "peak memory is the planner's"
     if device.type == "cpu" and sys.platform != "linux":
-        yield Line(promise, None, "only Linux says how much a process had at most")
+        yield Line(promise, None, "peak memory of a process is measured only on Linux")
         return
     rows = 256 if device.type == "cuda" else 32
     overrides = ("model.image_size=224", f"data.global_batch_size={rows}", "train.compile=false")
@@ -288,12 +290,12 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     run_steps(step, batches, 1)
     peak = measured_peak_bytes(device)
     if peak is None:
-        yield Line(promise, None, "this system does not say")
+        yield Line(promise, None, "this system does not report peak memory")
         return
     measured = peak - before
     counted = step_memory(config, plan, CLASSES).in_turn
     off = measured / counted - 1
-    # A process on a CPU has much memory that is not in tensors, and this step is small.
+    # Most memory of a CPU process is not in the tensors of this small step.
     on_gpu = device.type == "cuda"
     limit = f"at most {MEMORY_TOLERANCE:.0%}" if on_gpu else "of the whole process, no promise"
     yield Line(
@@ -309,7 +311,7 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
 
 def cost_of_determinism(device: torch.device, *overrides: str, seconds: float) -> Iterator[Line]:
     """Measure how much slower a step is with `train.deterministic`."""
-    # cuBLAS reads this variable once, when it starts, so both measurements use it.
+    # cuBLAS reads this variable only when it starts, so both measurements use it.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     step, batches = make_step(recipe("train.compile=false", *overrides), device)
     plain = time_step(step, batches, seconds=seconds).images_per_s

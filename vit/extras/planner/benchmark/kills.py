@@ -1,6 +1,6 @@
-"""Kill real trainings: compare the resumed run with an uninterrupted one, and time the detection.
+"""Kill training runs, compare resumed with uninterrupted runs, and time the detection.
 
-The commands are those of users, run as separate processes on a few generated images.
+The runs train on a few generated images, with the same commands that users run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LAUNCH = Path(__file__).parents[4] / "launch"
 NUM_STEPS = 24
 SAVE_EVERY_STEPS = 8
 KILL_AT_STEP = 13
-"""The step of the kill, between two checkpoints."""
+"""The step at which the run is killed, between two checkpoints."""
 NOTICED_S = 60.0
-"""The time limit for noticing a killed rank. torchrun checks its ranks ten times a second, and
-kills ranks that do not end within 30 s."""
+"""The time limit for detecting a killed rank. torchrun checks its ranks ten times a second, and
+kills ranks that do not exit within 30 s."""
 POLL_S = 0.05
 CONFIG = """
 model: {name: vit_ti16, image_size: 64, drop_path_rate: 0.1}
@@ -50,7 +50,7 @@ log: {every_steps: 1, wandb: "off", report: false}
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with shards and a config, and the settings of every command in it."""
+    """A folder with shards and a config, and the settings of its training commands."""
 
     folder: Path
     settings: tuple[str, ...]
@@ -60,14 +60,14 @@ class Place:
         return self.folder / "check.yaml"
 
     def command(self, run_dir: Path, *overrides: str, ranks: int = 0) -> list[str]:
-        """Return the command that trains into `run_dir`, under torchrun if `ranks` is given."""
+        """Return the training command for `run_dir`, with torchrun if `ranks` is given."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         options = ["--config", str(self.config), f"run.dir={run_dir}", *self.settings, *overrides]
         return [sys.executable, *(torchrun if ranks else []), str(LAUNCH / "train.py"), *options]
 
 
 def make_place(folder: Path, *settings: str) -> Place:
-    """Write shards of 96 images of noise in three classes, and a config that trains on them."""
+    """Write shards of 96 noise images in three classes, and a config for training on them."""
     generator = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 8)):
         for label in range(3):
@@ -84,26 +84,27 @@ def make_place(folder: Path, *settings: str) -> Place:
 
 
 def _run(line: Sequence[str]) -> str:
-    """Run a command to its end and return its stdout."""
     result = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:
-        lines = result.stderr.strip().splitlines() or ["nothing was printed"]
+        lines = result.stderr.strip().splitlines() or ["no output"]
         message = next((line for line in lines if "error: " in line), lines[-1])
-        raise RuntimeError(f"a command ended with {result.returncode}: {message}")
+        raise RuntimeError(f"the command exited with status {result.returncode}: {message}")
     return result.stdout
 
 
 def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    """Wait until the record has reached `step`."""
+    """Wait until metrics.jsonl contains a line of `step` or a later step."""
     path = run_dir / METRICS_FILE
     while not path.is_file() or not any(line["step"] >= step for line in read_metrics(path)):
         if process.poll() is not None:
-            raise RuntimeError(f"a training ended with {process.returncode} before step {step}")
+            raise RuntimeError(
+                f"the training run exited with status {process.returncode} before step {step}"
+            )
         time.sleep(POLL_S)
 
 
 def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> Iterator[Line]:
-    """Check that `kill -9` and the same command again give the weights of an uninterrupted run."""
+    """Check that a killed and resumed run ends with the weights of an uninterrupted run."""
     name = "with" if deterministic else "without"
     setting = f"train.deterministic={str(deterministic).lower()}"
     whole = place.folder / f"whole_{name}"
@@ -131,7 +132,7 @@ def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> 
 
 
 def _different_tensors(first: Path, second: Path) -> list[str]:
-    """Return the names of tensors that differ in any bit between two finished runs."""
+    """Return the names of the tensors that differ between the last checkpoints of two runs."""
     name = f"checkpoints/step_{NUM_STEPS:08d}/state.safetensors"
     ours, theirs = (load_file(folder / name) for folder in (first, second))
     return [
@@ -144,16 +145,16 @@ def _different_tensors(first: Path, second: Path) -> list[str]:
 
 
 def pauses(place: Place, *overrides: str) -> Iterator[Line]:
-    """Measure the seconds for which a save, and an evaluation, stop training."""
+    """Measure how many seconds of training time a checkpoint and an evaluation cost."""
     for event, every in (("a save", "checkpoint"), ("an evaluation", "eval")):
         other = {"checkpoint": "eval", "eval": "checkpoint"}[every]
         run_dir = place.folder / f"paused_by_{every}"
         steps = ("train.steps=16", f"{every}.every_steps=5", f"{other}.every_steps=1000")
         _run(place.command(run_dir, *steps, *overrides))
         at_s = {line["step"]: line["elapsed_s"] for line in _train_lines(run_dir)}
-        # A step is read while the next one is queued, so a pause moves the lines around it.
+        # A step is logged only after the next step is queued, so a pause also shifts the next line.
         plain_s = statistics.median(at_s[step] - at_s[step - 1] for step in (8, 9, 13, 14))
-        # Use the second pause, because the first one also allocates.
+        # The first pause also allocates memory, so the second pause is measured.
         paused_s = max(at_s[13] - at_s[8] - 5 * plain_s, 0.0)
         yield Line(
             f"{event} stops training",
@@ -168,7 +169,7 @@ def _train_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
-    """Check that torchrun notices a killed rank and ends the other ranks."""
+    """Check that torchrun detects a killed rank and stops the other ranks."""
     run_dir = place.folder / "killed_rank"
     line = place.command(run_dir, "train.steps=1000000", "eval.every_steps=1000000", ranks=ranks)
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -181,7 +182,7 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
             noticed_s = time.monotonic() - began_s
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun also ends its ranks
+                process.terminate()  # torchrun then stops its ranks
     shutil.rmtree(run_dir)
     yield Line(
         f"a killed rank ends the {ranks - 1} other(s)",
@@ -192,7 +193,7 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
 
 
 def _rank_process(launcher: int, rank: int) -> int:
-    """Return the process of a rank that was started by torchrun, the process `launcher`."""
+    """Return the process id of a rank. launcher: the process id of torchrun."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     variable = f"RANK={rank}".encode()
     [process] = [
@@ -204,7 +205,7 @@ def _rank_process(launcher: int, rank: int) -> int:
 
 
 def bench(seconds: float, *overrides: str, ranks: int = 0, config: str = "vit_b16") -> Any:
-    """Return the measurements of launch/bench.py for a recipe, in a separate process or `ranks`."""
+    """Run launch/bench.py in a new process, or with torchrun, and return its results."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     options = ["--config", str(recipes_folder() / f"{config}.yaml"), "--json", *overrides]
     script = [str(LAUNCH / "bench.py"), "--seconds", f"{seconds:g}"]
@@ -216,7 +217,7 @@ def _batch(rows: int, ranks: int) -> tuple[str, str]:
 
 
 def one_and_two_ranks(rows: int, *overrides: str) -> Iterator[Line]:
-    """Measure how much faster two ranks are than one, and the visible share of the all-reduce."""
+    """Measure the speedup of two ranks, and the share of the all-reduce that backward hides."""
     results = [bench(3.0, *overrides, *_batch(rows, ranks), ranks=ranks) for ranks in (1, 2)]
     one, two = (result["training"][-1] for result in results)
     factor = two["images_per_s"] / one["images_per_s"]

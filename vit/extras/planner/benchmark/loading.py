@@ -1,4 +1,4 @@
-"""Time the real loader, alone and with the real step."""
+"""Time the data loader, alone and together with the training step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vit.step import TrainStep
 from vit.training.run_data import RunData
 
 ENDLESS = 10**6
-"""More batches than are ever read; the order has no end."""
+"""A number of batches that no measurement reaches."""
 
 
 @dataclass(frozen=True)
 class LoaderTimes:
-    """The speed of the loader. Rates are sums over all ranks."""
+    """The speed of the loader, summed over all ranks."""
 
     num_workers: int
     """The workers of each rank."""
     loader_images_per_s: float
-    """The rate of the loader alone, with the augmentation behind its copies."""
+    """The rate of the loader alone, including augmentation on the device."""
     together_images_per_s: float
-    """The rate of loader and step together."""
+    """The rate of the loader together with the training step."""
     data_wait_share: float
-    """The share of these steps' time in which rank 0 waited for data."""
+    """The share of the time in which rank 0 waited for data, in the run with the step."""
 
 
 def time_loading(
@@ -42,9 +42,9 @@ def time_loading(
     on_batch: OnStep = lambda done, total: None,
     on_step: OnStep = lambda done, total: None,
 ) -> LoaderTimes:
-    """Time the loader of `data` for `seconds`, then loader and step; each with new workers.
+    """Time the loader for `seconds`, and then the loader with the step, with new workers.
 
-    num_steps: number of batches and steps, instead of `seconds`.
+    num_steps: the number of batches and steps. If given, `seconds` is ignored.
     """
     world = train_step.world
     with _loader(config, data, train_step) as loader:
@@ -84,8 +84,8 @@ def _loader(config: DataConfig, data: RunData, train_step: TrainStep) -> Loader:
 def _time_alone(
     loader: Loader, world: World, num_batches: int | None, seconds: float, on_batch: OnStep
 ) -> float:
-    """Take batches and drop them; return the images per second of all ranks."""
-    num_rows = len(next(loader).labels)  # the first batch includes the start of the workers
+    """Read batches without using them, and return the images per second of all ranks."""
+    num_rows = len(next(loader).labels)  # not timed, because the workers are still starting
     began_s = time.perf_counter()
     for _ in range(LEAST_STEPS):
         next(loader)

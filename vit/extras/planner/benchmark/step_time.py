@@ -1,10 +1,10 @@
-"""Measure the training step: its time, the time of its parts, its memory, and the size that fits.
+"""Measure the time of a training step and of its parts, and the largest micro-batch that fits.
 
     config -> `create_step` -> the `TrainStep` of training -> `time_step`, `all_reduce_times`, ...
 
-Every function takes this step and prepared batches (`vit.extras.planner.benchmark.synthetic`), and
-continues with the current weights, because their values do not affect the time. Under torchrun all
-ranks call the same functions; rank 0 makes all decisions that depend on a clock.
+Every function takes this step and batches from `vit.extras.planner.benchmark.synthetic`. Weights
+are not reset between measurements, because their values do not affect the time. With torchrun, all
+ranks call the same functions, and rank 0 makes all decisions that depend on measured time.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from vit.training.step_result import StepPhase, StepResult
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
 WARM_UP_STEPS = 2
-"""The untimed steps. The first allocates, loads kernels and compiles; the second shows the time of
-a step."""
+"""The untimed steps. The first step allocates memory, loads kernels and compiles. The second step
+gives an estimate of the time."""
 LEAST_STEPS = 3
 OnStep = Callable[[int, int], None]
-"""A function that is called with the finished steps and the number of steps, at first with 0."""
+"""A callback with the number of finished steps, starting at 0, and the total number of steps."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of steps."""
+    """The measured times of training steps."""
 
     step_s: float
     """The median time of a step."""
@@ -57,13 +57,13 @@ class StepTimes:
     total_s: float
     """The time of all steps."""
     parts_s: dict[StepPhase, float]
-    """The median time of each part. On a GPU it is that of the stream, measured by events."""
+    """The median time of each part. On a GPU, CUDA events measure the time."""
     num_steps: int
     global_batch_size: int
 
     @property
     def images_per_s(self) -> float:
-        """The images of all ranks in a second, by the median step."""
+        """The images per second of all ranks, from the median step time."""
         return self.global_batch_size / self.step_s
 
 
@@ -72,16 +72,16 @@ class AllReduce:
     """The cost of averaging the gradients over the ranks in a step."""
 
     alone_s: float
-    """The time without other work."""
+    """The time of the all-reduce without other work."""
     exposed_s: float
-    """The time that it adds to a step, which the backward pass does not hide."""
+    """The time that the all-reduce adds to a step, because the backward pass does not hide it."""
     num_bytes: int
 
 
 def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> TrainStep:
-    """Create the training step of `config`, with fresh weights in training mode.
+    """Create the training step of `config` with random weights, in training mode.
 
-    A teacher also has fresh weights, because its answers do not affect the time.
+    A teacher also has random weights, because its outputs do not affect the time.
     """
     torch.manual_seed(config.train.seed)
     model = create_trained_model(config, num_classes)
@@ -114,10 +114,10 @@ def time_step(
     seconds: float = 10.0,
     on_step: OnStep = lambda done, total: None,
 ) -> StepTimes:
-    """Warm up, then time `num_steps` steps, or as many as fit in `seconds`, at least three.
+    """Warm up, then time `num_steps` steps, or as many as fit in `seconds`, but at least three.
 
-    batches: a list, which is repeated and augmented each time, or an iterator of augmented batches,
-    such as a loader.
+    batches: an iterator of augmented batches, such as a loader, or a list. A list is repeated, and
+    its batches are augmented in each step.
     """
     world = train_step.world
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
@@ -155,7 +155,7 @@ def run_steps(
     on_step: OnStep = lambda done, total: None,
     clock: PartClock | None = None,
 ) -> list[float]:
-    """Run `num_steps` steps as in training, and return the seconds of each."""
+    """Run `num_steps` steps as in training, and return the seconds of each step."""
     on_gpu = train_step.world.device.type == "cuda"
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
     on_step(0, num_steps)
@@ -171,7 +171,7 @@ def run_steps(
         result = train_step(next(stream), step)
         if clock is not None:
             clock.mark(None)
-        # As in training, read a result one step late, so that the GPU never waits for the host.
+        # Read a result one step late, as in training. Then the GPU never waits for the host.
         if pending is not None:
             finish(pending)
             pending = None
@@ -185,10 +185,10 @@ def run_steps(
 
 
 def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Repeat `batches`, and augment each batch when its step is due.
+    """Repeat `batches`, and augment each batch directly before its step.
 
-    Augmentation and step run one after the other, so each has its time. In training the loader's
-    stream augments the next batch while the GPU computes.
+    Augmentation and step do not overlap, so their times can be measured separately. In training,
+    the loader's CUDA stream augments the next batch while the GPU computes the step.
     """
     for batch in itertools.cycle(batches):
         train_step.mark(StepPhase.CHANGE)
@@ -196,14 +196,14 @@ def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch
 
 
 class PartClock:
-    """A clock for the parts of a step; its `mark` replaces `TrainStep.mark`."""
+    """A timer for the parts of a step. Its `mark` replaces `TrainStep.mark`."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._marks: list[tuple[StepPhase | None, Any]] = []
 
     def mark(self, part: StepPhase | None) -> None:
-        """Begin `part`, with the work that is queued from now on; None: the step has ended."""
+        """Record that `part` begins with the work queued after this call. None ends a step."""
         moment: Any = time.perf_counter()
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
@@ -211,7 +211,7 @@ class PartClock:
         self._marks.append((part, moment))
 
     def steps(self) -> list[dict[StepPhase, float]]:
-        """Wait for the device, and return the seconds of the parts of each step."""
+        """Wait for the device, and return the seconds of each part of each step."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
@@ -230,7 +230,7 @@ class PartClock:
 def all_reduce_times(
     train_step: TrainStep, batches: Iterable[Batch], num_steps: int = LEAST_STEPS
 ) -> AllReduce | None:
-    """Return the cost of averaging gradients; None in a world of one rank."""
+    """Return the cost of averaging gradients over ranks, or None if there is only one rank."""
     world = train_step.world
     if world.size == 1:
         return None
@@ -246,7 +246,7 @@ def all_reduce_times(
         alone_s.append(_now_s(world.device) - began_s)
     with_s = statistics.median(run_steps(train_step, batches, num_steps))
     reduce = train_step.reduce
-    train_step.reduce = DataParallel(train_step.model, world)  # a step without averaging
+    train_step.reduce = DataParallel(train_step.model, world)  # a step without gradient averaging
     try:
         run_steps(train_step, batches, 1)
         without_s = statistics.median(run_steps(train_step, batches, num_steps))
@@ -264,19 +264,18 @@ def largest_micro_batch(
     beside_bytes: int = 0,
     on_try: Callable[[int], None] = lambda size: None,
 ) -> int:
-    """Return the largest of `sizes` whose step fits into memory on every rank; 0 if none fits.
+    """Return the largest of `sizes` whose step fits into memory on every rank, or 0 if none fits.
 
-    sizes: ascending. make_batch: rows -> a batch on the device. first: size to try first, such as
-    the planner's; the next sizes are tried one after the other. beside_bytes: see
-    `fits_in_memory`. on_try: called with each size.
+    sizes: in ascending order. make_batch: returns a batch of a given size on the device. first: the
+    size to try first, such as the planner's estimate. beside_bytes: see `fits_in_memory`. on_try:
+    called with each size before its trial.
     """
     fits = -1
     too_large = len(sizes)
     tried = min(bisect_left(sizes, first), len(sizes) - 1)
     while too_large - fits > 1:
         on_try(sizes[tried])
-        # Without DDP, because a rank that runs out of memory would miss the all-reduce, and the
-        # other ranks would wait for it.
+        # Without DDP, because ranks would wait in the all-reduce for a rank that is out of memory.
         fits_here = fits_in_memory(train_step, sizes[tried], make_batch, beside_bytes)
         if train_step.world.any_rank(not fits_here):
             too_large = tried
@@ -293,10 +292,11 @@ def fits_in_memory(
     make_batch: Callable[[int], Batch],
     beside_bytes: int = 0,
 ) -> bool:
-    """Return whether steps of two passes of this size fit into the memory of this rank's device.
+    """Return whether steps with two micro-batches of this size fit into this rank's memory.
 
-    Two passes, because gradients exist when the second one begins, as they always do under DDP.
-    beside_bytes: memory that training needs at the same time, as for the next augmentation.
+    Gradients already exist when the second micro-batch begins, as they always do with DDP.
+    beside_bytes: the memory that training needs at the same time, such as for augmenting the next
+    batch.
     """
     beside: Tensor | None = None
     before = (train_step.reduce, train_step.micro_batch_size)
@@ -314,14 +314,14 @@ def fits_in_memory(
     finally:
         train_step.reduce, train_step.micro_batch_size = before
     del beside
-    # After the `except` block, because the stack of its error holds tensors.
+    # This runs after the `except` block, because the error's traceback refers to tensors.
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
     return fits
 
 
 def _now_s(device: torch.device) -> float:
-    """Wait until the device has done all queued work, and return the time."""
+    """Wait until the device has finished all queued work, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

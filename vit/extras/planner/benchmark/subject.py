@@ -1,4 +1,4 @@
-"""The subject of a measurement: the plan of a config, the size of its data, and the device."""
+"""Collect the config, the plan, the data size and the device of a benchmark."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from vit.training.plan import Plan, create_order, micro_batch_sizes
 
 @dataclass(frozen=True)
 class Wishes:
-    """The options of the user."""
+    """The user's options for a benchmark."""
 
     seconds: float
-    """The time of each measurement."""
+    """The duration of each measurement."""
     num_steps: int | None = None
-    """The steps of each measurement, instead of `seconds`."""
+    """The number of steps of each measurement. If given, `seconds` is ignored."""
     micro_batch_size: int | None = None
-    """The only micro-batch to measure."""
+    """The only micro-batch size to measure."""
     needs_data: bool = False
-    """Whether data that cannot be opened are an error."""
+    """Whether an error is raised if the data cannot be opened."""
     trace: Path | None = None
     """The folder for the profiler's files."""
 
@@ -45,21 +45,21 @@ class Subject:
     data: DataSize
     wishes: Wishes
     peak: Peak
-    """The peak of each device; a CPU has one as well."""
+    """The peak FLOP/s of each device. A CPU's peak is measured."""
     sizes: list[int]
-    """The micro-batches that divide a rank's batch."""
+    """The micro-batch sizes that divide a rank's batch size."""
     loadable: list[int]
-    """The sizes for which the data have an order, as a rank's complete batch; all without data."""
+    """The batch sizes per rank that the loader can deliver, or all `sizes` without data."""
     in_use: int
-    """The bytes in use before the first mode. A process on a CPU keeps the memory that the first
-    mode freed, so a later value would hide the needs of the second mode."""
+    """The bytes in use before the first measurement. A CPU process keeps the memory that the first
+    measurement freed, so a later value would hide the memory of the second measurement."""
 
     @property
     def on_gpu(self) -> bool:
         return self.world.device.type == "cuda"
 
     def make_batch(self, num_rows: int) -> Batch:
-        """Return one batch on the device."""
+        """Return a batch on the device."""
         return self.make_batches(num_rows, 1)[0]
 
     def make_batches(self, num_rows: int, count: int = 4) -> list[Batch]:
@@ -75,7 +75,7 @@ class Subject:
 
 
 def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
-    """Return the subject of `config` on `world`, before anything is allocated."""
+    """Return the benchmark's subject, before memory is allocated."""
     data, plan = size_and_plan(config, world.size)
     if wishes.needs_data and data.assumed:
         raise ValueError(data.assumed)
@@ -83,8 +83,8 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
     if wishes.micro_batch_size is not None:
         if wishes.micro_batch_size not in sizes:
             raise ValueError(
-                f"--micro-batch {wishes.micro_batch_size}: a rank's batch of {sizes[-1]} images can"
-                f" be divided into {', '.join(map(str, sizes))}"
+                f"--micro-batch {wishes.micro_batch_size} does not divide a rank's batch of"
+                f" {sizes[-1]} images: use one of {', '.join(map(str, sizes))}"
             )
         plan = replace(plan, micro_batch_size=wishes.micro_batch_size)
     loadable = [
@@ -97,7 +97,7 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
 
 
 def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
-    """Return whether an order with batches of this size exists; lanes and copies must divide it."""
+    """Return whether the loader can deliver batches of this size."""
     tried = config.data.model_copy(update={"global_batch_size": global_batch_size})
     try:
         create_order(tried, config.augment, config.train.seed, data.num_images)
@@ -107,7 +107,7 @@ def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
 
 
 def device_name(world: World) -> str:
-    """Return the name of the GPU or the CPU."""
+    """Return the name of the GPU, or of the CPU with its number of threads."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"{cpu_name()} ({torch.get_num_threads()} thread(s))"

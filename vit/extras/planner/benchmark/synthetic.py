@@ -1,7 +1,7 @@
-"""Make batches without data: grey noise, with the tables that the recipe's augmentation draws.
+"""Make batches of noise images, with the augmentation parameters that the recipe draws.
 
-As in the loader, images, labels and weights are on the device and the table is on the host. The
-content of the images does not affect the time; that of the tables does.
+As in the loader, images, labels and weights are on the device, and augmentation parameters are on
+the host. The time of a step depends on the augmentation parameters but not on the pixel values.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from vit.data.batches import Batch, BatchLayout, write_rows
 from vit.data.image_format import ImageFormat
 
 STORED_PX = (500, 375)
-"""The width and height of an average image of ImageNet."""
+"""The width and height of an average ImageNet image."""
 NOISE_ROWS = 16
-"""The rows of noise, which are repeated, because making noise takes longer than a GPU's step."""
+"""The number of distinct noise images. Noise images are repeated, because generating them takes
+longer than a step on a GPU."""
 
 
 def synthetic_batches(
     config: Config, num_rows: int, num_classes: int, device: torch.device, count: int = 4
 ) -> list[Batch]:
-    """Return `count` batches of `num_rows` on `device`.
+    """Return `count` batches of `num_rows` images on `device`.
 
-    Each batch has its own table. Even batches share images, labels and weights; so do odd batches.
+    Each batch has its own augmentation parameters. All even batches share their images, labels and
+    weights, and so do all odd batches.
     """
     batches: list[Batch] = []
     for position in range(count):
@@ -46,7 +48,7 @@ def synthetic_batches(
 
 
 def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: int) -> Batch:
-    """Return the batch at `position`, with the memory layout of the loader's slots."""
+    """Return the batch at `position`, with the memory layout of the loader's buffers."""
     image_format = ImageFormat.from_config(config.model, config.data)
     layout = BatchLayout(num_rows, image_format, table_layout(config.augment).width)
     batch = layout.batch_in(memoryview(bytearray(layout.num_bytes)))

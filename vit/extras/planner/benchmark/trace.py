@@ -1,6 +1,6 @@
-"""Trace a step: a file for chrome://tracing or Perfetto, and a table of operators.
+"""Trace two steps: write a file for chrome://tracing or Perfetto, and a table of operators.
 
-The parts of the step have names in the trace.
+The trace shows each part of the step by name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NUM_OPERATORS = 40
 
 
 def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -> list[Path]:
-    """Trace two steps, and return the files that the main rank wrote to `folder`."""
+    """Trace two steps, and return the paths of the files. Only the main rank writes files."""
     on_gpu = train_step.world.device.type == "cuda"
-    # Otherwise torch's tracer logs its start, and GPUs that it does not find.
+    # Otherwise torch's tracer logs its start and missing GPUs.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     labels = _Labels()
@@ -50,7 +50,7 @@ def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -
 
 
 class _Labels:
-    """The names of the parts of a step in a trace."""
+    """The labels for the parts of a step in a trace."""
 
     def __init__(self) -> None:
         self._open: record_function | None = None
@@ -64,5 +64,5 @@ class _Labels:
             self._open.__enter__()
 
     def on_step(self, done: int, total: int) -> None:
-        """End the last part of a step."""
+        """End the label of the last part of a step."""
         self.mark(None)

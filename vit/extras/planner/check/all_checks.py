@@ -1,14 +1,14 @@
-"""Check on these hosts everything that a run needs, before it starts.
+"""Check that all hosts meet the requirements of a run, before the run starts.
 
     launch/train.py --check -> check -> Parts (vit/extras/planner/check/stages.py), on all ranks
         machine      software, clocks, W&B
-        storage      shards, reading, the run's folder
-        collectives  each kind, pairs of ranks
-        trial        plan, data, steps at full size, an evaluation's batch, a checkpoint
+        storage      shards, reading rate, the run's folder
+        collectives  each collective, pairs of ranks
+        trial        plan, data, steps at full size, an evaluation batch, a checkpoint
     -> one table on rank 0 (vit/extras/planner/check/findings.py)
 
-Every start runs the checks of `vit.hooks.preflight`, and `trial` runs them as well. Parts that
-concern a single host come first, so they report even if ranks cannot reach each other.
+`trial` includes the checks of `vit.hooks.preflight`, which every run makes when it starts. Checks
+of a single host come first, so their results are printed even if ranks cannot reach each other.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from vit.system.meter import Meter
 from vit.system.urls import is_url
 
 STEP_TIMES = 3.0
-"""The factor of the time limit for the first steps, because they compile the model."""
+"""The factor on the time limit of the first steps, because these steps compile the model."""
 
 
 def check(config: Config, world: World, allow_change: Iterable[str], limit_s: float) -> None:
-    """Test everything that the run of `config` needs, print a table, and remove all test files.
+    """Check the requirements of a run, print a table, and remove all test files.
 
-    Every rank calls it. allow_change: settings that may differ from a checkpoint's. limit_s: time
-    limit of each part. If a part fails, raises ValueError on rank 0 and AlreadyReported on all
-    other ranks. Also raises Interrupted.
+    Every rank must call this function. allow_change: settings that may differ from a checkpoint's.
+    limit_s: the time limit of each check. If a check fails, ValueError is raised on rank 0 and
+    AlreadyReported on all other ranks. A signal raises Interrupted.
     """
     began_s = time.monotonic()
     signals = StopSignals()
@@ -74,16 +74,16 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
     if parts.failed:
         if world.is_main:
             raise ValueError(
-                f"check: {summary(parts.findings)}; the table says what to do, and nothing was"
-                " started"
+                f"check: {summary(parts.findings)}; nothing was started: follow the remedies in the"
+                " table"
             )
         raise AlreadyReported("the check has failed")
 
 
 def look_at_place(place: str | None, run_dir: Path) -> list[str]:
-    """Test the local folder of a run, and the run's URL if it has one.
+    """Test the local folder of a run, and its URL if `run.dir` is a URL.
 
-    Raises ValueError if the run could not write to it, or if another job uses it.
+    Raises ValueError if one of them is not writable, or if another job uses it.
     """
     results = storage.look_at_folder(run_dir)
     if is_url(place):
@@ -91,14 +91,13 @@ def look_at_place(place: str | None, run_dir: Path) -> list[str]:
         results += [Verdict.OK, f"{store}: a file can be written and removed"]
         if holder := load("vit.extras.remote_runs.lease:holder_of", "run.dir")(str(place)):
             raise ValueError(
-                f"{store}: in use by {holder}, live or killed just now: wait for its end, stop it,"
-                " or use another run.dir"
+                f"{store}: in use by {holder}, which runs or was killed just now: wait until it"
+                " ends, stop it, or use another run.dir"
             )
     return results
 
 
 def _parts(config: Config, world: World, trial: Trial) -> Iterator[CheckStage]:
-    """Yield the parts of the check, in order."""
     hosts = world.hosts
     run_dir = trial.run_dir
     saving = SaveTrial(trial)

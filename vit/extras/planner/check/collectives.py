@@ -1,10 +1,10 @@
-"""Test each collective that a run uses: its result, its rate, and the slowest pair of ranks.
+"""Test the result and the rate of each collective that a run uses, and find slow pairs of ranks.
 
-Sizes are those of training, the bytes that DDP averages at a time. Rates are those of the busiest
-link ("bus bandwidth" of NVIDIA's nccl-tests, doc/PERFORMANCE.md), so they are comparable between
-numbers of ranks. Pairs are tested in rounds, in which each rank has one partner (a round-robin
-tournament): first pairs within a host, then pairs between hosts, of ranks with the same place on
-their hosts, because fabrics with a network card per GPU connect these.
+Tensors have the size of a DDP bucket. Rates are the "bus bandwidth" of NVIDIA's nccl-tests
+(doc/PERFORMANCE.md), which is comparable between numbers of ranks. Pairs are tested in rounds, and
+each rank has one partner per round (a round-robin tournament). Pairs within a host come first.
+Pairs between hosts have the same local rank, because fabrics with a network card per GPU connect
+such ranks.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from vit.distributed.process_group import REDUCED_AT_ONCE, World
 from vit.extras.planner.check.findings import Finding, Verdict
 
 REPEATS = 3
-"""The timed repeats, after one that opens the connections; the median counts."""
+"""The number of timed repeats, of which the median is used. An untimed call opens the
+connections."""
 PAIR_BYTES = 2**22
-"""The bytes that a pair sends in each direction."""
+"""The bytes that two ranks send in each direction."""
 MAX_ROUNDS = 32
-"""The most rounds of pairs of each kind; if there are more, evenly spaced rounds are skipped."""
+"""The limit on rounds within hosts, and between hosts. Beyond the limit, only evenly spaced rounds
+are tested."""
 SLOW_SHARE = 1 / 3
-"""A pair below this share of the median of its kind is reported."""
+"""A pair is reported as slow if its rate is below this share of the median."""
 SLOW_BETWEEN_HOSTS = 2e9
-"""The rate, in bytes per second, below which hosts do not use the fabric of their GPUs."""
+"""The rate in bytes per second below which hosts probably do not use the fabric of their GPUs."""
 WITHIN = "within a host"
 BETWEEN = "between hosts"
 
 
 def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
-    """Return the rate of each collective in bytes per second, by name; every rank calls it.
+    """Return the rate of each collective in bytes per second, by name.
 
-    is_exact: include the collectives of `train.exact_over_ranks`. Raises ValueError for a wrong
-    result.
+    Every rank must call this function. is_exact: include the collectives of
+    `train.exact_over_ranks`. Raises ValueError if a collective returns a wrong result.
     """
     size = world.size
     if size == 1:
@@ -50,7 +52,7 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     own = torch.full((length,), float(world.rank + 1), device=world.device)
     part = torch.empty(length // size, device=world.device)
     whole = torch.empty_like(own)
-    # Each part of the tensor has the number of its rank.
+    # Each rank's part of the tensor contains the rank plus 1.
     by_rank = torch.arange(1.0, size + 1, device=world.device).repeat_interleave(length // size)
     total = size * (size + 1) / 2
 
@@ -115,17 +117,17 @@ def _now_s(device: torch.device) -> float:
 
 
 def num_rounds(members: Sequence[int]) -> int:
-    """Return the number of rounds in which each of `members` meets all other members."""
+    """Return the number of rounds after which each of `members` has met all other members."""
     return len(members) - 1 + len(members) % 2
 
 
 def round_of(members: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Return the pairs of one of the `num_rounds` (circle method of tournaments).
+    """Return the pairs of one round, by the circle method of round-robin tournaments.
 
-    Over all rounds each member meets every other member once.
+    Over all `num_rounds` rounds, each member meets every other member once.
     """
     seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    # All members but the first move by one seat in each round.
+    # In each round, all members but the first move by one seat.
     first = len(seats) - number
     seats = [seats[0], *seats[first:], *seats[1:first]]
     half = len(seats) // 2
@@ -140,7 +142,7 @@ def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
         by_host.setdefault(host, []).append(rank)
     hosts_ranks = list(by_host.values())
     most = max(map(len, hosts_ranks))
-    # A rail is a network of the GPUs with one number on all hosts.
+    # A rail is a network that connects the GPUs of the same local rank on all hosts.
     rails = [[ranks[rail] for ranks in hosts_ranks if rail < len(ranks)] for rail in range(most)]
     rounds = []
     for kind, groups in ((WITHIN, hosts_ranks), (BETWEEN, rails)):
@@ -155,9 +157,9 @@ def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
 
 
 def try_pairs(world: World) -> list[list[Any]]:
-    """Return kind, partner and bytes per second of each pair with this rank.
+    """Return the kind, the partner and the bytes per second of each pair with this rank.
 
-    Every rank calls it.
+    Every rank must call this function.
     """
     rates: list[list[Any]] = []
     if world.size == 1:
@@ -179,27 +181,27 @@ def try_pairs(world: World) -> list[list[Any]]:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             taken_s.append(_now_s(world.device) - began_s)
-        # Without the first time, which includes the connection and the wait for the partner.
+        # The first time is dropped, because it includes connecting and waiting for the partner.
         rates.append([kind, partner, PAIR_BYTES / statistics.median(taken_s[1:])])
     return rates
 
 
-# --- what they amount to --------------------------------------------------------------------------
+# --- findings --------------------------------------------------------------------------
 
 
 def judge_collectives(rates: dict[int, dict[str, float]], world: World) -> Iterator[Finding]:
-    """Yield the rate of each collective on its slowest rank. rates: by rank and name."""
+    """Yield the rate of each collective on its slowest rank. rates: the rates by rank and name."""
     if world.size == 1:
-        yield Finding("collectives", Verdict.OK, "one rank: there is nothing to send")
+        yield Finding("collectives", Verdict.OK, "not needed for one rank")
         return
     slowest = {name: min(rank_rates[name] for rank_rates in rates.values()) for name in rates[0]}
     texts = ", ".join(f"{name} {rate_text(rate)}" for name, rate in slowest.items())
-    text = f"right on all {world.size} ranks: {texts} ({REDUCED_AT_ONCE >> 20} MiB)"
+    text = f"correct on all {world.size} ranks: {texts} ({REDUCED_AT_ONCE >> 20} MiB)"
     yield Finding("collectives", Verdict.OK, text)
 
 
 def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterator[Finding]:
-    """Yield the slowest pair of each kind, with a note if it is much slower than the median.
+    """Yield the slowest pair of each kind, with a note if the pair is much slower than the median.
 
     rank_pairs: the result of `try_pairs` on each rank.
     """
@@ -220,11 +222,11 @@ def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterato
             f" {rate_text(rate)} each way (median {rate_text(middle)})"
         )
         if len(pair_rates) > 2 and rate < SLOW_SHARE * middle:
-            notes.append("this pair holds all others up: try without one of its hosts")
+            notes.append("this pair slows all ranks down: try without one of its hosts")
         if kind == BETWEEN and world.device.type == "cuda" and middle < SLOW_BETWEEN_HOSTS:
             notes.append(
-                "hosts talk as over Ethernet: NCCL_DEBUG=INFO says by which interface;"
-                " NCCL_IB_HCA and NCCL_SOCKET_IFNAME choose it"
+                "hosts are connected at the speed of Ethernet: find the interface with"
+                " NCCL_DEBUG=INFO, and choose another with NCCL_IB_HCA or NCCL_SOCKET_IFNAME"
             )
     if lines:
         verdict = Verdict.NOTE if notes else Verdict.OK
@@ -232,7 +234,7 @@ def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterato
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Return a rate with three digits."""
+    """Format a rate with three digits."""
     if bytes_per_s >= 1e9:
         return f"{bytes_per_s / 1e9:.3g} GB/s"
     return f"{bytes_per_s / 1e6:.3g} MB/s"

@@ -1,4 +1,4 @@
-"""Print the findings of a check as one table: green or red, with the remedy."""
+"""Print the findings of all checks as a table, with a remedy for each failure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.text import Text
 from vit.distributed.host_differences import places
 
 LINES = 3
-"""The lines of a list of problems that are printed; the rest is counted."""
+"""The number of problems that are printed. Further problems are only counted."""
 
 
 class Verdict(StrEnum):
-    """The result of a part."""
+    """The result of a check."""
 
     OK = "ok"
     NOTE = "note"
-    """The part works, but something is slow or missing."""
+    """The check passed, but something is slow or missing."""
     FAIL = "FAIL"
     SKIPPED = "-"
-    """The part did not run, because a part that it needs failed."""
+    """The check did not run, because a check that it needs failed."""
 
 
 _STYLES = {
@@ -42,11 +42,11 @@ class Finding(NamedTuple):
     name: str
     verdict: Verdict
     said: str
-    """The lines of the finding, for a failure with the remedy."""
+    """The text of the finding. A failure includes the remedy."""
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the number of findings by verdict, and the names of failed parts."""
+    """Return the number of findings by verdict, and the names of the failed checks."""
     names = {verdict: [f.name for f in findings if f.verdict == verdict] for verdict in Verdict}
     failed = names[Verdict.FAIL]
     parts = [f"{len(names[Verdict.OK])} of {len(findings)} ok"]
@@ -55,27 +55,27 @@ def summary(findings: Sequence[Finding]) -> str:
     if failed:
         parts.append(f"{len(failed)} FAILED ({', '.join(failed)})")
     if names[Verdict.SKIPPED]:
-        parts.append(f"{len(names[Verdict.SKIPPED])} not tried")
+        parts.append(f"{len(names[Verdict.SKIPPED])} skipped")
     return ", ".join(parts)
 
 
 def print_table(title: str, findings: Sequence[Finding], console: Console) -> None:
-    """Print a row for each finding; without colour if the console is not a terminal."""
+    """Print a row for each finding. Only terminals get colors."""
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("check", no_wrap=True)
     table.add_column("found", overflow="fold")
     for finding in findings:
         style = _STYLES[finding.verdict]
-        # As `Text`, because rich would read brackets in a finding as markup.
+        # `Text` prevents rich from parsing brackets in a finding as markup.
         table.add_row(Text(finding.verdict, style), Text(finding.name), Text(finding.said))
     console.print(table)
 
 
 def by_message(problems: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
-    """Return the distinct problems of ranks as lines, each with the names of its hosts.
+    """Return the distinct problems as lines, each with the ranks and hosts that have the problem.
 
-    problems: rank -> its problem, of one or more lines. hosts: see `places`.
+    problems: the problem of each rank, in one or more lines. hosts: see `places`.
     """
     ranks_by_message: dict[str, list[int]] = {}
     for rank, message in sorted(problems.items()):
@@ -88,6 +88,6 @@ def by_message(problems: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
 
 
 def few(lines: Sequence[str]) -> list[str]:
-    """Return the first `LINES` of `lines`, and a line with the number of the others."""
+    """Return the first `LINES` of `lines`, and a line with the number of further lines."""
     more = len(lines) - LINES
     return [*lines[:LINES], f"and {more} more"] if more > 0 else list(lines)

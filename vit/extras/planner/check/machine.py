@@ -1,7 +1,7 @@
-"""Compare the hosts' software and clocks, and check the needs of the record's loggers.
+"""Compare the hosts' software and clocks, and check W&B and TensorBoard.
 
-Clocks are compared through torch's store: a rank of each host requests the time, rank 0 answers
-with its time, and half of the round-trip time is taken as the answer's delay.
+Clocks are compared through torch's store. A rank of each host requests the time, and rank 0 answers
+with its time. The delay of the answer is assumed to be half of the round-trip time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vit.extras.planner.check.findings import Finding, Verdict, few
 from vit.loggers.wandb_logger import wanted_mode
 
 ASKED = 5
-"""The number of requests of a host for the time; the quickest answer counts."""
+"""The number of times that a host requests the time. The fastest answer is used."""
 LARGEST_DIFFERENCE_S = 1.0
-"""The largest difference between clocks. Signed URLs and locks with an expiry tolerate more; hosts
-with NTP differ by milliseconds."""
+"""The largest allowed difference between clocks. Signed URLs and locks with an expiry tolerate
+larger differences. Hosts with NTP differ by milliseconds."""
 ANSWER_S = 5.0
-"""The time limit for one answer of a clock, or of W&B's server."""
+"""The time limit for an answer with the time, or from W&B's server."""
 WANDB_URL = "https://api.wandb.ai"
 
 
@@ -44,7 +44,7 @@ WANDB_URL = "https://api.wandb.ai"
 
 
 def own_software(config: Config) -> dict[str, str]:
-    """Return the versions of this rank's software, with hashes of `vit` and of the config."""
+    """Return the versions of this rank's software, and hashes of `vit` and of the config."""
     code = hashlib.sha256()
     folder = Path(vit.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -60,7 +60,7 @@ def own_software(config: Config) -> dict[str, str]:
 def judge_software(
     versions: dict[int, dict[str, str]], hosts: tuple[str, ...]
 ) -> Iterator[Finding]:
-    """Yield the finding whether all ranks run the same software."""
+    """Yield a finding on whether all ranks run the same software."""
     unlike = differences(versions, hosts)
     if any(difference.is_fatal for difference in unlike):
         yield Finding("software", Verdict.FAIL, "\n".join(difference.said for difference in unlike))
@@ -72,7 +72,7 @@ def judge_software(
         if name in first and name not in {difference.name for difference in unlike}
     ]
     text = ", ".join(f"{name} {first[name]}" for name in names)
-    same = f"the same on all {len(versions)} ranks: " if len(versions) > 1 else ""
+    same = f"same on all {len(versions)} ranks: " if len(versions) > 1 else ""
     lines = [same + text, *(difference.said for difference in unlike)]
     yield Finding("software", Verdict.NOTE if unlike else Verdict.OK, "\n".join(lines))
 
@@ -81,18 +81,19 @@ def judge_software(
 
 
 class Clock(NamedTuple):
-    """A host's clock compared with that of rank 0."""
+    """The difference between a host's clock and that of rank 0."""
 
     ahead_s: float
     within_s: float
-    """The uncertainty of `ahead_s`: half of the round-trip time."""
+    """The uncertainty of `ahead_s`, which is half of the round-trip time."""
 
 
 def compare_clocks(world: World) -> Clock | None:
-    """Return how far this host's clock is ahead of rank 0's; None on other ranks of the host.
+    """Return how far this host's clock is ahead of rank 0's.
 
-    Every rank calls it. Rank 0 serves one host after the other, `ASKED` times each, so that no host
-    waits for another host during a round trip. Raises RankLost if a rank does not send its request.
+    Every rank must call this function. Returns None on all but one rank of a host. Rank 0 answers
+    one host after the other, so a round trip never includes the time of another host. Raises
+    RankLost if a rank does not send its request.
     """
     store = world.store
     if store is None:
@@ -119,7 +120,7 @@ def compare_clocks(world: World) -> Clock | None:
     if world.rank not in asking:
         return None
     clocks = []
-    # A longer limit, because rank 0 serves the hosts in order and this one may be last.
+    # The limit is longer for later hosts, because rank 0 answers the hosts in order.
     limit = timedelta(seconds=ANSWER_S * (1 + asking.index(world.rank)))
     for count in range(ASKED):
         key = f"clock {world.rank} {count}"
@@ -134,7 +135,7 @@ def compare_clocks(world: World) -> Clock | None:
 
 
 def judge_clocks(rank_clocks: dict[int, Any], hosts: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield the finding on the difference between the hosts' clocks."""
+    """Yield a finding on the differences between the hosts' clocks."""
     clocks = {rank: Clock(*clock) for rank, clock in rank_clocks.items() if clock is not None}
     if len(clocks) < 2:
         yield Finding("clocks", Verdict.OK, "one host")
@@ -142,7 +143,7 @@ def judge_clocks(rank_clocks: dict[int, Any], hosts: tuple[str, ...]) -> Iterato
     wrong = [
         f"{hosts[rank]} is {abs(clock.ahead_s):.2f} s"
         f" {'ahead of' if clock.ahead_s > 0 else 'behind'} {hosts[0]}:"
-        " keep time by NTP (timedatectl set-ntp true)"
+        " synchronize the clock by NTP (timedatectl set-ntp true)"
         for rank, clock in clocks.items()
         if abs(clock.ahead_s) - clock.within_s > LARGEST_DIFFERENCE_S
     ]
@@ -159,19 +160,21 @@ def judge_clocks(rank_clocks: dict[int, Any], hosts: tuple[str, ...]) -> Iterato
     )
 
 
-# --- views of the record --------------------------------------------------------------------------
+# --- W&B and TensorBoard --------------------------------------------------------------------------
 
 
 def look_at_views(log: LogConfig) -> list[list[str]]:
-    """Return verdict and line of each logger in the settings; rank 0 calls it."""
+    """Return a verdict and a line of text for each configured logger. Only rank 0 calls this."""
     results = [_look_at_wandb(log)]
     if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        results.append((Verdict.NOTE, "log.tensorboard: not installed: pip install tensorboard"))
+        results.append(
+            (Verdict.NOTE, "log.tensorboard: tensorboard is not installed: pip install tensorboard")
+        )
     return [[verdict, line] for verdict, line in results]
 
 
 def judge_views(results: dict[int, list[list[str]]]) -> Iterator[Finding]:
-    """Yield the finding whether W&B and TensorBoard will get the record."""
+    """Yield a finding on whether W&B and TensorBoard will receive metrics."""
     verdicts = [Verdict(verdict) for verdict, _ in results[0]]
     order = [Verdict.FAIL, Verdict.NOTE, Verdict.OK]
     text = "\n".join(line for _, line in results[0])
@@ -181,30 +184,33 @@ def judge_views(results: dict[int, list[list[str]]]) -> Iterator[Finding]:
 def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     mode = wanted_mode(log.wandb)
     if mode == "off":
-        return Verdict.OK, "off, as asked"
+        return Verdict.OK, "off, as configured"
     # A run continues without W&B, but a user who set "online" depends on it.
     lacking = Verdict.FAIL if log.wandb == "online" else Verdict.NOTE
     if importlib.util.find_spec("wandb") is None:
-        return lacking, "not installed: pip install wandb, or log.wandb=off"
+        return lacking, "wandb is not installed: pip install wandb, or set log.wandb=off"
     if mode == "offline":
-        return Verdict.OK, "offline, as asked; wandb sync uploads it later"
+        return Verdict.OK, "offline, as configured: upload the run later with wandb sync"
     url = _wandb_url()
-    offline = "the run is kept offline, and wandb sync uploads it later"
+    offline = "the run is logged offline, and wandb sync uploads it later"
     if not _has_wandb_key(url):
-        return lacking, f"no key for {url}: {offline}; wandb login, or log.wandb=offline"
+        return lacking, f"no key for {url}, so {offline}: run wandb login, or set log.wandb=offline"
     began_s = time.perf_counter()
     try:
         urllib.request.urlopen(url, timeout=ANSWER_S).close()
     except urllib.error.HTTPError:
-        pass  # an HTTP error is also an answer
+        pass  # an HTTP error also shows that the server answers
     except OSError as error:
         reason = getattr(error, "reason", error)
-        return lacking, f"{url} does not answer ({reason}): {offline}; is there a proxy to set?"
-    return Verdict.OK, f"{url} answers in {time.perf_counter() - began_s:.2f} s; there is a key"
+        return (
+            lacking,
+            f"{url} does not answer ({reason}), so {offline}: check the network and the proxy",
+        )
+    return Verdict.OK, f"{url} answered in {time.perf_counter() - began_s:.2f} s, and a key exists"
 
 
 def _wandb_url() -> str:
-    """Return the server that W&B would use, from its variable, its settings or its default."""
+    """Return W&B's server, from the environment, W&B's settings file or its default."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url.rstrip("/")
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")

@@ -1,4 +1,4 @@
-"""Test the checkpoint of a run: the step at which a start would resume, and a complete save."""
+"""Check the step at which a run would resume, and test saving a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vit.system.urls import is_url
 
 
 class SaveTrial:
-    """The parts of a check that concern checkpoints, on one rank."""
+    """The checks of checkpoints, on one rank."""
 
     def __init__(self, trial: Trial):
         self._trial = trial
@@ -35,15 +35,16 @@ class SaveTrial:
         self.run_dir = trial.run_dir
 
     def look_at_checkpoint(self) -> list[str] | None:
-        """Return the step at which a start would resume, and the disk space; None except on rank 0.
+        """Return lines about the step at which the run would resume, and about disk space.
 
-        Raises ValueError if a start would, also for a damaged checkpoint, which is not changed.
+        Returns None except on rank 0. Raises ValueError if the run could not resume. A damaged
+        checkpoint is not changed.
         """
         if not self._world.is_main:
             return None
         place = self._config.run.dir
         is_away = is_url(place)
-        # For a run at a URL only the description of each checkpoint is read, not its tensors.
+        # For a run at a URL, only the metadata of each checkpoint is read.
         source: Any = self.run_dir
         if is_away:
             source = load("vit.extras.remote_runs.reading:newest_info", f"run.dir={place}")(
@@ -58,9 +59,9 @@ class SaveTrial:
             check_belongs(folder, info, settings, self._trial.facts, self._trial.allowed)
             if not is_away:
                 checkpoints.read_info(folder, verify=True)
-            state = "at its URL, not fetched here" if is_away else "whose files are whole"
+            state = "at its URL, not fetched" if is_away else "whose files are complete"
             step = checkpoints.state_of(info).step
-            lines = [f"goes on at step {step:,} from {folder.name}, {state}"]
+            lines = [f"resumes at step {step:,} from {folder.name}, {state}"]
         keep_last = self._config.checkpoint.keep_last
         if newest is None or newest[1]["step"] < self._trial.data.plan.total_steps:
             lines += check_disk(Preflight((), {}), self._trial.disk, self.run_dir, keep_last).lines
@@ -71,14 +72,15 @@ class SaveTrial:
         yield Finding("start", Verdict.OK, "\n".join(lines[0] or []))
 
     def try_checkpoint(self) -> dict[str, float] | None:
-        """Write a checkpoint next to the run's, verify it, load it on all ranks, and remove it."""
+        """Write a test checkpoint, verify it, load it on all ranks, and remove it."""
         world = self._world
         tensors = checkpoints.named_tensors(self._trial.step)
         written: dict[str, float] = {}
         if not world.is_main:
             with world.fail_together():
                 pass
-            checkpoints.load_checkpoint(self.run_dir, self._trial.step)  # rank 0 reads it
+            # Only rank 0 reads the file.
+            checkpoints.load_checkpoint(self.run_dir, self._trial.step)
             return None
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         with passing_folder(self.run_dir) as place:
@@ -110,9 +112,9 @@ class SaveTrial:
         return folder
 
     def judge_write(self, times: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
-        """Yield size and rates of the checkpoint. times: the result of `try_checkpoint` by rank."""
+        """Yield a finding on the checkpoint. times: the result of `try_checkpoint` by rank."""
         main_times = times[0]
-        assert main_times is not None, "rank 0 wrote it"
+        assert main_times is not None, "rank 0 wrote the checkpoint"
         num_bytes = main_times["bytes"]
         write_s = main_times["write_s"]
         read_s = main_times["read_s"]

@@ -1,13 +1,13 @@
-"""Run the parts of a check, one after the other on all ranks, each within a time limit.
+"""Run the checks one after the other on all ranks, each within a time limit.
 
     rank 0    part, in a thread -> answer -----------------\\
     others    part, in a thread -> answer -> torch's store -> rank 0: who is missing? -> findings
     all       <- which parts to skip, and lost ranks <------- store <---/
 
-A part may hang: in a collective that a stopped rank does not join, or on a disk. So a thread runs
-it, and the main thread waits for the answer or the limit. Answers travel through the store, never
-through a collective, so a rank that does not answer can be named even if all other ranks hang. Then
-parts that need all ranks are skipped.
+A check may hang on a disk, or in a collective that a stopped rank does not join. A thread runs the
+check, and the main thread waits for the answer until the time limit. Answers are sent through
+torch's store, not through a collective, so rank 0 can name a rank that does not answer. After such
+a failure, checks that need all ranks are skipped.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ from vit.distributed.world import ENDED, LOOKS_PER_S, AlreadyReported, World, si
 from vit.extras.planner.check.findings import Finding, Verdict, by_message
 
 GRACE_S = 10.0
-"""The time that other ranks have to finish after one rank failed in a joint part."""
+"""The time that other ranks have to finish a joint check after one rank failed in it."""
 MARGIN_S = 5.0
-"""The time by which one rank may begin a part later than another."""
+"""The largest expected difference between the times at which two ranks begin a check."""
 POLL_S = 0.1
-"""The time between two requests to the store; longer from 410 ranks on, as in `World.look_s`."""
+"""The time between two requests to the store. With 410 or more ranks the time is longer, as in
+`World.look_s`."""
 
 
 class CheckStage(NamedTuple):
-    """A part of the check; every rank has the same parts in the same order."""
+    """A check that every rank runs, in the same order as all other ranks."""
 
     name: str
     run: Callable[[], Any]
-    """The function for each rank; it returns a JSON value, or raises."""
+    """The function that each rank calls. The function returns a JSON value or raises an
+    exception."""
     judge: Callable[[dict[int, Any]], Iterable[Finding]]
-    """The function for rank 0, from the values of all ranks to findings."""
+    """The function with which rank 0 converts the values of all ranks to findings."""
     is_joint: bool = False
-    """Whether ranks wait for each other in the part."""
+    """Whether ranks wait for each other in the check."""
     needs: tuple[str, ...] = ()
-    """The parts that must pass first."""
+    """The checks that must pass first."""
     times: float = 1.0
-    """The factor of the usual time limit."""
+    """The factor on the usual time limit."""
 
 
 class CheckStages:
-    """The runner of the parts on all ranks; `findings` grows on rank 0."""
+    """The runner of all checks on one rank. Rank 0 collects `findings`."""
 
     def __init__(self, world: World, limit_s: float):
         self.world = world
@@ -60,26 +62,26 @@ class CheckStages:
         self._failed = set[str]()
         self._lost = set[int]()
         self._apart = ""
-        """The reason why joint parts are skipped; "" if they are not."""
-        # A clone, because a connection serves one call at a time and the thread may wait in a call.
+        """The reason why joint checks are skipped, or "" if they run."""
+        # The thread may block the other connection, because a connection serves one call at a time.
         self._store = None if world.store is None else world.store.clone()
         self._look_s = max(POLL_S, world.size / LOOKS_PER_S)
         self._thread = self._new_thread()
 
     @property
     def failed(self) -> bool:
-        """Whether a part has failed on any rank; the value is the same on all ranks."""
+        """Whether a check has failed on any rank. The value is equal on all ranks."""
         return bool(self._failed)
 
     def close(self) -> None:
-        """End the thread, without waiting if it hangs."""
+        """Shut the thread down without waiting for a check that hangs."""
         self._thread.shutdown(wait=False)
 
     def run(self, parts: Iterable[CheckStage], on_part: Callable[[int, str], None]) -> None:
-        """Run `parts`. on_part: called with number and name of each part before it begins.
+        """Run `parts`. on_part: called with the number and name of each check before it begins.
 
-        Raises AlreadyReported on a rank that was given up, and if rank 0 ends. If rank 0 does not
-        answer, raises ValueError on the first other rank.
+        Raises AlreadyReported on a rank that answered too late, and if rank 0 exits. If rank 0 does
+        not answer, the first other rank raises ValueError.
         """
         for number, part in enumerate(parts):
             on_part(number, part.name)
@@ -87,7 +89,7 @@ class CheckStages:
             if part.is_joint and self._apart:
                 lacking = [self._apart]
             if lacking:
-                text = f"not tried: it needs {', '.join(lacking)}"
+                text = f"skipped: needs {', '.join(lacking)}"
                 self.findings.append(Finding(part.name, Verdict.SKIPPED, text))
                 self._failed.add(part.name)
             else:
@@ -112,17 +114,17 @@ class CheckStages:
         self._apart = self._apart or decision["apart"]
         self._failed |= {part.name} if decision["failed"] else set()
         if self.world.rank in self._lost:
-            raise AlreadyReported(f"too late for {part.name}")
+            raise AlreadyReported(f"rank {self.world.rank} answered the check {part.name} too late")
 
     # --- on each rank ---------------------------------------------------------------------------
 
     def _answer(self, part: CheckStage, key: str, deadline: float) -> dict[str, Any]:
-        """Run the part, and return its value, its problem, or the note that it is late."""
+        """Run the check, and return its value, its problem, or {"late": True}."""
         future: Future[Any] = self._thread.submit(part.run)
         while not future.done():
             wait([future], timeout=self._look_s)
             if time.monotonic() > deadline and not future.done():
-                self._thread = self._new_thread()  # the old thread may hang for good
+                self._thread = self._new_thread()  # the old thread may hang forever
                 return {"late": True}
             if part.is_joint and self._others_have_failed(key):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -142,18 +144,17 @@ class CheckStages:
 
     def _new_thread(self) -> ThreadPoolExecutor:
         device = self.world.device
-        # CUDA's current device is per thread.
+        # Each thread has its own current CUDA device.
         set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         return ThreadPoolExecutor(1, "check", initializer=set_device)
 
     def _hear(self, part: CheckStage, key: str, limit_s: float, deadline: float) -> dict[str, Any]:
-        """Wait for the decision of rank 0 and return it."""
         store = self._store
-        assert store is not None, "there are other ranks"
+        assert store is not None, "only a run of one rank has no store"
         deadline += 3 * MARGIN_S
         while not store.check([f"{key} decided"]):
             if store.check([ENDED]):
-                raise AlreadyReported("rank 0 has ended")
+                raise AlreadyReported("rank 0 has exited")
             if time.monotonic() > deadline or 0 in self.world.gone():
                 break
             time.sleep(self._look_s)
@@ -161,7 +162,7 @@ class CheckStages:
             return json.loads(store.get(f"{key} decided"))
         first = next(rank for rank in range(1, self.world.size) if store.check([f"{key} {rank}"]))
         if self.world.rank != first:
-            raise AlreadyReported("another rank tells that rank 0 is missing")
+            raise AlreadyReported("another rank reports that rank 0 is missing")
         raise ValueError(f"{part.name}: {self._missing([0], limit_s)}")
 
     # --- on rank 0 ------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class CheckStages:
     def _decide(
         self, part: CheckStage, key: str, limit_s: float, deadline: float, own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Wait for the answers, judge them, and return the decision for all ranks."""
+        """Wait for the answers of all ranks, add the findings, and return the common decision."""
         answers = self._gather(key, deadline, own)
         missing = [r for r in range(self.world.size) if r not in answers and r not in self._lost]
         late = [rank for rank, answer in answers.items() if "late" in answer]
@@ -178,16 +179,16 @@ class CheckStages:
         lines = []
         if missing:
             lines.append(self._missing(missing, limit_s))
-            # Other ranks report the missing rank as lost; the line above covers that.
+            # The line above already reports the ranks that other ranks have lost.
             problems = {rank: text for rank, text in problems.items() if text != LOST}
         lines += by_message(problems, hosts)
         if missing:
             pass
-        elif late and not problems:  # with problems, late ranks waited for the ranks that failed
+        elif late and not problems:  # if ranks failed, late ranks waited for them
             late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
             lines.append(
-                f"not done within {limit_s:.0f} s{late_hosts}: a disk, a network or a device stands"
-                " still there; --check-limit-s gives more time"
+                f"not done within {limit_s:.0f} s{late_hosts}: a disk, a network or a device hangs"
+                " or is slow: allow more time with --check-limit-s"
             )
         if lines:
             self.findings.append(Finding(part.name, Verdict.FAIL, "\n".join(lines)))
@@ -202,7 +203,6 @@ class CheckStages:
         return {"failed": bool(lines), "lost": missing, "apart": apart}
 
     def _gather(self, key: str, deadline: float, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the answers that arrive in time, by rank."""
         store = self._store
         if store is None:
             return {0: own}
@@ -218,9 +218,9 @@ class CheckStages:
         return {rank: json.loads(text) for rank, text in zip(answered, texts, strict=True)}
 
     def interrupt(self, number: int, name: str, by: str) -> None:
-        """Add the finding of part `number`, which was ended by the signal `by`, on rank 0."""
+        """Add a finding on rank 0 for check `number`, which the signal `by` interrupted."""
         gone = self.world.gone()
-        if gone:  # torchrun ends all ranks because of it
+        if gone:  # torchrun stops all ranks when one has exited
             self.findings.append(Finding(name, Verdict.FAIL, self._missing(gone, self.limit_s)))
             return
         waiting = ""
@@ -228,7 +228,7 @@ class CheckStages:
             ranks = sorted(set(range(self.world.size)) - self._lost)
             silent = silent_ranks(self._store, f"part {number}", ranks)
             waiting = f"; no answer yet from {places(silent, self.world.hosts)}" if silent else ""
-        text = f"ended by {by} in it{waiting}: if you did not send it, an error above says why"
+        text = f"interrupted by {by}{waiting}: if you did not send this signal, see the error above"
         self.findings.append(Finding(name, Verdict.FAIL, text))
 
     def _missing(self, ranks: list[int], limit_s: float) -> str:
@@ -236,13 +236,13 @@ class CheckStages:
         gone = set(ranks) & set(self.world.gone())
         if gone:
             return (
-                f"{places(gone, self.world.hosts)} ended without a word, as if killed: by the"
-                " kernel where memory ran out (dmesg), or by the batch system"
+                f"{places(gone, self.world.hosts)} exited without a message: the kernel may have"
+                " killed it because memory ran out (see dmesg), or the batch system killed it"
             )
         processes = "; ".join(filter(None, map(self.world.process_of, ranks)))
         if processes:
             processes = f" ({processes})"
         return (
-            f"{rank_places} did not answer within {limit_s:.0f} s{processes}: hung, stopped or cut"
-            " off; look at the host, or leave it out"
+            f"{rank_places} did not answer within {limit_s:.0f} s{processes}, because the process"
+            " hangs or the network fails: check the host, or run without it"
         )

@@ -1,7 +1,7 @@
-"""Test reading and writing on a host: the size of every shard, the reading rate, the run's folder.
+"""Check the size of every shard, the reading rate, and the run's folder on a host.
 
-Files are written to a hidden folder and removed. If the check is killed, the next check removes
-them.
+Test files are written to a hidden folder and then removed. If the check is killed, the next check
+removes the test files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READ_S = 2.0
-"""The time for reading images, unless all images of `READ_BATCHES` are read before."""
+"""The time limit for reading images of `READ_BATCHES` batches."""
 READ_BYTES = 2**29
 READ_AT_ONCE = 8
 READ_BATCHES = 8
@@ -44,9 +44,10 @@ GIB = 2**30
 
 
 def look_at_shards(config: Config, world: World) -> list[int] | None:
-    """Return number and bytes of all shards, checked from this host; None on its other ranks.
+    """Check all shards from this host, and return their number and their bytes.
 
-    Raises ShardError, with the problems of all data sets.
+    Returns None on all but one rank of a host. Raises ShardError that lists the problems of all
+    datasets.
     """
     if not world.is_local_main:
         return None
@@ -74,12 +75,12 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
 
 
 def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
-    """Yield the number of checked shards and of hosts. counts: number and bytes, by rank."""
+    """Yield the number of checked shards. counts: the number and bytes of the shards, by rank."""
     host_counts = [count for count in counts.values() if count is not None]
     number, num_bytes = host_counts[0]
     num_hosts = len(host_counts)
     hosts = "by this host" if num_hosts == 1 else f"by each of {num_hosts} hosts"
-    text = f"{number:,} of the right size ({num_bytes / 1e9:,.3g} GB), looked at {hosts}"
+    text = f"{number:,} of the expected size ({num_bytes / 1e9:,.3g} GB), checked {hosts}"
     yield Finding("shards", Verdict.OK, text)
 
 
@@ -87,11 +88,11 @@ def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
 
 
 def read_rate(batches: Any, first: int, num_batches: int, world: World) -> list[float] | None:
-    """Return bytes and images per second that this host reads, None on its other ranks.
+    """Return the bytes and images per second that this host reads from shards.
 
-    Reads the samples of a few global batches from position `first` on as in training: one by one,
-    with a check of their checksums. Blocks that are not cached yet are fetched. Raises ShardError
-    if a sample cannot be read.
+    Reads the samples of a few global batches from position `first` on, as in training, and verifies
+    their checksums. Returns None on all but one rank of a host. Raises ShardError if a sample
+    cannot be read.
     """
     if not world.is_local_main or not batches.exact:
         return None
@@ -112,10 +113,10 @@ def read_rate(batches: Any, first: int, num_batches: int, world: World) -> list[
 
 
 def judge_reading(rates: dict[int, list[float] | None], world: World) -> Iterator[Finding]:
-    """Yield the rate of the slowest host. rates: bytes and images per second, by rank."""
+    """Yield the reading rate of the slowest host. rates: bytes and images per second, by rank."""
     host_rates = {rank: rate for rank, rate in rates.items() if rate is not None}
     if not host_rates:
-        yield Finding("reading", Verdict.OK, "a stream: not tried")
+        yield Finding("reading", Verdict.OK, "not measured for a stream")
         return
     slowest = min(host_rates, key=lambda rank: host_rates[rank][0])
     rate, images = host_rates[slowest]
@@ -123,27 +124,27 @@ def judge_reading(rates: dict[int, list[float] | None], world: World) -> Iterato
     if len(host_rates) > 1:
         host = f", the slowest of {len(host_rates)} hosts ({world.host_of(slowest)})"
     text = f"{rate_text(rate)}, {digits(images)} images/s from shards{host}"
-    yield Finding("reading", Verdict.OK, f"{text}; what was read before comes from memory")
+    yield Finding("reading", Verdict.OK, f"{text}; includes reads from the page cache")
 
 
 # --- the run's folder -----------------------------------------------------------------------------
 
 
 def place_of(run_dir: Path) -> Path:
-    """Return the folder to test: the run's, or the nearest existing folder above it."""
+    """Return the run's folder, or its nearest existing parent."""
     folder = run_dir.absolute()
     return next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
 
 
 _passing: list[Path] = []
-"""The folders into which a thread of this process is writing."""
+"""The folders to which a thread of this process is writing."""
 
 
 @contextmanager
 def passing_folder(run_dir: Path) -> Iterator[Path]:
-    """Make a hidden folder on the disk of `run_dir`, and remove it after the block.
+    """Create a hidden folder on the disk of `run_dir`, and remove it after the block.
 
-    Raises ValueError if it cannot be made.
+    Raises ValueError if the folder cannot be created.
     """
     place = place_of(run_dir)
     remove_leftovers(place, "check")
@@ -161,16 +162,16 @@ def passing_folder(run_dir: Path) -> Iterator[Path]:
 
 
 def remove_passing() -> None:
-    """Remove the files of a thread that is still writing, before this process ends."""
+    """Remove the files of a thread that is still writing, before this process exits."""
     for folder in list(_passing):
         hidden = folder.with_name(folder.name.replace(".tmp", ".end.tmp"))
         with suppress(OSError):
-            folder.rename(hidden)  # so that the thread cannot make new files in it
+            folder.rename(hidden)  # the thread cannot create further files
             shutil.rmtree(hidden, ignore_errors=True)
 
 
 def cannot_write(run_dir: Path, place: Path, error: OSError) -> ValueError:
-    """Return the error for a folder of a run that cannot be written."""
+    """Return the error for a run folder that is not writable."""
     parent = "" if place == run_dir.absolute() else f" {place}"
     return ValueError(
         f"run.dir={run_dir}:{parent} cannot be written ({error.strerror}): choose another folder,"
@@ -179,9 +180,9 @@ def cannot_write(run_dir: Path, place: Path, error: OSError) -> ValueError:
 
 
 def look_at_folder(run_dir: Path) -> list[str]:
-    """Test the folder of a run without changing its files; return verdicts and lines, alternating.
+    """Test the folder of a run without changing its files.
 
-    Raises ValueError if the run could not write to it.
+    Returns verdicts and lines of text in turn. Raises ValueError if the folder is not writable.
     """
     place = place_of(run_dir)
     notes: list[str] = []
@@ -201,14 +202,15 @@ def look_at_folder(run_dir: Path) -> list[str]:
                 except OSError as error:
                     notes += [
                         Verdict.NOTE,
-                        f"no locks there ({error.strerror}): make sure that only one run uses it",
+                        f"the file system has no locks ({error.strerror}): let only one run use"
+                        " this folder",
                     ]
             os.replace(path, folder / "renamed")
             flush(folder)
     except OSError as error:
         raise cannot_write(run_dir, place, error) from None
     kind = file_system(place)
-    state = "there" if place == run_dir.absolute() else "new"
+    state = "exists" if place == run_dir.absolute() else "new"
     shared = ", shared with other hosts" if is_shared(kind) else ""
     on = f", on {kind}{shared}" if kind else ""
     free = f"{shutil.disk_usage(place).free / GIB:,.1f} GiB free"
@@ -216,7 +218,7 @@ def look_at_folder(run_dir: Path) -> list[str]:
 
 
 def judge_folder(results: dict[int, list[str] | None]) -> Iterator[Finding]:
-    """Yield the finding of rank 0 on the run's folder."""
+    """Yield rank 0's finding on the run's folder."""
     main_results = results[0] or []
     verdict = Verdict.NOTE if Verdict.NOTE in main_results[::2] else Verdict.OK
     yield Finding("run folder", verdict, "\n".join(main_results[1::2]))

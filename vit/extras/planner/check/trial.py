@@ -1,9 +1,9 @@
-"""Test the run at full size: data, a few steps, a batch of an evaluation, a checkpoint.
+"""Test a run at full size: the data, a few steps, an evaluation batch and a checkpoint.
 
     open_data (as a start) -> step (model, loader, DDP, optimizer) -> evaluation -> checkpoint
 
-The functions of a real run make everything, from fresh weights, except the record and the run's
-folder. At the end everything is removed.
+The test uses the same functions as training and starts from random weights. No metrics are written,
+and all test files are removed.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ from vit.training.model_summary import count_parameters
 from vit.training.run_data import RunData, open_data
 
 STEPS = 3
-"""The number of steps. The first compiles and waits for workers; the last shows a step's time."""
+"""The number of steps. The first step compiles the model and waits for workers. The last step is
+used for the time."""
 LITTLE_MEMORY = 0.03
-"""The share of a GPU's memory that should stay free; with less, fragmentation may end the run."""
+"""The share of a GPU's memory that should stay free, because fragmentation can otherwise stop the
+run."""
 GIB = 2**30
 
 
 class _Enough(Exception):
-    """The signal that one batch of an evaluation is done."""
+    """An exception that stops an evaluation after one batch."""
 
 
 class Trial:
-    """The objects that the parts of a check share, on one rank."""
+    """The objects that the checks share, on one rank."""
 
     def __init__(self, config: Config, world: World, allow_change: Iterable[str]):
         self.config = config
@@ -59,47 +61,50 @@ class Trial:
         self._data: RunData | None = None
         self._step: TrainStep | None = None
         self._images_per_s: dict[str, float] = {}
-        """The images per second that the slowest host reads, under the key `read`; on rank 0."""
+        """The images per second that the slowest host reads, with the key `read`. Set on rank 0."""
 
     @property
     def data(self) -> RunData:
-        """The data of the run; available after the part `data`."""
-        assert self._data is not None, "the part of the data was done"
+        """The data of the run. Available after the check `data`."""
+        assert self._data is not None, "the check of the data ran before"
         return self._data
 
     @property
     def step(self) -> TrainStep:
-        """The training step of the run; available after the part `step`."""
-        assert self._step is not None, "the part of the step was done"
+        """The training step of the run. Available after the check `step`."""
+        assert self._step is not None, "the check of the step ran before"
         return self._step
 
     # --- data -----------------------------------------------------------------------------------
 
     def open_data(self) -> dict[str, Any]:
-        """Open the data and make the plan as a start does; return the figures of this host."""
+        """Open the data and make the plan as in training. Return the numbers of this host."""
         self._data = open_data(self.config, self.world)
         config, world, data = self.config, self.world, self._data
         self._parts = parts_of(config)
         self._objective = self._parts.create_objective(config, data, world)
         self.facts = {**data.facts, **self._objective.notes.facts}
         for hook in self._parts.hooks:
-            if not isinstance(hook, HostCheck):  # it also checks the disk, which has its own part
+            if not isinstance(hook, HostCheck):
+                # `HostCheck` also checks the disk, which a separate check does.
                 self.facts |= hook.opened(config, world, data, Place(self.run_dir)).facts
         checked, self.disk = check_host(config, world, data)
         return {"lines": checked.lines, **checked.numbers}
 
     def judge_data(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
-        """Yield the findings on the config, the data and the hosts. answers: by rank."""
+        """Yield findings on the config, the data and the hosts. answers: the numbers by rank."""
         plan = self.data.plan
         with torch.device("meta"):
             model = create_trained_model(self.config, self.data.num_classes)
-        passes = f" in {plan.accumulation_steps} passes" if plan.accumulation_steps > 1 else ""
+        passes = (
+            f" in {plan.accumulation_steps} micro-batches" if plan.accumulation_steps > 1 else ""
+        )
         yield Finding(
             "config",
             Verdict.OK,
             f"{self.config.model.name}, {count_parameters(model):,} parameters:"
-            f" {plan.total_steps:,} steps of {plan.global_batch_size:,} images, a rank"
-            f" {plan.rank_batch_size}{passes}; {self.config.train.precision} on"
+            f" {plan.total_steps:,} steps of {plan.global_batch_size:,} images,"
+            f" {plan.rank_batch_size} per rank{passes}; {self.config.train.precision} on"
             f" {self.world.device.type}",
         )
         yield Finding("data", Verdict.OK, answers[0]["lines"][0].removeprefix("data: "))
@@ -114,7 +119,7 @@ class Trial:
         parts += [] if shm is None else [f"/dev/shm {shm:,.1f} GiB free"]
         parts.append(f"{least('open_files'):,.0f} open files")
         hosts = len(set(self.world.hosts)) or 1
-        many = f"the least of {hosts} hosts: " if hosts > 1 else ""
+        many = f"minimum of {hosts} hosts: " if hosts > 1 else ""
         notes: dict[str, list[int]] = {}
         for rank, answer in answers.items():
             for note in answer["notes"]:
@@ -127,7 +132,7 @@ class Trial:
         yield Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
 
     def middle(self) -> int:
-        """Return a position in mid-run; its samples are not in memory from an earlier read."""
+        """Return a step in the middle of the run, whose samples are not in the page cache yet."""
         return self.data.plan.total_steps // 2
 
     def judge_reading(self, rates: dict[int, list[float] | None]) -> None:
@@ -139,7 +144,7 @@ class Trial:
     # --- a few steps ----------------------------------------------------------------------------
 
     def try_step(self) -> dict[str, Any]:
-        """Make the model and everything that updates it, and run a few steps on real batches."""
+        """Create the model and the training step, and run a few steps on real batches."""
         config, data, world = self.config, self.data, self.world
         reset_peak(world.device)
         with naming_what_fits(config, data.plan, data.num_classes, world.device):
@@ -182,7 +187,7 @@ class Trial:
                     step.prepare(batch)
                 loss = step(batch, position).read().loss
                 ends_s.append(time.perf_counter())
-            left_bytes = self._left_bytes()  # while the workers have their memory
+            left_bytes = self._left_bytes()  # measured while the workers are running
         return {
             "loss": repr(loss),  # JSON has no NaN
             "first_s": ends_s[1] - ends_s[0],
@@ -194,7 +199,6 @@ class Trial:
         }
 
     def _first_of_largest_images(self) -> int:
-        """Return the first position of the stage with the largest images."""
         batches = self.data.batches
         per_epoch = self.data.plan.steps_per_epoch
         begins = [0, *(until * per_epoch for until, _ in batches.image_format.stages)]
@@ -206,7 +210,7 @@ class Trial:
         return free_memory_bytes() or 0
 
     def judge_step(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
-        """Yield the time of a step and the memory that it leaves. answers: by rank."""
+        """Yield a finding on the time and memory of a step. answers: the measurements by rank."""
         main = answers[0]
         batch = self.data.plan.global_batch_size
         height, width = main["size"]
@@ -226,28 +230,28 @@ class Trial:
         lines = [
             f"steps of {batch:,} images of {height}x{width} px: {speed}the first{compiled}"
             f" {first_s:.3g} s; loss {loss:.4g}",
-            f"{peak_gib:.2f} GiB at the peak of a rank, {left_gib:.2f} GiB left {device}",
+            f"peak memory {peak_gib:.2f} GiB per rank, {left_gib:.2f} GiB left {device}",
         ]
         notes = []
         if not math.isfinite(loss):
             notes.append("the loss is not finite: lower optim.lr, or set train.precision=fp32")
         if main["why_eager"]:
-            notes.append(f"not compiled: torch.compile does not work here ({main['why_eager']})")
+            notes.append(f"not compiled, because torch.compile fails ({main['why_eager']})")
         if on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib):
-            notes.append("hardly any memory is left: lower data.micro_batch_size")
+            notes.append("almost no GPU memory is left: lower data.micro_batch_size")
         hosts = len(set(self.world.hosts)) or 1
         read = self._images_per_s.get("read")
         if last_s and read is not None and read < batch / last_s / hosts:
             notes.append(
-                f"a host takes {digits(batch / last_s / hosts)} images/s and reads {digits(read)}:"
-                " stage the shards on its own disk (data.cache_dir)"
+                f"training needs {digits(batch / last_s / hosts)} images/s per host, but a host"
+                f" reads {digits(read)}: copy the shards to a local disk (data.cache_dir)"
             )
         yield Finding("step", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))
 
     # --- an evaluation --------------------------------------------------------------------------
 
     def try_evaluation(self) -> list[float]:
-        """Evaluate a batch of each split with new workers; return the seconds of each."""
+        """Evaluate one batch of each split with new workers. Return the seconds of each split."""
         config, data = self.config, self.data
         taken_s = []
         with naming_what_fits(config, data.plan, data.num_classes, self.world.device):
@@ -260,23 +264,24 @@ class Trial:
                 finally:
                     evaluator.close()
                 if self.world.device.type == "cuda":
-                    torch.cuda.synchronize(self.world.device)  # raises errors of the device
+                    # Raises CUDA errors of earlier operations.
+                    torch.cuda.synchronize(self.world.device)
                 taken_s.append(time.perf_counter() - began_s)
         return taken_s
 
     def judge_evaluation(self, rank_seconds: dict[int, list[float]]) -> Iterator[Finding]:
-        """Yield the time of a batch. rank_seconds: seconds of each split, by rank."""
+        """Yield a finding on the time of a batch. rank_seconds: seconds per split, by rank."""
         seconds = [max(of_split) for of_split in zip(*rank_seconds.values(), strict=True)]
         more = f", and of {len(seconds) - 1} further splits" if len(seconds) > 1 else ""
         text = (
-            f"a batch of {self.config.eval.batch_size} images a rank of"
-            f" '{self.config.data.val_split}'{more}: {max(seconds):.3g} s with the start of"
-            " workers"
+            f"a batch of {self.config.eval.batch_size} images per rank of"
+            f" '{self.config.data.val_split}'{more}: {max(seconds):.3g} s, including the start"
+            " of workers"
         )
         yield Finding("evaluation", Verdict.OK, text)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory of the data and the step."""
         self._step = None
         self._data = None
         release_memory(self.world.device)

@@ -1,13 +1,14 @@
-"""Find training images that were never learnt, forgotten or mislabelled, from a run's losses.
+"""Find training images that were never learned, forgotten or mislabeled, from a run's losses.
 
-`samples/` has loss and margin of each row (vit.hooks.sample_losses). The image of a row follows
-from the order, and its visible share from the draws of mixing. Added up over the epochs:
+`samples/` contains the loss and margin of each row of a batch (vit.hooks.sample_losses). The image
+of a row is computed from the order, and the image's weight from the random numbers of mixing.
+Statistics over all epochs:
 
-    mean margin     Pleiss et al. 2020 (AUM): an image that is predicted as another class while its
-                    class is learnt from other images probably has a wrong label
-    times forgotten Toneva et al. 2019: how often it was right and then wrong; some never get right
+    mean margin     Pleiss et al. 2020 (AUM): a label is probably wrong if the model predicts
+                    another class, although it has learned the class from other images
+    times forgotten Toneva et al. 2019: how often an image was correct and then wrong
 
-If images mix, the weight of an observation is 2 lambda - 1, or 0 if lambda is below a half; loss
+With mixing, the weight of an observation is 2 lambda - 1, or 0 if lambda is below one half. Loss
 and margin are those of the mixed input.
 """
 
@@ -32,47 +33,48 @@ from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, told
 
 MAX_CURVE_VALUES = 2**28
-"""The most margins in memory, 512 MiB; for longer runs every n-th epoch is kept."""
+"""The largest number of margins in memory (512 MiB). For longer runs, only every n-th epoch is
+kept."""
 LARGEST = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
 class SampleCurves:
-    """The curves of N training images in E recorded epochs; NaN if an image was not seen."""
+    """The curves of N training images in E recorded epochs. Values are NaN for images not seen."""
 
     epochs: list[int]
-    """(E,) the epochs, counted from 1."""
+    """The recorded epochs, starting at 1."""
     num_seen: NDArray[np.int64]
-    """(N,) the number of epochs in which the image was seen."""
+    """The number of epochs in which each image was seen, (N,)."""
     mean_loss: NDArray[np.float64]
     """(N,)"""
     mean_margin: NDArray[np.float64]
     """(N,)"""
     first_right: NDArray[np.int64]
-    """(N,) the first epoch in which the image was classified correctly; 0: never."""
+    """The first epoch in which each image was classified correctly, or 0 for never, (N,)."""
     last_right: NDArray[np.int64]
-    """(N,) the last such epoch; 0: never."""
+    """The last epoch in which each image was classified correctly, or 0 for never, (N,)."""
     times_forgotten: NDArray[np.int64]
-    """(N,) the number of epochs in which the image was wrong after it had been right."""
+    """The number of times each image was classified incorrectly after it had been correct, (N,)."""
     curve_epochs: list[int]
-    """(C,) the epochs of `margins`."""
+    """The C epochs of `margins`."""
     margins: NDArray[np.float16]
     """(C, N)"""
 
     @property
     def never_learnt(self) -> NDArray[np.bool_]:
-        """Mask (N,) of the images that were seen but never predicted correctly."""
+        """A mask of the images that were seen but never classified correctly, (N,)."""
         return (self.num_seen > 0) & (self.first_right == 0)
 
     @property
     def late_wrong(self) -> NDArray[np.bool_]:
-        """The images that were seen, and not right in the second half of the epochs, (N,)."""
+        """A mask of the images that were never correct in the second half of the epochs, (N,)."""
         half = self.epochs[len(self.epochs) // 2]
         return (self.num_seen > 0) & (self.last_right < half)
 
     @property
     def suspects(self) -> NDArray[np.int64]:
-        """All images that were seen, sorted by mean margin: probably wrong labels come first."""
+        """The images that were seen, sorted by mean margin. Probably wrong labels come first."""
         seen = np.flatnonzero(self.num_seen > 0)
         return seen[np.argsort(self.mean_margin[seen], kind="stable")]
 
@@ -88,8 +90,8 @@ def read_curves(
     num_samples = source.train_set.split.num_samples  # raises ValueError for a stream
     if not files:
         raise ValueError(
-            f"{source.run_dir}: no losses of its images were kept (log.sample_losses=0, a run that"
-            " has not saved yet, or one of an earlier version): train with log.sample_losses=1"
+            f"{source.run_dir}: no losses of images were recorded (log.sample_losses=0, a run"
+            " without a checkpoint, or an earlier version): train with log.sample_losses=1"
         )
     every = math.ceil(len(files) * num_samples / MAX_CURVE_VALUES)
     margins = []
@@ -130,7 +132,7 @@ def read_curves(
 
 
 def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]:
-    """Return weights, weighted losses and weighted margins of an epoch, summed by image: (3, N)."""
+    """Return the weights, weighted losses and weighted margins of an epoch by image, (3, N)."""
     order = source.order
     augment = source.config.augment
     steps = order.steps_per_epoch
@@ -147,7 +149,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         position = (epoch - 1) * steps + step
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
-            table[:, LAMBDA] = 1.0  # unchanged after `augment.mixup_off_epoch`
+            table[:, LAMBDA] = 1.0  # stays 1 after `augment.mixup_off_epoch`
             size = source.train_format.in_epoch(epoch - 1).size
             draw_mix(
                 augment,
@@ -180,9 +182,9 @@ def write_table(
     near: NearDoubles | None,
     path: Path,
 ) -> Path:
-    """Write a line for each image that was seen, the most suspicious first, as CSV.
+    """Write a CSV line for each image that was seen, in order of mean margin.
 
-    near: None if near doubles were not searched; then the last three columns are empty.
+    near: None if near duplicates were not searched. The last three columns are then empty.
     """
     split = source.train_set.split
     names = source.class_names

@@ -1,6 +1,6 @@
-"""Find images that are in the training data twice, or also in the evaluation data.
+"""Find duplicate training images, and training images that are also validation images.
 
-Candidates have equal checksums in the index; their bytes are compared.
+Images with equal checksums in the index are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from vit.data.sources import Sources
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The images with equal bytes."""
+    """The images with identical bytes."""
 
     groups: list[list[int]]
-    """The groups of two or more equal training samples; groups with different labels come first."""
+    """The groups of identical training samples. Groups with different labels come first."""
     also_evaluated: list[tuple[int, int]]
-    """The pairs of a training sample and an equal validation sample, one per training sample."""
+    """The pairs of a training sample and an identical validation sample, one per training
+    sample."""
 
 
 def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
-    """Find equal images in the training data, and between training and evaluation data.
+    """Find identical images in the training data, and between training and validation data.
 
-    Candidates have equal checksums and sizes in the index; their bytes are compared. Returns no
-    images for an index without checksums, of an earlier version. Raises ShardError.
+    Images with equal checksums and sizes in the index are compared byte by byte. Returns no images
+    if the index has no checksums, as in earlier versions. Raises ShardError if an image cannot be
+    read.
     """
     if not all(has_checksums(each.index) for each in [*split.splits, val_split]):
         return Duplicates([], [])
@@ -58,5 +60,5 @@ def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
 
 
 def _names(split: Split | Sources) -> NDArray[np.uint64]:
-    """Return checksum and size of each image as one number, (N,)."""
+    """Combine the checksum and the size of each image into one number, (N,)."""
     return np.concatenate([image_keys(each.index) for each in split.splits])

@@ -1,16 +1,16 @@
-"""Find images that are nearly the same: encoded twice, brightened, or slightly cropped.
+"""Find near duplicates: images that were encoded twice, brightened or slightly cropped.
 
 1. Compute the input of the model's head for each training and validation image   pooled_features
-2. Turn it to principal axes, scale these to equal variance, and to length 1      whiten_
-3. Find the most similar training image of each image, by cosine                  nearest
+2. Whiten these features along principal axes, and scale them to length 1         whiten_
+3. Find the most similar training image of each image by cosine similarity        nearest
 4. Select pairs above a threshold                                                 find_near_doubles
 
-A classifier's features of one class lie close together (Papyan et al. 2020, arXiv 2008.08186), so
-two images of a class look as similar as two copies of one image. Directions with little variance
-distinguish copies, and whitening scales these up.
+A classifier's features of one class are close together (Papyan et al. 2020, arXiv 2008.08186), so
+two images of a class can be as similar as two copies of one image. Copies differ less in directions
+with little variance, which whitening scales up.
 
-The cost of N images with D features is 4 N D bytes on the host and 2 N^2 D operations. ImageNet-1k
-and ViT-B/16 need 4 GB and 2.7e15 operations, seconds of a GPU or a day of a CPU core.
+N images with D features need 4 N D bytes on the host and 2 N^2 D operations. ImageNet-1k with
+ViT-B/16 needs 4 GB and 2.7e15 operations, which take seconds on a GPU or a day on a CPU core.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from vit.layers.precision import autocast
 from vit.system.host import num_cores
 
 THRESHOLD = 0.9
-"""The least cosine of two images that are shown."""
+"""The lowest cosine similarity of near duplicates."""
 RIDGE = 0.02
-"""The share of the largest deviation that is added to each axis, so that empty axes stay small."""
+"""The share of the largest standard deviation that is added to that of each axis, which keeps axes
+without variance small."""
 BLOCK = 8192
-"""The images on each side of a product of similarities: 256 MiB."""
+"""The number of rows and columns in a block of the similarity matrix (256 MiB)."""
 FEW_IMAGES = 2000
-"""The number of images up to which this process decodes, because workers take longer to start."""
+"""The number of images up to which no workers are used, because starting them would take longer."""
 
 OnImages = Callable[[int, int], None]
-"""A function that is called with the number of finished images and of all images."""
+"""A callback with the number of finished images and the total number of images."""
 
 
 @dataclass(frozen=True)
 class NearDoubles:
-    """The pairs of images that are nearly the same, without pairs of equal bytes.
+    """The pairs of near duplicates, without identical images.
 
-    Each image is compared only with its most similar image.
+    Each image is paired only with its most similar image.
     """
 
     pairs: list[tuple[int, int, float]]
-    """The pairs of training samples with their cosine; pairs with different labels come first."""
+    """The pairs of training samples with their cosine. Pairs with different labels come first."""
     also_evaluated: list[tuple[int, int, float]]
-    """The triples of training sample, validation sample and cosine, the most similar first."""
+    """The triples of training sample, validation sample and cosine, most similar first."""
 
 
 def find_near_doubles(
@@ -65,10 +66,10 @@ def find_near_doubles(
     threshold: float,
     on_images: OnImages,
 ) -> NearDoubles:
-    """Find the images of the run's training data that are nearly the same.
+    """Find near duplicates in the run's training data.
 
-    features: the result of `pooled_features`, which is whitened in place. threshold: the least
-    cosine, in (-1, 1].
+    features: the result of `pooled_features`, which is whitened in place. threshold: the lowest
+    cosine similarity, in (-1, 1].
     """
     train = source.train_set.split
     whiten_(features)
@@ -137,7 +138,7 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
 
 
 def whiten_(features: Tensor) -> None:
-    """Turn `features` (N, D) in place to principal axes of equal variance, then to length 1."""
+    """Whiten `features` (N, D) in place along principal axes, and scale each row to length 1."""
     mean = features.mean(0, dtype=torch.float64)
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64)
     for rows in features.split(BLOCK):
@@ -145,7 +146,7 @@ def whiten_(features: Tensor) -> None:
         covariance += centred.T @ centred
     variances, axes = torch.linalg.eigh(covariance / len(features))
     deviations = variances.clamp(min=0).sqrt()
-    # The floor is for features that are all equal, as of a model whose weights are 0.
+    # All deviations are 0 if all features are equal, as in a model whose weights are 0.
     scale = 1 / (deviations + RIDGE * deviations[-1]).clamp(min=1e-12)
     whitening = (axes * scale).float()
     for rows in features.split(BLOCK):
@@ -155,10 +156,11 @@ def whiten_(features: Tensor) -> None:
 def nearest(
     features: Tensor, num_train: int, device: torch.device, on_images: OnImages
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosine and the number of each image's most similar image among the first
-    `num_train`, without itself: (N,) float32 and (N,) int64, on the CPU.
+    """Return the cosine and the number of the most similar training image of each image.
 
-    features: (N, D) of length 1. Compares all pairs, block by block; on a GPU in fp16.
+    The results are (N,) float32 and (N,) int64, on the CPU. Training images are the first
+    `num_train` images, and an image is not compared with itself. features: (N, D), rows of length
+    1. GPUs compute in fp16.
     """
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     similarity = torch.full((len(features),), -2.0)
@@ -171,7 +173,7 @@ def nearest(
             columns = features[first : min(first + BLOCK, num_train)].to(device, dtype)
             cosines = rows @ columns.T
             if first == start:
-                cosines.fill_diagonal_(-2.0)  # an image must not be its own nearest
+                cosines.fill_diagonal_(-2.0)  # an image must not match itself
             values, places = cosines.max(1)
             closer = values > best
             best = torch.where(closer, values, best)

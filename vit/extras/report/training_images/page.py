@@ -1,10 +1,10 @@
-"""Write the page on the training images of a run: suspicious images, with their curves.
+"""Write an HTML page of suspicious training images of a run, with their curves.
 
-    runs/<name>/report/samples.html    one file that works offline, like the page of the run
-    runs/<name>/report/samples.csv     every image, most suspicious first
+    runs/<name>/report/samples.html    a single file that works offline, like the run's report
+    runs/<name>/report/samples.csv     all images, in order of mean margin
 
-Pictures are data URIs, curves inline SVG; the page has no script. The predictions on the page come
-from the run's last weights, with the preprocessing of evaluation.
+Pictures are embedded as data URIs, and curves as inline SVG. The page has no script. Predictions
+are those of the run's last weights, with the preprocessing of evaluation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.run_folder import REPORT_FOLDER
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
 TABLE_FILE = f"{REPORT_FOLDER}/samples.csv"
 PICTURE_PX = 128
-"""The longer side of a picture on the page."""
+"""The longer side of a picture on the page, in pixels."""
 CURVE_WIDTH, CURVE_HEIGHT = 128, 36
 AT_ONCE = 32
 
@@ -50,7 +50,7 @@ class Shown:
     curve: Markup
     notes: list[str]
     predicted: str
-    """The prediction of the model, "" if the model cannot run."""
+    """The prediction of the model, or "" if the model cannot run."""
     differs: bool
     """Whether the prediction differs from the label."""
 
@@ -62,11 +62,11 @@ def write_samples_page(
     near: NearDoubles | None,
     num_images: int,
 ) -> Path:
-    """Write the page with up to `num_images` in each section; returns its path.
+    """Write the page with up to `num_images` in each section, and return its path.
 
-    near: None if near doubles were not searched.
+    near: None if near duplicates were not searched.
 
-    Raises ValueError if the page cannot be written, ShardError if an image cannot be read.
+    Raises ValueError if the page cannot be written, and ShardError if an image cannot be read.
     """
     suspects = curves.suspects
     suspicious = suspects[curves.mean_margin[suspects] < 0][:num_images]
@@ -119,7 +119,7 @@ def write_samples_page(
 def _predict(
     source: ReportSource, split: Split | Sources, samples: list[int]
 ) -> tuple[dict[int, tuple[int, float]], str]:
-    """Return predicted class and probability of each sample, and the reason if there are none.
+    """Return the predicted class and probability of each sample, and an error message or "".
 
     Classes are -1 if the model cannot run.
     """
@@ -144,15 +144,15 @@ def _shown(
     prediction: tuple[int, float],
     curves: SampleCurves | None = None,
 ) -> Shown:
-    """prediction: class and probability. curves: the split's curves if it was trained on."""
+    """Return the image with its notes. curves: None for a validation image."""
     label = int(split.index[sample]["label"])
     notes = []
     if curves is None:
-        notes.append(f"evaluated on, in {split.name!r}")
+        notes.append(f"validation image in {split.name!r}")
     elif curves.num_seen[sample]:
         notes.append(f"mean margin {curves.mean_margin[sample]:.2f}")
         first = int(curves.first_right[sample])
-        notes.append(f"right first in epoch {first}" if first else "never right")
+        notes.append(f"first correct in epoch {first}" if first else "never correct")
     if curves is not None and (times := int(curves.times_forgotten[sample])):
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
     name = source.class_names[label]
@@ -169,7 +169,7 @@ def _shown(
 
 
 def _picture(split: Split | Sources, sample: int) -> str:
-    """Return the stored image as a data URI, "" if it cannot be decoded."""
+    """Return the stored image as a data URI, or "" if it cannot be decoded."""
     try:
         image = Image.fromarray(decode(split.read(sample)))
     except ValueError:
@@ -182,7 +182,6 @@ def _picture(split: Split | Sources, sample: int) -> str:
 
 
 def _curve(curves: SampleCurves, sample: int) -> Markup:
-    """Draw the margins of `sample` over the epochs, with a line at 0: right above, wrong below."""
     margins = curves.margins[:, sample].astype(np.float64)
     seen = np.flatnonzero(np.isfinite(margins))
     if not len(seen):
@@ -198,7 +197,7 @@ def _curve(curves: SampleCurves, sample: int) -> Markup:
     ]
     line = " ".join(f"{x},{y}" for x, y in places)
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="1.6"/>' for x, y in places if len(places) <= 32)
-    # Not escaped, because this function makes the markup from numbers.
+    # Not escaped, because this function generates the SVG from numbers.
     return Markup(
         f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img"'
         f' aria-label="margins from {margins[seen[0]]:.2f} to {margins[seen[-1]]:.2f}">'
