@@ -1,4 +1,4 @@
-"""Fixtures that load a config from a text."""
+"""Fixtures that load a config from text."""
 
 from pathlib import Path
 

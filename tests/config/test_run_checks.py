@@ -1,4 +1,4 @@
-"""Places of runs: a text that looks like a mistyped URL is not taken as a folder."""
+"""Test that a run path that looks like a mistyped URL is rejected."""
 
 from __future__ import annotations
 

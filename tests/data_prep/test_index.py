@@ -1,4 +1,4 @@
-"""Shards that others made become readable, and their tars stay as they are."""
+"""Test that indexing makes shards of other tools readable without changing the tars."""
 
 import hashlib
 import io
@@ -46,7 +46,7 @@ def test_foreign_shards_become_readable(foreign, capsys):
         (f"train{n}", jpeg(n)) for n in range(12)
     ]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
-    assert train.num_classes == validation.num_classes == 5  # of all splits, not of each
+    assert train.num_classes == validation.num_classes == 5  # one list for all splits
     first = digests(foreign)
     assert main([str(foreign), "--workers", "1"]) == 0
     assert digests(foreign) == first
@@ -63,7 +63,7 @@ def test_timm_reads_them_too(foreign):
 
 
 def test_info_of_others_is_kept(foreign, capsys):
-    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in their order, one left out
+    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted one
     theirs = {
         "splits": {
             "train": {
@@ -153,7 +153,7 @@ def test_an_idx_has_no_control_characters_and_keys_are_still_found_by_it(tmp_pat
     split = open_split(tmp_path, "train")
     tar.write_bytes(bytes(tar.stat().st_size))
     chosen = choose(split, Selection(exclude=str(tmp_path / "bad.txt")))
-    assert chosen.numbers.tolist() == [0, 1, 3], "by .idx, for no header can be read"
+    assert chosen.numbers.tolist() == [0, 1, 3], "no header is readable, so .idx must be used"
 
 
 def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
@@ -195,11 +195,12 @@ def test_a_script_without_a_guard_is_told_why_its_workers_end(foreign, tmp_path)
     assert ends[1][0] == 0
 
 
-# ---- what does not fit ---------------------------------------------------------------------------
+# ---- members that do not fit ---------------------------------------------------------------------
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """A tar of these; None: a hard link to the first member of the same suffix."""
+    """Write a tar with these members. None is a hard link to the first member with the same
+    suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -227,7 +228,7 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
 def shard_with(
     root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar"
 ) -> Path:
-    """Three samples that fit around one that does not."""
+    """Write three valid samples around an invalid one."""
     root.mkdir(exist_ok=True)
     good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
     write_members(root / name, [*good[0], *good[1], *bad, *good[2]])
@@ -250,7 +251,7 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     info = json.loads((tar.parent / "_info.json").read_text())
     assert (info["quarantined"], info["splits"]["train"]["shard_lengths"]) == (1, [3])
     for again in (False, True):
-        if again:  # made again from the tars, it leaves out the same
+        if again:  # indexing the tars again must skip the same samples
             (tar.parent / "train.index.npy").unlink()
         split = open_split(tar.parent, "train")
         assert [(split.key(i), split.read(i)) for i in range(len(split))] == [
@@ -319,7 +320,7 @@ def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, 
 
 
 def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
-    """rsync -t and cp -p give a corrected shard a time before that of the old one's sidecar."""
+    """rsync -t and cp -p may give a corrected shard an older time than the old sidecar's."""
     tar = shard_with(tmp_path / "root", [])
     os.utime(tar, (1, 1))
     assert main([str(tar.parent), "--workers", "1"]) == 0
@@ -337,7 +338,7 @@ def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
 
 def test_split_from_the_command_line(foreign, capsys):
     for n, tar in enumerate(sorted(foreign.glob("*train*.tar"))):
-        tar.rename(foreign / f"{n:05d}.tar")  # as img2dataset names its shards
+        tar.rename(foreign / f"{n:05d}.tar")  # the names that img2dataset gives its shards
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
     assert (

@@ -1,4 +1,5 @@
-"""Images without classes: shards that say so, for prediction, which training refuses."""
+"""Test images without classes: the shards record that, prediction accepts them, and training
+rejects them."""
 
 import json
 import tarfile

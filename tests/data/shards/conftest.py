@@ -1,4 +1,4 @@
-"""A small data set."""
+"""A fixture with a small dataset."""
 
 import shutil
 import tarfile

@@ -1,4 +1,4 @@
-"""Fixtures of shards on servers, for the tests of this folder."""
+"""Fixtures with shards on servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Downloads from a real HTTP server: continued after cuts, verified, and with clear errors."""
+"""Test downloads from a real HTTP server: they continue after cuts, are verified, and raise clear
+errors."""
 
 import hashlib
 import random
@@ -67,7 +68,9 @@ def test_three_cuts(web, path, capsys):
         None,
         *(f"bytes={start}-2999999" for start in (1_000_000, 1_000_000, 1_500_000)),
     ]
-    assert capsys.readouterr().err.count("\n") == 1, "what mends itself at once is not told"
+    assert capsys.readouterr().err.count("\n") == 1, (
+        "a retry that succeeds immediately must not be reported"
+    )
 
 
 def test_a_server_without_ranges(web, path, capsys):
@@ -75,7 +78,7 @@ def test_a_server_without_ranges(web, path, capsys):
     web.cuts = [1_000_000]
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
-    assert len(web.requests) == 2, "what is there already is passed over"
+    assert len(web.requests) == 2, "the bytes that have already arrived must be skipped"
 
 
 def test_a_server_that_tells_no_size(web, path):
@@ -104,7 +107,7 @@ def test_a_server_that_only_cuts(web, path):
     assert path.with_name("a.bin.part").read_bytes() == DATA[:1_000_000]
 
 
-# ---- what an earlier call left -------------------------------------------------------------------
+# ---- files of an earlier call --------------------------------------------------------------------
 
 
 def test_a_part_is_continued(web, path):
@@ -225,7 +228,7 @@ def test_errors_name_the_address(url, message, web, path):
     assert not path.parent.exists() or list(path.parent.iterdir()) == []
 
 
-# ---- a folder of the web -------------------------------------------------------------------------
+# ---- a folder on a web server --------------------------------------------------------------------
 
 
 def test_web_folder(web):

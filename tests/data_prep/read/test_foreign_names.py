@@ -1,4 +1,4 @@
-"""What is said about shards of other tools, and the names of their classes."""
+"""Test the report about shards of other tools, and their class names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data_prep.read.class_names import read_class_names
 from vit.data.shards.tar import scan_tar
 from vit.system.files import ShardError
 
-# ---- what is reported ----------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
 def test_the_words_for_image_and_json(tmp_path, capsys):

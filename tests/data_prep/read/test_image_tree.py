@@ -1,4 +1,4 @@
-"""Folders of images: what is taken, what is passed over and reported, and what cannot be read."""
+"""Test folders of images: which files are used, skipped and reported, or unreadable."""
 
 import json
 import re
@@ -27,8 +27,8 @@ def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
 def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
     flat, tmp_path, capsys
 ):
-    """51 images: 5 may be broken, which is more than the usual hundredth; 7 may with the value that
-    the refusal names."""
+    """Of 51 images up to 5 may be unreadable, which is more than the default of one percent. With
+    the value that the error suggests, 7 may be."""
     out = tmp_path / "out"
     for n in range(5):
         (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
@@ -64,8 +64,8 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
 
 
 def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
-    """A phone's folder: HEIC is passed over and counted, AVIF is read, EXIF orientations are
-    counted; classes are called 9 and 10."""
+    """In a phone's folder, HEIC is skipped and counted, AVIF is read, and EXIF orientations are
+    counted. The classes are named 9 and 10."""
     folder = tmp_path / "phone"
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -122,8 +122,8 @@ def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
 
 
 def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
-    """What torchvision's ImageFolder takes and more, and files without a suffix by their first
-    bytes."""
+    """This includes all files that torchvision's ImageFolder uses, and files without a suffix that
+    are recognized by their first bytes."""
     folder = tmp_path / "odd"
     suffixes = (
         "jpg",
@@ -169,7 +169,7 @@ def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
 
 
 def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
-    """Images next to the class folders, and images of kinds that are not read."""
+    """Images next to the class folders are skipped, and so are unsupported kinds of images."""
     (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
     (flat / "ape" / "photo.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0

@@ -1,4 +1,4 @@
-"""A small source, and the shards that are made of it."""
+"""Fixtures with a small source and the shards made from it."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""The catalogue: every sample once in an order that nothing but (seed, key) decides, classes held
-out by hash, and its own errors."""
+"""Test the catalogue: each sample once, in an order that depends only on the seed and the keys."""
 
 import os
 import subprocess
@@ -21,7 +20,7 @@ CLASSES = ["a", "b", "c"]
 
 
 def listed(names: list[str], labels: list[int], batch: int = 7, splits=("train",)) -> Source:
-    """A source of one file in which sample n has the bytes [10 n, 10 n + 10)."""
+    """Return a source of one file in which sample n has the bytes [10 n, 10 n + 10)."""
 
     def fill(builder: Builder) -> None:
         builder.classes(CLASSES)
@@ -45,7 +44,7 @@ def samples_of(found: Catalogue, split: str = "train") -> list[Sample]:
 
 
 def dealt(keys: list[str], seed: int) -> list[str]:
-    """The oracle: sorted by the hash of (seed, key)."""
+    """Return the keys sorted by the hash of (seed, key)."""
     return sorted(keys, key=lambda key: (stable_hash(seed, key), key))
 
 
@@ -140,7 +139,7 @@ def test_what_a_killed_process_left_goes(tmp_path):
         for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
             os.utime(path, (1, 1))
     an_hour_ago = time.time() - 3600
-    # a slow shard on another host
+    # as a slow shard on another host does
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
     new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
@@ -185,7 +184,7 @@ def test_a_file_that_ends_too_early(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
-    """A hundred times the rows, a few MB more: the rest is on the disk."""
+    """A hundred times the rows may need only a few MB more, because the rest is on disk."""
     code = """
 import resource, sys; from pathlib import Path
 from data_prep.write.catalogue import *
@@ -204,7 +203,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         for n in (5_000, 500_000)
     ]
     assert peak_kib[1] - peak_kib[0] < 20_000, (
-        "500,000 rows as Python objects are 200 MB, as arrays 45 MB"
+        "500,000 rows take 200 MB as Python objects and 45 MB as arrays"
     )
 
 

@@ -1,5 +1,5 @@
-"""The writer: the same bytes whatever happens on the way, nothing torn, nothing overwritten, and
-readable errors."""
+"""Test the writer: it gives the same bytes after any interruption, leaves no partial file and
+overwrites nothing."""
 
 import errno
 import fcntl
@@ -138,7 +138,7 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
     temporary_beside(root / "train-00000.tar").write_bytes(
         b"left by a killed writer of this host, whose lock went with it"
     )
-    # neither plan nor info: could be anyone's
+    # without a plan or info file the shards could be anyone's
     with pytest.raises(PrepError, match="shards of unknown origin"):
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
@@ -222,7 +222,7 @@ def test_the_file_of_a_writer_that_dies_later_than_its_command_goes_with_the_nex
     fcntl.flock(left, fcntl.LOCK_EX)
 
     def fill(builder: Builder) -> None:
-        assert Path(left.name).exists(), "locked when the next command looked"
+        assert Path(left.name).exists(), "the file was locked when the next command looked"
         left.close()
         small.fill(builder)
 
@@ -237,7 +237,7 @@ def test_a_process_that_finds_the_set_completed_by_another_leaves_nothing(
 
     def fill(builder: Builder) -> None:
         (builder.spool / "first").touch()
-        write(small, root, FOUR)  # the other one, which removes the spool
+        write(small, root, FOUR)  # the other process, which removes the spool folder
         (builder.spool / "second").touch()
         (root / "train-00001.rows.npy").touch()  # of a shard that was published late
         (builder.spool / "first").read_bytes()
@@ -275,7 +275,7 @@ def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypat
         thread.start()
         thread.join(timeout=120)
     assert came == [error or hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()], (
-        "waits for ever, or another end"
+        "the thread hangs or has a different result"
     )
 
 

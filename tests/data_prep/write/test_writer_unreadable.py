@@ -1,4 +1,5 @@
-"""Images that cannot be read are left out and listed, and tried again; others are converted."""
+"""Test that unreadable images are skipped, listed and tried again, and that others are
+converted."""
 
 import errno
 import hashlib
@@ -121,7 +122,7 @@ def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_p
     assert not (root / "_info.json").exists()
     for tar in root.glob("*.tar"):
         scan_tar(tar)
-    # the same command, once they are mended
+    # run the same command after the images were repaired
     write(source_of(tmp_path, small_splits()), root, strict)
     assert digests(root) == digests(written)
 

@@ -1,4 +1,4 @@
-"""Each promise of `make gpu-check` can fail: its functions detect planted faults on a CPU."""
+"""Test that every check of `make gpu-check` detects a planted fault, on a CPU."""
 
 from __future__ import annotations
 
