@@ -115,7 +115,7 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
 @ON_LINUX
 def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next():
     batches = Numbered()
-    # includes the time to die
+    # The timeout includes the time that the stopped workers need to die.
     with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:
         list(loader)
         crew = crew_of(loader)

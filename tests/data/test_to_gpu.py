@@ -165,7 +165,7 @@ class LateGpu:
 
     def copied(self, tensor: Tensor) -> Tensor:
         is_slot = self.is_locked(tensor)
-        # CUDA copies pageable memory to a staging buffer immediately
+        # CUDA immediately copies pageable memory to a staging buffer.
         if not is_slot and self.locks:
             tensor = tensor.clone()
             self.blocks.append(tensor)

@@ -20,7 +20,7 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 
 
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
-    """List the samples of each split and write their pixels to `folder`."""
+    """Return the samples of each split, catalogued in `folder`."""
     catalogue = new_catalogue(found, folder / f"seed{seed}", seed)
     return {
         split: catalogue.table(split).samples(range(total))

@@ -27,8 +27,8 @@ LIMIT_S = 60.0
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
-    """Return a heartbeat of a rank that completed its step `count` `ago_s` ago and was last heard
-    `heard_s` ago."""
+    """Return the watchdog's view of a rank that made its mark `count` `ago_s` ago and sent its last
+    heartbeat `heard_s` ago."""
     seen = _Seen(number=1, count=count, step=7, doing="in the step")
     return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
 
@@ -64,7 +64,7 @@ def test_finds_the_rank_that_is_behind(seen, ranks, message):
 
 
 def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[Verdict]:
-    """Return the watchdog's messages during `for_s` about a rank that works, or is `behind`."""
+    """Return a watchdog's verdicts within `for_s`. The rank `behind` makes no progress."""
     verdicts = list[Verdict]()
     watch = Watch(world, limit_s, verdicts.append)
     watch.start()
@@ -176,7 +176,7 @@ def test_a_rank_without_a_store_ends_once_it_stops_moving(is_cut, monkeypatch):
         time.sleep(0.01)
     if is_cut:
         cable.pull()
-    # the rank works for two limits, because a slow store must not end the run
+    # The rank works for two limits, because a slow store must not end the run.
     for step in range(1, 20):
         watch.mark(step, "in the step")
         time.sleep(0.1)

@@ -11,7 +11,7 @@ WITHOUT = "needs a GPU: `make gpu-check` on a machine that has one tries all of 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Look for the GPU once instead of in each test, so that other machines lose no time."""
+    """Search for the GPU once instead of in each test, so that other machines lose no time."""
     gpu_items = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in gpu_items:
         item.add_marker(pytest.mark.gpu)

@@ -60,7 +60,7 @@ def test_a_quick_check_says_what_it_left_out(root, capsys):
 def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
     command = [sys.executable, "-m", "data_prep.verify", str(root), "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    progress = r"(verifying: \d+ of \d+ .*\n)*"  # elsewhere it takes more than 10 s
+    progress = r"(verifying: \d+ of \d+ .*\n)*"  # printed after 10 s
     assert done.returncode == 0
     assert re.fullmatch(progress, done.stderr), done.stderr
     assert "\x1b" not in done.stdout
@@ -87,7 +87,7 @@ def test_shards_of_others_pass(tmp_path, capsys):
     assert verify(root) == 0
     edit(root / "train-001.tar", lambda data: data.__setitem__(700, data[700] ^ 1))
     capsys.readouterr()
-    assert verify(root) == 1  # from its sidecar
+    assert verify(root) == 1  # the sidecar has the sha256
     assert "train-001.tar: altered or replaced: its sha256" in capsys.readouterr().out
 
 

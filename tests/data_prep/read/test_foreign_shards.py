@@ -339,7 +339,7 @@ def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
     assert info["class_names"] == list(NAMES)
     before = digests(root)
     (root / "train.index.npy").unlink()
-    open_split(root, "train")  # writes it again
+    open_split(root, "train")  # writes the index again
     assert digests(root) == before
     for path in (*root.glob("*.npy"), *root.glob("*.idx")):
         path.unlink()

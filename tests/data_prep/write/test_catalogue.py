@@ -50,7 +50,9 @@ def dealt(keys: list[str], seed: int) -> list[str]:
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
-    monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)  # several parts
+    monkeypatch.setattr(
+        "data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory
+    )  # forces several parts
     names = [f"k{n}.JPEG" for n in range(101)]
     samples = samples_of(
         new_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
@@ -139,7 +141,7 @@ def test_what_a_killed_process_left_goes(tmp_path):
         for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
             os.utime(path, (1, 1))
     an_hour_ago = time.time() - 3600
-    # as a slow shard on another host does
+    # A slow writer on another host leaves such a folder.
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
     new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]

@@ -100,7 +100,7 @@ def test_what_needs_no_change_stays_untouched_under_any_policy(policy):
     assert prepare(data, policy)[:4] == (data, 97, 64, None)
 
 
-# --- converted ------------------------------------------------------------------------------------
+# --- converted images -----------------------------------------------------------------------------
 
 TRANSLUCENT = picture(mode="RGBA")
 TRANSLUCENT.putalpha(picture(mode="L"))

@@ -18,7 +18,7 @@ from small_shards import image_bytes
 
 
 BEHIND_US = ["nice", "-n", "5"]
-"""The command prefix that slows a command down, so that a test can stop it in the middle."""
+"""The prefix that lowers the priority of a command, so that a test can stop it in the middle."""
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
     for other in ((4, 5, 10), (3, 6, 10), (3, 5, 11)):
         whole.set(*other)
         assert not torch.allclose(model(images), together), (
-            "they depend on seed, step and row count"
+            "the numbers must depend on seed, step and row"
         )
 
 

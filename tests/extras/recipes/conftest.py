@@ -1,4 +1,5 @@
-"""Fixtures of published recipes, whose commands are data and whose configs are in a folder."""
+"""Fixtures with published recipes. Their commands are in published.yaml, and their configs are in
+configs/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`launch/recipe.py` prints and writes the right files, and its rows in docs/errors.md are true."""
+"""Test that `launch/recipe.py` prints and writes the right files, and that its rows in
+docs/errors.md are true."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Our tables of other programs' arguments have the flags, types and defaults of their parsers.
+"""Test that our tables of other programs' arguments have the flags, types and defaults of their
+parsers.
 
-A program extracted `parsers.json` from the sources of the other programs: each `add_argument` with
-its flags and its default. No value was typed by hand.
+`parsers.json` was extracted from the sources of the other programs by a script: each `add_argument`
+with its flags and default.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_earlier_defaults_of_timm_equal_those_of_its_earlier_parsers(day):
         for name, default in of_then.items()
         if name in now and (default or None) != (now[name] or None)
     }
-    # These belong to step schedules and batch norm, which are reported as unavailable.
+    # Arguments of step schedules and batch norm, which are reported as unavailable.
     for name in ("model", "decay_milestones", "dist_bn"):
         changed.pop(name, None)
     older = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())

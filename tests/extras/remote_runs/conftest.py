@@ -1,4 +1,4 @@
-"""Fixtures of a real S3 server, and of a proxy that causes faults on the way to it."""
+"""Fixtures with a real S3 server and a proxy that injects faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of norms follows from the lines of the record."""
+"""Test that the picture of norms shows the values in the metrics."""
 
 from __future__ import annotations
 
