@@ -1,5 +1,5 @@
-"""Commands must use logins without leaking them: one of each kind is planted, and all files and
-output are searched."""
+"""Test that commands do not leak logins: one of each kind is planted, and all files and output are
+searched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
 
 
 def forms(secret: str) -> set[bytes]:
-    """The forms in which a secret may be written."""
+    """Return the forms in which a secret may be written."""
     plain = {
         secret,
         urllib.parse.quote(secret),
@@ -77,7 +77,7 @@ def web(shards) -> Iterator[WebServer]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """An empty folder, and an environment full of secrets."""
+    """Return an empty folder; fill the environment with secrets."""
     (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
     for name, value in {
         "NETRC": str(tmp_path / "netrc"),
@@ -129,7 +129,7 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
         in (place / "run" / "config.yaml").read_text()
     )
     assert (place / "run" / "report" / "augmented.png").exists(), (
-        "drawn with the login, which is no longer in config.yaml"
+        "the report must use the login, which is no longer in config.yaml"
     )
 
     refused = run("launch/eval.py", place / "run")
@@ -182,7 +182,7 @@ def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_
     )
     assert unset.returncode == 2
     assert "data.root: ${SIGNED_QUERY} not set in the environment; export it" in unset.stderr
-    assert "unknown key 'model.dept'" in unset.stderr, "all at once"
+    assert "unknown key 'model.dept'" in unset.stderr, "all problems must be reported together"
 
 
 def streaming(web: WebServer, name: str = "train-{00000..00002}.tar") -> list[str]:
@@ -231,7 +231,7 @@ def test_a_rejected_address_under_torchrun_leaks_no_secret(web, place, shards):
         "the server answers 401 Unauthorized; the login that was sent is not accepted"
         in done.stderr
     )
-    assert "traceback : error: http://127.0.0.1" in done.stderr, "what torchrun reports"
+    assert "traceback : error: http://127.0.0.1" in done.stderr, "torchrun's report of the error"
     assert leaks(place, done.stdout, done.stderr) == []
 
 
@@ -271,7 +271,7 @@ def test_an_index_of_shards_at_an_address_with_a_login(web, place):
     )
     assert (
         "the server answers 403 Forbidden; the login that was sent is not accepted" in again.stderr
-    ), "the address is the same data set's"
+    ), "the address is that of the same dataset"
     assert leaks(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
 
     web.signature = ""

@@ -26,8 +26,8 @@ from processes import environment, make_shards
 
 SIMULATION = Path(__file__).with_name("one_of_many.py")
 US_OF_A_REQUEST = 31
-"""Microseconds of one core that torch's TCPStore spends on a request: 1.69 s for 53,450 requests
-from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
+"""The microseconds of one core that torch's TCPStore spends on a request: 1.69 s for 53,450
+requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
 ONCE_PER = {
     "step": "step",
     "step read, logged": "step",
@@ -36,7 +36,7 @@ ONCE_PER = {
     "save": "save",
     "watch: a beat": "30 s",
 }
-"""Part -> how often it runs; all other parts run once."""
+"""Part -> how often it runs. All other parts run once."""
 
 
 def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, Any]:
@@ -57,7 +57,8 @@ def parts_of(counts: dict[str, Any]) -> list[str]:
 
 
 def once(counts: dict[str, Any], ranks: int, who: str, part: str, quantity: str) -> float:
-    """Return a count per call of `part`; calls without communication count only if all are silent.
+    """Return a count per call of `part`. Calls without communication are ignored unless none
+    communicates.
 
     who: "first" or "last".
     """

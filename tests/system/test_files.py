@@ -1,5 +1,5 @@
-"""Temporary files: no process treats another's file as abandoned, and the files of killed processes
-are removed."""
+"""Test temporary files: no process treats another's file as abandoned, and the files of killed
+processes are removed."""
 
 from __future__ import annotations
 
