@@ -169,7 +169,7 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
         step(make_batch(side), number)
     assert graphs.since() == 1
     evaluate(model, average.module, side=side)
-    assert graphs.since() == 2, "weights with a gradient, and those of the average, without one"
+    assert graphs.since() == 2, "averaged weights have no gradient, so they need a second graph"
     step(make_batch(side), 2)
     evaluate(model, average.module, side=side)
     assert graphs.since() == 0

@@ -237,14 +237,14 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """Return an image of `side` x `side` patches for the recipe `name`."""
+    """Return the setting for images of `side` x `side` patches for the recipe `name`."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shards):
-    """Train small versions of the base recipes for two steps; return their run folders."""
+    """Return a function that trains a small base recipe for two steps, once, and returns its run folder."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:

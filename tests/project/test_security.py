@@ -112,7 +112,7 @@ PROGRAMS = {
     "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
     'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
 }
-"""The properties of a cluster that the scripts query."""
+"""The programs of a cluster that the scripts call."""
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ def limited(cluster, shards, tmp_path_factory):
 
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
-    """Without notice Slurm ends and requeues a job. With notice only the script can."""
+    """Without notice Slurm ends and requeues a job. With notice, only the script can requeue it."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()

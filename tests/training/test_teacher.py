@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_timms(kind, weights):
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_loss_and_gradients_equal_deits(kind):
-    """facebookresearch/deit@7e160fe4:losses.py is written with torch, alpha and tau."""
+    """The formulas are those of facebookresearch/deit@7e160fe4:losses.py, with its alpha and tau."""
     alpha, tau = 0.4, 3.0
     heads = [some_logits(0).requires_grad_(), some_logits(1).requires_grad_()]
     teacher = some_logits(2)

@@ -223,7 +223,7 @@ def test_timm_models_are_resampled_and_reset():
     assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
-# Another number of classes
+# Tests of data with other classes than the head.
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 

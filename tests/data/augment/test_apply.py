@@ -46,7 +46,7 @@ STD = (0.229, 0.224, 0.225)
 MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
 
 
-# --- flips, normalisation, the simple crop's margin -----------------------------------------------
+# --- flips, normalization, the simple crop's margin -----------------------------------------------
 
 
 def test_only_flipped_rows_are_mirrored():

@@ -210,7 +210,7 @@ def test_operations_are_big_visions(op):
         )
 
 
-# --- 3-Augment and colour jitter ------------------------------------------------------------------
+# --- 3-Augment and color jitter ------------------------------------------------------------------
 
 THREE = AugmentConfig(three_augment=True)
 RADII = [

@@ -98,7 +98,7 @@ def test_uninitialised_pixels_are_not_returned():
         decode_box(bytes(data), (10, 10, 20, 20))
 
 
-# ---- colours -------------------------------------------------------------------------------------
+# ---- colors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM", "JPEG2000"])

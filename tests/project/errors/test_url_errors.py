@@ -65,7 +65,7 @@ def _(place):
     finally:
         lease.release()
     for files in (place.before, place.after):
-        files.pop("there/lease.json")  # rewritten all the time
+        files.pop("there/lease.json")  # constantly rewritten
 
 
 @scenario("a working copy that holds something else")
