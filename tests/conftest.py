@@ -1,4 +1,4 @@
-"""Fixtures for shared shards, and hooks that end all processes of a test and list missing
+"""Fixtures with shared shards, and hooks that end all processes of a test and list missing
 programs."""
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """True for the processes of pytest-xdist that run tests."""
     # torch would load code that it compiled for another CPU with a different vector length. Half of
     # the numbers would then be uninitialized memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()

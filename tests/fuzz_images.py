@@ -461,7 +461,6 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def _lie(data: bytearray, rng: random.Random) -> None:
-    """Change a field of a JPEG's headers."""
     try:
         header = read_header(bytes(data))
     except ValueError:

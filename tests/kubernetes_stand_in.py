@@ -42,8 +42,6 @@ class Ended(NamedTuple):
 
 
 class Pod:
-    """A pod with a single container."""
-
     def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
         self.name = name
         self.log = log
@@ -137,7 +135,6 @@ class Cluster:
                 return Ended(False, actions, codes)
 
     def logs(self) -> str:
-        """Return the output of all pods."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def _start(
@@ -231,7 +228,6 @@ class Cluster:
         (self.folder / "hosts").write_text(hosts)
 
     def close(self) -> None:
-        """End all pods and remove the networks."""
         for pod in self.pods:
             if pod.process.poll() is None:
                 pod.signal(signal.SIGKILL)

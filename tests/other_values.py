@@ -278,7 +278,6 @@ def _holds(value: Any, sign: str, allowed: list[str]) -> bool:
 
 
 def beside(setting: Setting) -> dict[str, Any]:
-    """Return the settings with which `setting` has an effect: dotted key -> value."""
     chosen = dict(BESIDE.get(setting.key, {}))
     if setting.kind not in FIRST and setting.key != "optim.name":
         chosen["optim.name"] = optimizer_of(setting)

@@ -34,7 +34,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_rows_of_all_ranks_are_the_batch(repeats):
-    """So each rank needs to check only its own rows."""
+    """If they are, each rank needs to check only its own rows."""
     order = make_order(300_000, 96, num_lanes=8, aug_repeats=repeats)
     for world_size in (1, 2, 3, 8, 32):
         rows = 96 // world_size

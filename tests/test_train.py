@@ -39,8 +39,7 @@ STEPS = 24
 
 @pytest.fixture
 def config(tmp_path: Path, shards: Path) -> Path:
-    """Return a config with so many steps that a signal after the first one arrives long before the
-    last."""
+    """Return a config with enough steps to stop the run in the middle."""
     return write_config(tmp_path, shards, steps=STEPS)
 
 
@@ -68,8 +67,7 @@ def assert_equal_state(run_dir: Path, expected: dict[str, str]) -> None:
 
 
 def victims_of_ranks() -> list:
-    """Return the choices of killed ranks. One rank of two and both are usually tested, and the
-    other choices in a full test run."""
+    """Return the choices of killed ranks, most of which only a full test run tests."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
     marks = {case: [pytest.mark.full] for case in cases if case[1] != 2}
     return [
@@ -203,8 +201,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_a
 
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
-    """Slurm gives the run a grace period and does not queue it again. The script does if the mark
-    exists."""
+    """Slurm does not queue such a run again, but our script does if the mark exists."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:
@@ -233,7 +230,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
         time.sleep(0.1)
     assert (tmp_path / "run" / "stopped_early").exists(), "the ranks should have saved"
     output = background.end()
-    # Usually nothing is printed. A pending request prints a page of torch's stack.
+    # A pending request may print a page of torch's stack.
     assert output.count("TCPStore.cpp") <= 4, "each request to a dead store must not print a page"
 
 

@@ -1,7 +1,7 @@
 """Test runs that change their image size.
 
-They must resume exactly after any interruption and train equally on any number of ranks. Their
-metrics and curves must show the size.
+They must resume exactly and train equally on any number of ranks, and their metrics and curves must
+show the size.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def names_that_differ(run_dir: Path, other: Path) -> list[str]:
 def test_resumed_from_any_step_the_weights_are_those_of_the_undisturbed_run(
     step, workers, whole, tmp_path
 ):
-    """The copied run looks as if it was killed after its checkpoint of `step`."""
     config, run_dir = whole
     begin_again(run_dir, tmp_path / "run", step)
     train_here(config, tmp_path / "run", f"data.num_workers={workers}")

@@ -46,7 +46,6 @@ def built(config: Path, folder: Path, *overrides: str) -> Run:
 
 
 def fill(run: Run, step: int) -> None:
-    """Set every number of the state to `step`."""
     run.state.step = step
     with torch.no_grad():
         for model in run.models().values():
@@ -115,7 +114,6 @@ def save_all(run: Run) -> None:
 
 
 def count_operations(run: Run) -> int:
-    """Count the file operations of `save_all`."""
     read, write = os.pipe()
 
     def count() -> None:
@@ -423,7 +421,6 @@ def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(t
 
 
 def _functions(thread: int | None) -> set[str]:
-    """Return the names of the functions on a thread's stack."""
     frame = sys._current_frames().get(thread or 0)
     names = set()
     while frame is not None:

@@ -1,7 +1,7 @@
-"""Test that the copy of the state that the saver thread writes equals the state at a single step.
+"""Test that the saver thread's copy of the state equals the state at a single step.
 
-The tests use a CPU and a simulated GPU. Its streams run as late, and in as unusual an order, as the
-waits between them allow.
+The tests use a CPU and a simulated GPU, whose streams run as late, and in as unusual an order, as
+the waits between them allow.
 """
 
 from __future__ import annotations
@@ -173,8 +173,7 @@ def test_each_wait_is_needed_in_some_order(wait):
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """The GPU of this run works only while the host waits for it, and then runs the training step
-    first."""
+    """This GPU works only while the host waits for it, and runs the training step first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
@@ -205,8 +204,6 @@ def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
 
 
 def test_closing_after_a_device_failure_raises_no_second_error():
-    """The error was already raised, so closing must not raise another one."""
-
     class Failed(FakeEvent):
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")

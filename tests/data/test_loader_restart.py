@@ -1,7 +1,6 @@
 """Test loaders that restart with the same workers, as in evaluation.
 
-Leftover batches must be dropped, and workers that died or were stopped between two passes must be
-noticed.
+Leftover batches must be dropped, and workers that died or stopped meanwhile must be noticed.
 """
 
 from __future__ import annotations

@@ -202,8 +202,7 @@ def test_by_batch_copies_share_a_batch_and_every_image_occurs_equally_often(orde
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
 def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_lanes(order, position):
-    """In the form `sampler` a batch has all copies of its images. In other forms more copies may be
-    in neighboring batches."""
+    """In the form `sampler` a batch has all copies of its images."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [

@@ -116,7 +116,6 @@ class LateGpu:
     # ---- memory ----
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Allocate memory for the current stream."""
         for _ in range(len(self.freed)):
             block, home, events = self.freed.popleft()
             if all(event.is_done for event in events):

@@ -1,5 +1,3 @@
-"""Fixtures with image folders, our shards and shards of other tools."""
-
 import os
 import shutil
 from collections.abc import Iterator

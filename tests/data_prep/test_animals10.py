@@ -76,7 +76,6 @@ def pack(
 
 @pytest.fixture(scope="module")
 def kaggle(files, tmp_path_factory) -> Path:
-    """Write the zip as Kaggle serves it."""
     return pack(tmp_path_factory.mktemp("kaggle") / "archive.zip", files)
 
 

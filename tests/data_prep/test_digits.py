@@ -133,8 +133,7 @@ def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
 
 
 def test_pixels_are_those_of_the_first_version(tmp_path):
-    """The mean red, green and blue of a rendering are compared. A hash of the file would change
-    with Pillow."""
+    """The test compares mean colors, because a hash of the file would change with Pillow."""
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 4)
     data = read(Sample("digit0007_02", 3, "7", str(pixels), 0, 64), 48, 5)

@@ -33,7 +33,6 @@ HELD_OUT = [
 
 
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
-    """Return the samples of each split."""
     with tempfile.TemporaryDirectory() as temporary:
         found = new_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
         return {

@@ -241,7 +241,6 @@ class Background:
         self.place.after = snapshot(self.place.folder)
 
     def again(self) -> None:
-        """Run the same command to its end."""
         done = subprocess.run(
             self.line,
             cwd=REPOSITORY,
@@ -256,7 +255,6 @@ class Background:
 
 @functools.cache
 def photograph() -> bytes:
-    """Return a large image of one color."""
     return jpeg(np.full((1000, 1000, 3), 90, np.uint8))
 
 
@@ -314,7 +312,6 @@ IMAGE = jpeg(np.zeros((8, 8, 3), np.uint8))
 def shards_in(
     place: Place, name: str = "train-00000.tar", members: dict[str, bytes] | None = None
 ) -> Path:
-    """Return a folder with a shard of another tool."""
     folder = place.folder / "shards"
     folder.mkdir()
     (folder / name).write_bytes(tar_of((members or {"a.jpg": IMAGE, "a.cls": b"0"}).items()))

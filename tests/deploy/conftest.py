@@ -1,6 +1,3 @@
-"""Fixtures that run the pods of deploy/kube/ as processes on this host, with or without their own
-namespaces."""
-
 from __future__ import annotations
 
 import os

@@ -100,7 +100,6 @@ def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
 
 
 def main(jobset_repository: str, trainer_repository: str, python: str) -> dict[str, Any]:
-    """Print the schemas by kind, with their sources."""
     commit, crd = read(jobset_repository, JOBSET)
     sources = [f"kubernetes-sigs/jobset@{commit}:{JOBSET}"]
     schemas = {}

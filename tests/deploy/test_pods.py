@@ -22,7 +22,6 @@ OFTEN = ("log.every_steps=5", "checkpoint.every_steps=50", "eval.every_steps=100
 
 
 def training(folder: Path, shards: Path, *overrides: str, steps: int = STEPS) -> list[object]:
-    """Return the arguments of a training in `folder`/run."""
     config = write_config(folder, shards, steps=steps)
     return ["--config", config, f"run.dir={folder / 'run'}", *TINY, *OFTEN, *overrides]
 

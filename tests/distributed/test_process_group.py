@@ -50,7 +50,6 @@ leave_world(world)
 
 
 def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run a script under torchrun until it ends."""
     path = folder / "script.py"
     path.write_text(script)
     return run(path, ranks=ranks, timeout_s=240)
@@ -424,8 +423,7 @@ def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
 
 
 def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
-    """The test starts from torch's defaults, and from values that a user's code may have set
-    before."""
+    """The test starts from torch's defaults and from values that a user may have set."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True

@@ -92,7 +92,7 @@ def test_does_not_end_ranks_that_move():
 
 
 def test_a_rank_that_stops_comparing_does_not_count_as_silent():
-    """After a rewind the rank reopens its loader, which may take as long as its storage takes."""
+    """After a rewind the rank reopens its loader, which may take long."""
 
     def work(world: World) -> list[Verdict]:
         verdicts = watched(world, None, limit_s=0.5, for_s=0.2)

@@ -111,7 +111,6 @@ def test_chooses_the_penalty_that_is_best_on_held_out_images():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Return a run of three steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     config = write_config(folder, shards, steps=3)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")

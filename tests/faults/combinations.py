@@ -196,7 +196,6 @@ class Combination:
 
 
 def make_data(folder: Path) -> Data:
-    """Make the files of `Data`."""
     shards = make_shards(folder)
     spoiled = make_shards(folder / "spoiled", num_train=24, num_val=3, seed=1)
     index = np.load(spoiled / "train.index.npy")
@@ -248,7 +247,6 @@ def draw(rng: random.Random, data: Data) -> Combination:
 
 
 def _named(data: Data) -> Choices:
-    """Return the choices of sources and bad images."""
     spoiled = str(data.spoiled)
     sources = [
         [{"split": "train[:60%]"}, {"split": "train[60%:]", "fraction": 0.5}],

@@ -43,7 +43,6 @@ class Host:
         return self._folder / f"{self.name}.log"
 
     def start(self, arguments: list[str], **variables: str) -> None:
-        """Start a command line on the host."""
         # The shell stays as process 1, which even SIGKILL does not end from inside.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
@@ -64,7 +63,6 @@ class Host:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str, timeout_s: float = 240) -> str:
-        """Wait until the host has printed `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.printed():
             assert self.status is None, f"{self.name} ended without {text!r}:\n{self.printed()}"
@@ -78,7 +76,6 @@ class Host:
         return None if self._family is None else self._family.process.poll()
 
     def end(self, timeout_s: float) -> int:
-        """Wait for the launcher and return its exit status."""
         assert self._family is not None
         try:
             return self._family.process.wait(timeout_s)
@@ -139,7 +136,6 @@ class TwoHosts:
     def train(
         self, config: Path, run_dir: Path, *overrides: str, launcher: tuple[str, ...] = ()
     ) -> None:
-        """Run torchrun with a rank on each host."""
         for host in self.hosts:
             host.start(
                 [

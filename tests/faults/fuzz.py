@@ -85,7 +85,6 @@ class Result:
     took_s: float = 0.0
 
     def line(self) -> str:
-        """Return the result as one line."""
         combination = self.combination
         ranks = " and ".join(
             str(each) for each in (combination.ranks, combination.other_ranks) if each
@@ -290,7 +289,6 @@ def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -
 
 
 def read_command_line() -> argparse.Namespace:
-    """Parse the flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -303,7 +301,6 @@ def read_command_line() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line."""
     args = read_command_line()
     if args.folder is None:  # outside the session's temporary folder, which is removed at the end
         args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))

@@ -183,7 +183,6 @@ class Watched:
         return lines[starts[-1] :] if len(starts) > self.num_starts else []
 
     def is_in(self, phase: Phase) -> bool:
-        """Return whether the run is in the phase now."""
         if phase == "save" and not unfinished(self.run_dir):
             return False
         if phase == "upload":

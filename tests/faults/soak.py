@@ -73,7 +73,6 @@ class Soak:
     seed: int
 
     def new_folder(self, name: str) -> Path:
-        """Make a folder for a case."""
         path = self.folder / name.replace(" ", "_")
         path.mkdir()
         return path
@@ -81,7 +80,6 @@ class Soak:
     # ---- the parts: each returns its line, or raises Failed --------------------------------------
 
     def kills(self) -> str:
-        """Send SIGKILL in random phases."""
         rng = random.Random(self.seed)
         # each phase once before any is repeated
         drawn = [phase for _ in range(-(-self.count // len(PHASES))) for phase in PHASES]
@@ -93,7 +91,6 @@ class Soak:
         return f"SIGKILL of a random rank or all in a random phase ({numbers}): {tally}"
 
     def signals(self) -> str:
-        """Send SIGTERM and SIGUSR1 in each phase."""
         numbers = (signal.SIGTERM, signal.SIGUSR1)
         times = max(self.count // 50, 1)
         cases = [(phase, number) for phase in PHASES for number in numbers] * times
@@ -137,7 +134,6 @@ class Soak:
         return f"SIGSTOP for {STOPPED_FOR_S:.0f} s of {', '.join(stops.TARGETS)}: {tally}"
 
     def ranks(self) -> str:
-        """Continue a run on 4, 2, 3 and 1 ranks."""
         faults = []
         for name, settings in (("plain", ()), ("exact", ranks.EXACT)):
             whole = Whole(self.folder, self.shards, *settings, steps=48, batch=24)
@@ -150,7 +146,6 @@ class Soak:
         return f"4 -> 2 -> 3 -> 1 ranks, killed in between, plain and exact: {tally}"
 
     def jobs(self) -> str:
-        """Start two runs at once."""
         times = max(self.count // 20, 1)
         faults = [
             fault
@@ -161,7 +156,7 @@ class Soak:
         return f"two jobs at once on one node: {tally}"
 
     def steps(self) -> str:
-        """Measure memory over many saves of one run."""
+        """Measure memory over many saves."""
         saves = 10 * self.count
         whole = Whole(self.folder, self.shards, steps=3 * saves)
         sentences, faults = flat.over_steps(whole, self.new_folder("steps"))
@@ -169,12 +164,11 @@ class Soak:
         return f"{saves} saves, {saves // 2} evaluations, {3 * saves} steps in one go: {tally}"
 
     def starts(self) -> str:
-        """Measure memory over many starts in one process."""
+        """Measure memory over many starts."""
         sentence, faults = flat.over_starts(self.whole, self.new_folder("starts"), self.count)
         return f"{self.count} starts in one process: {_tally(1, faults, sentence)}"
 
     def outage(self) -> str:
-        """Stop the server of the data for a while."""
         away_s = 60 * self.away_minutes
         faults = []
         for kind in ("http", "s3"):
@@ -225,7 +219,6 @@ PARTS: dict[str, Callable[[Soak], str]] = {
 
 
 def read_command_line() -> argparse.Namespace:
-    """Parse the flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -242,7 +235,6 @@ def read_command_line() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line."""
     args = read_command_line()
     if args.folder is None:  # outside the session's temporary folder, which is removed at the end
         args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))

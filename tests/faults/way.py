@@ -48,7 +48,7 @@ class Way:
         forget_clients()
 
     def is_good(self) -> None:
-        """Stop all faults from now on."""
+        """Stop all faults."""
         self.fault = lambda method, path: None
 
 
@@ -56,7 +56,6 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing about clients that were killed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -17,7 +17,6 @@ from vit.data.shards.tar import crc32c
 
 
 def digest(content: bytes) -> str:
-    """Return a short digest of the bytes."""
     return f"{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
 
 

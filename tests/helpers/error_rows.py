@@ -191,8 +191,6 @@ class Scenarios:
     def __call__(
         self, problem: str, *, begun: bool = False, slow: bool = False
     ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
-        """Register the scenario of the row `problem`."""
-
         def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
             assert problem not in self.of, f"{problem}: twice"
             self.of[problem] = function
@@ -203,7 +201,6 @@ class Scenarios:
         return register
 
     def rows(self) -> list[Any]:
-        """Return the registered rows, for `parametrize`."""
         return [
             pytest.param(
                 row, id=row.what, marks=[pytest.mark.slow] if row.what in self.slow else []

@@ -156,7 +156,6 @@ def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def write_train_tar(fake: Fake, path: Path) -> Path:
-    """Write the tar that contains one tar per class."""
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as outer:
         for wnid, images in fake.train.items():
             data = tar_of(images.items())
@@ -175,7 +174,6 @@ def write_inner_tars(fake: Fake, folder: Path) -> Path:
 
 
 def write_val_tar(fake: Fake, path: Path) -> Path:
-    """Write the flat tar of validation images."""
     path.write_bytes(tar_of(fake.val.items()))
     return path
 
@@ -245,7 +243,6 @@ def devkit_files(fake: Fake) -> dict[str, bytes]:
 
 
 def write_devkit(fake: Fake, path: Path) -> Path:
-    """Write ILSVRC2012_devkit_t12.tar.gz."""
     with tarfile.open(path, "w:gz", format=tarfile.GNU_FORMAT) as tar:
         for name, data in devkit_files(fake).items():
             member = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/{name}")
@@ -255,7 +252,6 @@ def write_devkit(fake: Fake, path: Path) -> Path:
 
 
 def write_archives(fake: Fake, folder: Path) -> Path:
-    """Write the three official files."""
     folder.mkdir(parents=True, exist_ok=True)
     write_train_tar(fake, folder / "ILSVRC2012_img_train.tar")
     write_val_tar(fake, folder / "ILSVRC2012_img_val.tar")
@@ -267,7 +263,6 @@ def write_archives(fake: Fake, folder: Path) -> Path:
 
 
 def write_files(files: Iterable[tuple[str, bytes]], folder: Path) -> Path:
-    """Write `files` to a folder."""
     for name, data in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -275,7 +270,6 @@ def write_files(files: Iterable[tuple[str, bytes]], folder: Path) -> Path:
 
 
 def write_devkit_folder(fake: Fake, folder: Path) -> Path:
-    """Write the unpacked development kit."""
     return write_files(devkit_files(fake).items(), folder)
 
 
@@ -285,7 +279,6 @@ def write_flat_val(fake: Fake, folder: Path) -> Path:
 
 
 def torchvision_files(fake: Fake) -> dict[str, bytes]:
-    """Return the files of train/<wnid>/ and val/<wnid>/."""
     files = {
         f"train/{wnid}/{name}": data
         for wnid, images in fake.train.items()
@@ -295,7 +288,6 @@ def torchvision_files(fake: Fake) -> dict[str, bytes]:
 
 
 def write_torchvision_tree(fake: Fake, folder: Path) -> Path:
-    """Write train/<wnid>/ and val/<wnid>/."""
     return write_files(torchvision_files(fake).items(), folder)
 
 
@@ -344,7 +336,6 @@ def write_kaggle_tree(fake: Fake, folder: Path) -> Path:
 
 
 def write_zip(files: dict[str, bytes], path: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
-    """Write a zip of these files."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in files.items():
             archive.writestr(name, data)

@@ -125,7 +125,6 @@ class Family:
                     raise
 
     def kill(self) -> None:
-        """Kill the process and all of its descendants."""
         self.process.kill()
         kill(self.mark)
         self.process.wait()

@@ -89,7 +89,6 @@ def orders(
     repeats: tuple[int, ...] = (1, 2, 3, 4),
     forms: tuple[RepeatForm, ...] = ("batch", "sampler"),
 ) -> Order:
-    """Draw orders of up to some hundred samples."""
     num_lanes = draw(st.sampled_from(lanes))
     aug_repeats = draw(st.sampled_from(repeats))
     form: RepeatForm = draw(st.sampled_from(forms)) if aug_repeats > 1 else "batch"

@@ -39,7 +39,6 @@ def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
 
 
 def close_catalogues() -> None:
-    """Remove the catalogues that `new_catalogue` has opened."""
     _catalogues.close()
 
 
@@ -141,7 +140,6 @@ def imagenet() -> Fake:
 
 
 def official(place: Place, fake: Fake | None = None) -> Path:
-    """Write the three official files to a folder."""
     return as_official(fake or imagenet(), place.folder)[0]
 
 

@@ -357,7 +357,6 @@ def _(place: Place) -> None:
 
 
 def animals() -> dict[str, bytes]:
-    """Return Animals-10 with twelve images per class."""
     data = jpeg(np.zeros((20, 20, 3), np.uint8))
     return {f"raw-img/{folder}/{number}.jpeg": data for folder in ENGLISH for number in range(12)}
 

@@ -24,7 +24,6 @@ def children(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line, with a space between two arguments."""
     return " ".join(_words(pid, "cmdline"))
 
 

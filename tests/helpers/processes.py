@@ -295,7 +295,6 @@ class Background:
         self.process.communicate()
 
     def end(self, timeout_s: float = 240) -> str:
-        """Wait for the end; return the output."""
         try:
             return self.process.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired:
@@ -351,7 +350,6 @@ def metrics(run_dir: Path, kind: str) -> list[dict]:
 
 
 def jpeg(pixels: np.ndarray) -> bytes:
-    """Return (H, W, 3) uint8 pixels as a JPEG file."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=92)
     return buffer.getvalue()

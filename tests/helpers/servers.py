@@ -318,7 +318,6 @@ class FtpServer(LocalServer):
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
 
     def listing(self, folder: str) -> bytes:
-        """Return the reply to MLSD."""
         inside = [
             (path.rsplit("/", 1)[1], data)
             for path, data in self.files.items()
@@ -403,7 +402,6 @@ class S3Server:
         self._server.stop()
 
     def new_bucket(self) -> str:
-        """Make a bucket; return its URL."""
         name = f"bucket-{next(_NUMBERS)}"
         boto3.client("s3").create_bucket(Bucket=name)
         return f"s3://{name}"
@@ -488,7 +486,6 @@ class Gate:
                 end.shutdown(socket.SHUT_RDWR)
 
     def open(self) -> None:
-        """Forward new connections again."""
         self.closed = False
 
     def _serve(self) -> None:

@@ -80,7 +80,6 @@ def pair(key: str, data: bytes, label: int) -> list[tuple[str, bytes]]:
 
 
 def problems_in(report: str) -> list[str]:
-    """Return the lines of a report's problems."""
     return re.findall(
         r"(?m)^    (\S.*)$",
         report[report.index("PROBLEMS") : (report + "Notes").index("Notes")].split("\n\n")[0],

@@ -131,7 +131,6 @@ def fork_of(pid: int) -> int:
 
 
 def stop() -> None:
-    """Stop the server and its forks."""
     while _started:
         folder, server = _started.pop()
         server.terminate()

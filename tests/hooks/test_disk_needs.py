@@ -44,7 +44,6 @@ GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
     ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
 )
 def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards, tmp_path):
-    """The estimate must match the saved files."""
     path = tmp_path / "config.yaml"
     folder = tmp_path / "run"
     path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
@@ -88,7 +87,6 @@ def _npy(values: np.ndarray) -> bytes:
 
 
 def test_counts_the_checkpoints_on_disk_at_a_time(config):
-    """The count is one more than are kept, unless the run ends first."""
     for steps, num_kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
         settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={num_kept}")
         plan, _ = make_plan(settings, 60, 1)

@@ -90,8 +90,7 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
         late = guard.limits(step)
         if step >= 2:
             guard.judge(step - 1, values_of(losses[step - 1], norms[step - 1]))
-            # After a pause of training, the host has read the values of one more step. The limits
-            # must not depend on that.
+            # Limits must not change if the host has read one more step, as after a pause.
             assert guard.limits(step) == late
         else:
             guard.judge(0, values_of(losses[0], norms[0])) if step else None
@@ -132,7 +131,7 @@ def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_pat
     guard = Guard(loaded, RunState(), ONE, record, batches)
     for step in range(border + 12):
         of_this_size = step if step < border else step - border
-        # The window has eight steps. The host has read all but the last one.
+        # The host has read all but the last of the eight steps in the window.
         assert (guard.limits(step) is not None) == (of_this_size >= 9), step
         guard.judge(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
 
@@ -246,7 +245,6 @@ def test_the_samples_in_the_record_are_those_of_the_batch(finished, planted, cap
 
 @pytest.mark.parametrize("is_noted", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_kill_around_a_rewind_does_not_change_the_result(is_noted, finished, planted, tmp_path):
-    """After a kill, the newest checkpoint may be the one to which the run rewound."""
     shutil.copytree(finished, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > SAVED_BEFORE:
@@ -292,8 +290,7 @@ def test_a_run_stops_before_the_update_and_resumes_with_another_action(planted, 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, planted, tmp_path):
-    """The run is really killed. It has workers, gradient accumulation and evaluations within the
-    window."""
+    """The run has workers, gradient accumulation and evaluations within the window."""
     settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
     settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
     train(planted, tmp_path / "whole", *settings, ranks=ranks)

@@ -19,7 +19,7 @@ from vit.weights.files import read_weights
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Return a run of three steps on three classes."""
+    """Train for three steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     run_here(
         "launch/train.py",

@@ -46,7 +46,6 @@ class ByColour(nn.Module):
 
 
 def renamed(root: Path, folder: Path, names: list[str]) -> Path:
-    """Copy the shards with different class names."""
     copy = shutil.copytree(root, folder)
     info = json.loads((copy / "_info.json").read_text())
     (copy / "_info.json").write_text(json.dumps({**info, "class_names": names}))
@@ -69,7 +68,6 @@ def opened(root: Path, sets: dict, names: list[str] = NAMES, num_classes: int = 
 
 
 def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str, EvalSet]]:
-    """Return the results of `ByColour` by set, and the sets."""
     config = config_of(root, sets)
     results = {}
     sets_by_name = {}

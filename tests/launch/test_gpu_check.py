@@ -52,7 +52,6 @@ def test_a_failed_part_sets_the_exit_status():
 @pytest.mark.slow
 @pytest.mark.full
 def test_runs_all_parts_at_a_small_size(tmp_path):
-    """The test takes five minutes on two loaded cores."""
     arguments = ("--device", "cpu", "--small", "--minutes", "60", "--out", tmp_path)
     done = run("launch/gpu_check.py", *arguments, timeout_s=1500)
     assert done.returncode == 0, done.stdout + done.stderr

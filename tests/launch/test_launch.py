@@ -183,8 +183,6 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shard
 
 
 def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, shards, capfd):
-    """28 steps with the defaults must print more than one line, and a note that the run was not
-    evaluated."""
     config = write_config(tmp_path, shards, steps=28)
     settings = [setting for setting in TINY if "log.every" not in setting]
     run_here(
@@ -226,7 +224,6 @@ def test_a_finished_run_started_again_opens_no_wandb_run(tmp_path, shards, monke
 
 
 def test_torchrun_gets_the_error_of_a_command_that_cannot_start(tmp_path):
-    """The error must have torchrun's own format."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.4.1+cpu"\n')
     error_file = tmp_path / "error.json"

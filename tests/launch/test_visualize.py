@@ -12,7 +12,6 @@ from processes import TINY, run_here, write_config
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Return a run of three steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     config = write_config(folder, shards, steps=3)
     settings = [*TINY, f"run.dir={folder / 'run'}", "eval.every_steps=3"]

@@ -1,9 +1,5 @@
 """Test drop path by subsets against the formula of a block, and against the exact mean over all
-draws.
-
-Other tests cover masks (test_model.py in this folder), graphs (tests/test_compile.py) and resumed
-runs (tests/test_train.py).
-"""
+draws."""
 
 from __future__ import annotations
 
@@ -113,8 +109,8 @@ def exact_means(rate: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["subset", "mask"])
 def test_mean_outputs_and_gradients_are_those_of_all_draws(form):
-    """Dropping in 64 equal images equals dropping in 64 different ones. Means over independent
-    passes must be within 5 standard errors of the exact ones, estimated from the passes."""
+    """Means over independent passes of 64 equal images must be within 5 standard errors of the
+    exact ones."""
     rate = 0.375
     passes = 60
     model = small(**{**SUBSET, "drop_path_form": form}, drop_path_rate=rate)

@@ -55,8 +55,7 @@ def images(rows: int = 3) -> torch.Tensor:
 
 
 def gated(layer):
-    """Return timm's gated MLP for `mlp_layer`, with its own activation instead of the model's
-    GELU."""
+    """Return timm's gated MLP with its own activation."""
     return lambda *args, act_layer, **fields: layer(*args, **fields)
 
 
@@ -294,7 +293,7 @@ def test_operations_are_those_of_the_closed_form():
         return 2 * patches * pixels * dim + 2 * block + pool + 2 * dim * 10
 
     assert flops_per_image(model) == expected(patches)
-    # The query is the same for all images, and is projected once.
+    # The query is the same for all images, so it is projected once.
     shared = 2 * dim * dim
     assert flops_per_image(model, 4) == expected(patches // 2) - shared * 3 // 4
 
@@ -367,7 +366,6 @@ def test_subsets_of_samples_keep_the_rotations_of_their_samples(patch_drop_rate)
     "fields", [{"qk_norm": True, "norm_layer": "rmsnorm"}, {"rope_type": "axial"}]
 )
 def test_the_residual_path_is_fp32_under_autocast(fields):
-    """This must also hold without added positions or prefix tokens."""
     model = randomise(
         VisionTransformer(
             SIZE, **TINY, **fields, pos_embed="none", class_token=False, global_pool="avg"
@@ -417,8 +415,7 @@ def test_models_in_docs_recipes_have_as_many_weights_as_timms(name, theirs, fiel
 
 @pytest.mark.parametrize("source", ["timm", "jax"])
 def test_initial_weights_have_the_spread_of_timms(source):
-    """The test compares the deviation and the largest value of each parameter, over ten draws
-    together."""
+    """The deviation and the largest value of each parameter are compared over ten draws."""
     fields = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 
     def draws(create: Callable[[], nn.Module]) -> dict[str, Tensor]:

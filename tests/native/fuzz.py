@@ -48,7 +48,6 @@ class NoSanitizer(Exception):
 
 
 def write_seeds(folder: Path) -> Path:
-    """Write JPEGs of all samplings, modes, restart intervals and qualities, from 1 x 1 pixel up."""
     rng = np.random.default_rng(0)
 
     def write(name: str, data: bytes) -> None:

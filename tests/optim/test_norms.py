@@ -98,7 +98,6 @@ def plain_norms(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, float]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_norms_are_those_of_a_plain_loop_over_parameters(name, precision):
-    """The step has two micro-batches and clipping, and in fp16 a loss scale."""
     if precision == "fp16" and name not in ("adamw", "muon"):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
@@ -163,7 +162,6 @@ def test_measures_only_trained_layers():
 
 
 def test_measuring_does_not_change_the_training():
-    """The bits must be equal, also with dropout and drop path."""
     fields = {"drop_path_rate": 0.5, "proj_drop_rate": 0.5, "patch_drop_rate": 0.5}
     steps = [make_step(make_model(**fields), every=every) for every in (1, None)]
     for number in range(2):
@@ -214,7 +212,7 @@ def test_the_largest_logit_is_that_of_attentions_inputs(create, largest_of_calls
 
 
 def test_searches_the_largest_logit_in_the_first_mixed_images(largest_of_calls):
-    """The chosen images must depend neither on micro-batches of 4 nor on mixing groups of 6."""
+    """The choice must depend neither on micro-batches of 4 nor on mixing groups of 6."""
     step = make_step(micro_batch_size=6)
     mixing = AugmentConfig(hflip_prob=0.0, mixup_alpha=1.0, mix_group_size=6)
     step.augment.config = mixing
@@ -317,7 +315,6 @@ leave_world(world)
 @pytest.mark.slow
 @pytest.mark.full
 def test_any_number_of_ranks_measures_the_same(tmp_path):
-    """The ranks use DDP, or each of them has a shard of the parameters."""
     script = tmp_path / "script.py"
     script.write_text(RANKS)
     results = []

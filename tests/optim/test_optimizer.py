@@ -103,8 +103,8 @@ def sgd_reference(
     rates: list[float],
     decay: float,
 ) -> torch.Tensor:
-    """Return the weights after SGD with L2 decay, heavy-ball momentum, and the Nesterov form of
-    Sutskever et al. 2013 as torch writes it."""
+    """Return the weights after SGD with L2 decay and the Nesterov form of Sutskever et al. 2013 as
+    in torch."""
     velocity = torch.zeros_like(weight)
     for gradient, lr in zip(gradients, rates, strict=True):
         gradient = gradient + decay * weight
@@ -205,14 +205,12 @@ def test_updating_all_tensors_at_once_gives_the_same_update(name, monkeypatch):
 
 
 def update(optimizer: torch.optim.Optimizer, found_inf: float) -> None:
-    """Update as `TrainStep` does."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
     optimizer.step()
 
 
 def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bits: -0 differs from 0, and NaN equals NaN."""
     integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.detach().view(integers), b.detach().view(integers))
 
@@ -256,8 +254,7 @@ def test_an_optimizer_that_would_apply_a_gradient_that_is_not_finite_is_an_error
 
 
 def of_the_library(model: nn.Module, config) -> list[torch.optim.Optimizer]:
-    """Return the same optimizer made with torch and timm alone, whose first update creates its
-    state."""
+    """Return the same optimizer made with torch and timm alone."""
     groups = parameter_groups(model, config)
     common = {"lr": config.lr}
     if isinstance(config, SgdConfig):

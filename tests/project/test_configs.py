@@ -43,7 +43,7 @@ MAE_TABLE_11 = {
     "model.drop_path_rate": 0.1,
     "train.ema_decay": 0.9999,
 }
-# The same table's values for ViT-L and ViT-H.
+# The values for ViT-L and ViT-H in Table 11.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
 # facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for ViT-S, B and L at resolution
 # 384x384": the options of the commands. Omitted options have the defaults of main.py and timm.
@@ -180,7 +180,6 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
 
 
 def test_the_page_of_plans_agrees_with_every_header():
-    """The headers are compared with the forecasts."""
     page = (ROOT / "docs" / "plans.md").read_text()
     stated = []
     for path in RECIPES:
@@ -244,7 +243,7 @@ def patches(name: str, side: int) -> str:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shards):
-    """Return a function that trains a small base recipe for two steps, once, and returns its run folder."""
+    """Return a function that trains a small base recipe and returns its run folder."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:

@@ -88,8 +88,6 @@ NEEDS_TORCH = (
 
 
 class Arrow(NamedTuple):
-    """An import of one module by another."""
-
     target: str
     line: int
     is_late: bool
@@ -175,7 +173,9 @@ def test_imports_go_down():
         return f"{target} is above {own}" if ROOMS.index(target) > ROOMS.index(own) else ""
 
     upward = violations(rule)
-    assert not upward, f"each room imports rooms below it (ROOMS in {__file__}):\n{upward}"
+    assert not upward, (
+        f"a package may import only packages below it (ROOMS in {__file__}):\n{upward}"
+    )
 
 
 def test_extras_import_the_core_and_not_each_other():
@@ -230,7 +230,10 @@ def test_no_file_imports_too_many():
         name: len({arrow.target for arrow in imports}) for name, imports in modules().items()
     }
     many = [f"{name}: {number}" for name, number in numbers.items() if number > MOST_IMPORTS]
-    assert not many, f"more than {MOST_IMPORTS} modules of ours: divide by role\n" + "\n".join(many)
+    assert not many, (
+        f"split files that import more than {MOST_IMPORTS} project modules by role:\n"
+        + "\n".join(many)
+    )
 
 
 def test_every_object_loaded_by_name_exists():

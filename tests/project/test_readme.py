@@ -247,7 +247,7 @@ COMMANDS_OF_USERS = sorted(
 
 @pytest.mark.parametrize("script", COMMANDS_OF_USERS)
 def test_a_command_starts_without_imported_project_modules(script):
-    """The command starts as for a user, but the libraries are already imported."""
+    """The command starts as for a user, but with imported libraries."""
     code = f"""
 import runpy, sys
 for name in list(sys.modules):
@@ -269,7 +269,6 @@ runpy.run_path({str(ROOT / "launch" / script)!r}, run_name="__main__")
     ],
 )
 def test_a_command_starts_in_a_new_interpreter(script):
-    """The interpreter has imported nothing before."""
     done = run(f"launch/{script}", "--help", cold=True)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout

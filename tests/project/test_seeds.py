@@ -94,13 +94,11 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def image(label: int, number: int) -> bytes:
-    """Return a JPEG whose color encodes its class."""
     rng = np.random.default_rng((label, number))
     return jpeg(np.uint8(rng.integers(0, 60, (48, 40, 3)) + 15 * label))
 
 
 def digits_as_mnist() -> dict[str, bytes]:
-    """Write compressed idx files of 40 and 20 images."""
     files = {}
     for part, count in (("train", 40), ("t10k", 20)):
         pixels = np.random.default_rng(count).integers(0, 256, (count, 28, 28), np.uint8)
@@ -114,7 +112,6 @@ def digits_as_mnist() -> dict[str, bytes]:
 
 
 def cifar_archive(kind: cifar.Kind) -> bytes:
-    """Write an archive whose files have 20 records each."""
     content = io.BytesIO()
     files = {kind.class_names: "\n".join(f"class{n}" for n in range(10)).encode()}
     for name in kind.files:

@@ -30,7 +30,6 @@ class Left(Exception):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Return a run of two steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     config = write_config(folder, shards, steps=2)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")

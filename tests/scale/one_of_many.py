@@ -241,7 +241,6 @@ def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the counts by number of ranks as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shards", type=Path, help="their val has as many images as --batch")
     parser.add_argument("--batch", type=int, required=True, help="images, the most ranks or more")

@@ -40,7 +40,6 @@ ONCE_PER = {
 
 
 def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, Any]:
-    """Return the counts of `one_of_many.py` by number of ranks."""
     line = [sys.executable, SIMULATION, shards, "--batch", batch, "--ranks", *ranks, *flags]
     done = subprocess.run(
         [*map(str, line)], env=environment(), capture_output=True, text=True, check=False
@@ -77,7 +76,6 @@ def cpu_name() -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with right-aligned numbers."""
     yield f"| {' | '.join(header)} |"
     yield f"|---|{'---:|' * (len(header) - 1)}"
     for row in rows:
@@ -122,7 +120,6 @@ def rows_of_all(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
 
 
 def pages(counts: dict[str, Any], ranks: list[int]) -> Iterator[str]:
-    """Yield the lines of the page of results."""
     at = [f"{n:,}" for n in ranks]
     yield f"# What is said at {at[-1]} ranks, {date.today()}"
     yield ""
@@ -151,7 +148,6 @@ def pages(counts: dict[str, Any], ranks: list[int]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Count, print and write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--out", type=Path, help="a Markdown file; the counts go beside it as JSON")

@@ -152,7 +152,6 @@ class Cluster:
         return self.submitted[-1]
 
     def end(self, jobs: list[Job]) -> None:
-        """Cancel the unfinished jobs, and wait until they have ended."""
         numbers = {job.number for job in jobs}
         subprocess.run(
             ["scancel", *sorted(numbers)], env=self.environment, capture_output=True, check=False
@@ -164,8 +163,6 @@ class Cluster:
 
 
 class Job:
-    """A submitted job."""
-
     def __init__(self, cluster: Cluster, number: str, log: Path):
         self.cluster = cluster
         self.number = number
@@ -203,7 +200,6 @@ class Job:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free now."""
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

@@ -59,7 +59,6 @@ def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None
 
 
 def starts(run_dir: Path) -> list[int]:
-    """Return the step of each start in metrics.jsonl."""
     return [line["step"] for line in metrics(run_dir, "start")]
 
 

@@ -19,8 +19,7 @@ NEAR_1 = {*range(16, 32), *range(48, 64)}
 
 
 def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
-    """Create the files of a host whose GPUs are on `nodes`, which is "" if the host does not report
-    nodes."""
+    """Create the files of a host whose GPUs are on `nodes` ("" for an unknown node)."""
     for address, node in zip(GPUS, nodes, strict=False):
         if node:
             path = folder / "sys/bus/pci/devices" / address / "numa_node"

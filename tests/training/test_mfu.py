@@ -73,7 +73,6 @@ def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     length=st.integers(0, 60),
 )
 def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, length):
-    """The result is compared with a sum over the steps."""
     ascending = tuple(sorted(dict(stages).items()))
     utilization = Utilization(7, H200, ascending)
     of_step = [utilization.flops_at(step) for step in range(121)]

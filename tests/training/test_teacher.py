@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_timms(kind, weights):
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_loss_and_gradients_equal_deits(kind):
-    """The formulas are those of facebookresearch/deit@7e160fe4:losses.py, with its alpha and tau."""
+    """The formulas and the names are those of facebookresearch/deit@7e160fe4:losses.py."""
     alpha, tau = 0.4, 3.0
     heads = [some_logits(0).requires_grad_(), some_logits(1).requires_grad_()]
     teacher = some_logits(2)
@@ -157,7 +157,6 @@ def test_loss_and_gradients_equal_deits(kind):
 
 
 def test_a_teacher_sees_the_same_images_in_its_own_normalisation_and_size():
-    """The expected images are computed from the pixels with torchvision."""
     own = settings(model={"image_size": 24}, data={"mean": [0.5], "std": [0.25]})
     student = settings(teacher="x")
     model = create_model(own.model, num_classes=3)
@@ -235,8 +234,8 @@ def test_the_planner_counts_the_weights_of_a_missing_teacher():
 
 
 def test_the_distilled_model_is_timms(tmp_path):
-    """Names, logits in evaluation, and logits of both heads in training must be equal bit for bit,
-    and so must the conversion back from timm's layout."""
+    """Names, logits of both heads, and the conversion to and from timm's layout must be equal bit
+    for bit."""
     with torch.random.fork_rng():
         guest = timm.create_model("deit_tiny_distilled_patch16_224", depth=2, num_classes=7)
     for value in guest.parameters():

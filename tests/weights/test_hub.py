@@ -45,7 +45,6 @@ def small_repository(folder: Path) -> dict[str, bytes]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files in `folder` by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 

@@ -300,8 +300,6 @@ def test_the_published_accuracy_is_described():
 
 
 def test_the_page_and_the_program_have_the_same_table():
-    """docs/recipes.md and vit/weights/published_models.py must contain the same table."""
-
     def line(row: KnownModel) -> str:
         names = [row.name, *row.files]
         side = f"{row.image_size[0]}, {row.crop_pct:g}"
@@ -373,8 +371,8 @@ def test_folders_of_transformers_are_identified(tmp_path):
 
 
 def test_another_epsilon_of_norms_is_noted_and_a_large_one_refused(tmp_path):
-    """The expected logits are those of transformers' model. Its initial weights make small tokens,
-    for which epsilon matters more than for trained weights."""
+    """The initial weights of transformers make small tokens, for which epsilon matters more than
+    for trained weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
     config = ViTConfig(**sizes, num_hidden_layers=2, image_size=32, patch_size=8)

@@ -111,7 +111,6 @@ def train_batches(split, **options) -> TrainBatches:
 
 
 def rows_of(batches: TrainBatches | EvalBatches) -> Batch:
-    """Allocate memory for a batch."""
     return batches.layout.batch_in(memoryview(bytearray(batches.layout.num_bytes)))
 
 

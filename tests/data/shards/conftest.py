@@ -1,5 +1,3 @@
-"""A fixture with a small dataset."""
-
 import shutil
 import tarfile
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Fixtures with shards on servers."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -124,7 +124,6 @@ def shim(tmp_path_factory) -> Path:
 def run(
     code: str, shim: Path, *arguments: object, **settings: object
 ) -> subprocess.CompletedProcess:
-    """Run Python code with the library preloaded."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
     env = {
         **environment(),

@@ -101,8 +101,7 @@ def test_batches_are_the_same_from_a_faulty_or_slow_server(
 
 
 def test_batches_are_the_same_from_s3_through_forked_workers(s3, shards, cache, local_epoch):
-    """The parent process uses its client before the fork. This must not break the workers'
-    clients."""
+    """A client that the parent used before the fork must not break the workers' clients."""
     root = upload(shards, s3.new_bucket())
     assert_same(epoch(root, cache, workers=2), local_epoch)
 
@@ -129,7 +128,7 @@ class KeptFtp(FTPFileSystem):
 def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
     scheme, commands_each, shards, cache, monkeypatch
 ):
-    """Eight threads fetch at the same time, and connections break now and then."""
+    """Eight threads fetch, and connections break now and then."""
     monkeypatch.setitem(_registry, "keptftp", KeptFtp)
     KeptFtp.clear_instance_cache()
     with FtpServer(files_of(shards), commands_each) as server:
@@ -192,7 +191,7 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
 
 
 def test_old_prefetch_requests_are_forgotten(url, cache, monkeypatch):
-    """A billion samples have 16 million blocks, which would take too much memory."""
+    """A billion samples have 16 million blocks, too many to remember."""
     monkeypatch.setattr(cached_tars, "MAX_ASKED", 3)
     monkeypatch.setattr(cached_tars, "ASK_AGAIN_S", 0.0)
     split = open_split(url, "train", cache)

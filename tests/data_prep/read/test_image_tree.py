@@ -169,7 +169,6 @@ def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
 
 
 def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
-    """Images next to the class folders are skipped, and so are unsupported kinds of images."""
     (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
     (flat / "ape" / "photo.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0

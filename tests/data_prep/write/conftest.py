@@ -1,5 +1,3 @@
-"""Fixtures with a small source and the shards made from it."""
-
 from pathlib import Path
 
 import pytest

@@ -73,7 +73,6 @@ def faults(run_dir: Path) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def alone(config, tmp_path_factory) -> Path:
-    """Train without torchrun."""
     folder = tmp_path_factory.mktemp("alone")
     train(config, folder / "run", *EXACT)
     return folder / "run"

@@ -158,8 +158,8 @@ def test_holds_as_much_memory_as_it_counts(num_leaves):
 
 
 def test_the_count_includes_data_from_other_ranks():
-    """Two leaves on each rank leave one node. The peak is a leaf, the previous leaf, and two halves
-    of the sum. On three ranks, 8 leaves are divided into 2, 3 and 3, and leave 1, 2 and 2 nodes."""
+    """Two leaves leave one node. The peak is a leaf, the previous leaf, and two halves of the sum.
+    On three ranks, 8 leaves are 2, 3 and 3, and leave 1, 2 and 2 nodes."""
     assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 

@@ -1,6 +1,3 @@
-"""Fixtures with published recipes. Their commands are in published.yaml, and their configs are in
-configs/."""
-
 from __future__ import annotations
 
 import functools

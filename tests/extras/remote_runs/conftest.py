@@ -1,5 +1,3 @@
-"""Fixtures with a real S3 server and a proxy that injects faults."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Test that the picture of norms shows the values in the metrics."""
+"""Test the picture of norms."""
 
 from __future__ import annotations
 

@@ -124,7 +124,6 @@ def report_of(run_dir: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the shards with hostile class names."""
     root = tmp_path_factory.mktemp("hostile") / "shards"
     shutil.copytree(shards, root)
     info = json.loads((root / "_info.json").read_text())
@@ -156,7 +155,6 @@ def copied(run_dir: Path, to: Path) -> Path:
 
 
 def set_key(run_dir: Path, key: str, value: str) -> None:
-    """Change a line of config.yaml."""
     path = run_dir / "config.yaml"
     path.write_text(
         re.sub(

@@ -15,7 +15,6 @@ from error_rows import Place
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Return a finished run of three steps."""
     place = Place(tmp_path_factory.mktemp("finished"), shards, Path())
     place.train("train.steps=3", "eval.every_steps=100")
     assert place.done.returncode == 0, place.done.stderr

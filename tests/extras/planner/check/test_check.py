@@ -41,7 +41,6 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def verdicts(text: str) -> dict[str, str]:
-    """Return the verdict of each row of the table."""
     return {
         name.strip(): verdict
         for verdict, name in re.findall(r"^  (ok|note|FAIL|-) +(\S+(?: \S+)?)  ", text, re.M)
@@ -49,7 +48,6 @@ def verdicts(text: str) -> dict[str, str]:
 
 
 def row(text: str, name: str) -> str:
-    """Return the text of a table row as one line."""
     match = re.search(
         rf"^  (?:ok|note|FAIL|-) +{re.escape(name)}  +(.*(?:\n {{8}}.*)*)", text, re.M
     )
