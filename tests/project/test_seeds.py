@@ -45,7 +45,7 @@ COMMANDS = {
     row: [text for text, _ in entries if text.startswith(("python ", "torchrun "))]
     for row, entries in HERE.items()
 }
-SMALL = re.search(r"to trainings `([^`]+)`", PAGE)[1].split()
+SMALL = re.search(r"to training commands `([^`]+)`", PAGE)[1].split()
 NEEDS = (
     ("data/digits", "E1"),
     ("configs/demo.yaml", "E1"),
