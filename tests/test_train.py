@@ -174,7 +174,7 @@ def test_a_resume_repeats_an_interrupted_evaluation(tmp_path):
     )
 
 
-def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_as_stopped(
+def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stopped(
     tmp_path, shards, config
 ):
     """The data comes from a server that does not answer. Slurm's script queues a marked run

@@ -59,7 +59,7 @@ def names_that_differ(run_dir: Path, other: Path) -> list[str]:
         pytest.param(10, 0, id="before the last stage", marks=pytest.mark.full),
     ],
 )
-def test_resumed_from_any_step_the_weights_are_those_of_the_undisturbed_run(
+def test_resuming_from_any_step_gives_the_weights_of_the_uninterrupted_run(
     step, workers, whole, tmp_path
 ):
     config, run_dir = whole

@@ -140,7 +140,7 @@ def test_settings_of_schedule_and_loss_that_contradict_each_other_are_refused(
     assert [line.partition(": ")[2] for line in lines] == [problem]
 
 
-def test_all_problems_of_image_size_stages_are_reported_at_once(problems):
+def test_all_problems_of_image_size_stages_are_reported_together(problems):
     lines = problems(
         BASE + "schedule:\n  image_sizes:\n"
         "    - {until_epoch: 2, image_size: 100}\n"

@@ -8,7 +8,7 @@ BASE = "data: {root: shards}\ntrain: {epochs: 3}\n"
 
 
 @pytest.mark.parametrize("slip", ["s3:/b/x", "S3://b/x", "s3://", "gs:b/x", "s3//b/x", "file:/b"])
-def test_a_mistyped_url_is_not_taken_as_a_folder(problems, slip):
+def test_a_mistyped_url_is_not_a_folder(problems, slip):
     [line] = problems(BASE, f"run.dir={slip}")
     assert f"run.dir={slip} is no URL, and a folder of that name is hardly meant" in line
 

@@ -144,7 +144,7 @@ def test_held_batches_stay_unchanged_when_slots_change_their_image_size(shards):
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_slot_has_room_for_the_largest_images():
+def test_a_slot_fits_the_largest_images():
     assert STAGED.largest == ImageFormat((24, 12), 3, "bilinear")
     assert STAGED.sizes == [(8, 8), (24, 12), (16, 16)]
     assert [STAGED.in_epoch(epoch).size for epoch in range(4)] == [*SIZES[::2], (16, 16)]

@@ -237,7 +237,7 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 
 @needs_proc
-def test_workers_share_one_index_whatever_its_length(shards, tmp_path):
+def test_workers_share_one_index_of_any_length(shards, tmp_path):
     """A worker needs as much private memory with two million samples as with sixty. A copy of the
     index alone would need more."""
     small = open_split(shards, "train")

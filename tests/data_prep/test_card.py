@@ -69,7 +69,7 @@ def root(made, tmp_path) -> Path:
     return tmp_path / "set"
 
 
-def test_what_a_terminal_would_obey_is_shown_as_its_escape(root):
+def test_control_characters_are_shown_as_escapes(root):
     info = json.loads((root / "_info.json").read_text())
     info["class_names"][0] = "esc\x1b]0;title\x07\u202e"
     info["source"] = "a\x9bb"
@@ -104,7 +104,7 @@ def table(text: str, heading: str) -> list[list[str]]:
     ][2:]
 
 
-def test_the_card_tells_what_the_shards_hold(made):
+def test_the_card_describes_the_shards(made):
     text = (made / "dataset.md").read_text()
     train = samples(made, "train")
     val = samples(made, "val")
@@ -266,7 +266,7 @@ def test_a_data_set_in_a_store(made, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line_and_leaves_the_old_card(root, prepare, message, capsys):
+def test_a_failed_drawing_prints_one_line_and_keeps_the_old_card(root, prepare, message, capsys):
     prepare(root)
     before = {path.name: path.stat().st_mtime_ns for path in root.glob("*")}
     assert main([str(root)]) == 2
@@ -277,7 +277,7 @@ def test_what_cannot_be_drawn_is_one_line_and_leaves_the_old_card(root, prepare,
     assert {path.name: path.stat().st_mtime_ns for path in root.glob("*")} == before
 
 
-def test_a_text_that_cannot_be_made_leaves_the_old_picture(root, monkeypatch):
+def test_a_failed_card_keeps_the_old_files(root, monkeypatch):
     def card_text(card):
         raise ShardError("an image of the colour statistics: cannot decode")
 
@@ -294,7 +294,7 @@ def test_a_text_that_cannot_be_made_leaves_the_old_picture(root, monkeypatch):
 @pytest.mark.parametrize(
     ("num_rows", "num_chosen"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 99), (1_281_167, 1000)]
 )
-def test_spread_takes_one_of_each_stretch(num_rows, num_chosen):
+def test_spread_takes_one_item_of_each_interval(num_rows, num_chosen):
     rows = spread(num_rows, num_chosen)
     assert len(rows) == min(num_rows, num_chosen)
     if num_chosen < num_rows:

@@ -83,7 +83,7 @@ def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str 
     return path
 
 
-def test_all_records_are_there_with_their_labels(full10, tmp_path):
+def test_all_records_are_read_with_their_labels(full10, tmp_path):
     found = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
     catalogue = new_catalogue(found, tmp_path, seed=0)
     assert catalogue.splits == {"train": 50_000, "val": 10_000}

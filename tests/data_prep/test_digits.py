@@ -166,7 +166,7 @@ def luminance_of(data: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)), np.float64) / 255 @ (0.2126, 0.7152, 0.0722)
 
 
-def test_digits_stand_out_and_lie_inside(tmp_path):
+def test_digits_contrast_with_the_background_and_do_not_touch_the_border(tmp_path):
     """Digit and background must differ clearly in luminance for any colors and texture, and the
     border must be background."""
     found = source(seed=3)

@@ -95,7 +95,7 @@ def test_classes_alone_are_split_by_class(flat):
     assert [len(s) for s in listed(flat).values()] == [47, 5]
 
 
-def test_what_is_held_out_stays_what_it_was(flat):
+def test_the_choice_of_held_out_images_never_changes(flat):
     """Another choice of validation images would put images that a model was trained on into val.
     The expected choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     )
 
 
-def test_what_is_not_a_regular_file_is_left_out_and_listed(tmp_path):
+def test_irregular_files_are_skipped_and_listed(tmp_path):
     """Opening a pipe would block. A broken link is probably an image that the user wanted to
     include."""
     for number in range(300):

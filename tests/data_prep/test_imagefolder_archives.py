@@ -118,7 +118,7 @@ def test_a_compressed_tar_that_is_cut_off_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["food.tar.gz"]
 
 
-def test_a_tar_of_an_archive_that_has_been_replaced_is_not_taken_for_the_new_ones(tmp_path):
+def test_the_tar_of_a_replaced_archive_is_not_used(tmp_path):
     archive = as_tgz(tmp_path / "food.tar.gz", SPLIT)
     tar = inflate_tar(archive)
     first = tar.read_bytes()
@@ -167,7 +167,7 @@ def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys)
     assert len(web.requests) == 2
 
 
-def test_animals_come_from_kaggles_address_with_its_login(tmp_path, monkeypatch, web, capsys):
+def test_animals_are_downloaded_from_kaggle_with_a_login(tmp_path, monkeypatch, web, capsys):
     """Kaggle redirects to the zip, and only Kaggle may receive the login."""
     files = {f"raw-img/{name}/{n}.jpeg": jpeg(n) for name in animals10.ENGLISH for n in range(2)}
     with WebServer({"/storage.zip": as_zip(tmp_path / "a.zip", files).read_bytes()}) as storage:

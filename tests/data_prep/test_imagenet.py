@@ -188,7 +188,7 @@ def _archives_of(fake: Fake, folder: Path) -> Path:
 # ---- files that are not ImageNet's ---------------------------------------------------------------
 
 
-def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
+def test_files_of_macos_are_skipped(tmp_path, fake, reference):
     tree = write_torchvision_tree(fake, tmp_path / "tree")
     for folder in (
         tree,
@@ -346,7 +346,7 @@ def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):
     assert "md5: none of the files has an official one" in capsys.readouterr().out
 
 
-def test_reading_tells_what_it_lacks(tmp_path, fake):
+def test_a_missing_image_raises_os_error(tmp_path, fake):
     tree = write_torchvision_tree(fake, tmp_path / "in")
     table = catalogue(tmp_path, tree).table("train")
     sample = random.Random(0).choice(table.samples(range(len(table))))

@@ -98,7 +98,7 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tars", "parquet"])
-def test_tasks_of_an_array_at_once_share_one_catalogue_and_all_end_well(
+def test_simultaneous_array_tasks_share_one_catalogue_and_succeed(
     fake, archives, undisturbed, tmp_path, layout
 ):
     source = archives if layout == "tars" else write_parquets(fake, tmp_path / "parquet")

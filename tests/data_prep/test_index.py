@@ -109,7 +109,7 @@ def test_replaced_tar_gets_a_new_sidecar(foreign):
     assert train["shard_sha256"][1] == hashlib.sha256(data + bytes(512)).hexdigest()
 
 
-def test_our_own_shards_stay_as_they_are(tmp_path):
+def test_our_own_shards_do_not_change(tmp_path):
     for n in range(6):
         image = tmp_path / "images" / "train" / "ab"[n % 2] / f"{n}.jpg"
         image.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def test_an_idx_has_no_control_characters_and_keys_are_still_found_by_it(tmp_pat
     assert chosen.numbers.tolist() == [0, 1, 3], "no header is readable, so .idx must be used"
 
 
-def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
+def test_duplicate_shards_and_keys_are_noted(tmp_path, capsys):
     root = tmp_path / "root"
     shard_with(root, [])
     assert main([str(root), "--workers", "1"]) == 0
@@ -178,7 +178,7 @@ def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
     )
 
 
-def test_a_script_without_a_guard_is_told_why_its_workers_end(foreign, tmp_path):
+def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(foreign, tmp_path):
     script = tmp_path / "script.py"
     call = f"index([{str(foreign)!r}])"
     ends = []
@@ -236,7 +236,7 @@ def shard_with(
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsys):
+def test_an_unsuitable_sample_is_skipped_and_listed(kind, tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD[kind])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     told = capsys.readouterr().out
@@ -263,7 +263,7 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     assert verify([str(tar.parent), "--workers", "1"]) == 0
 
 
-def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
+def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD["empty image"])
     assert main([str(tar.parent), "--workers", "1", "--max-unreadable", "0"]) == 2
     error = capsys.readouterr().err
@@ -307,7 +307,7 @@ def test_what_belongs_to_no_sample_is_reported(tmp_path, capsys):
     )
 
 
-def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, capsys):
+def test_a_label_above_the_number_of_samples_is_refused(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("far.jpg", jpeg(1)), ("far.cls", b"999999999")])
     assert main([str(tar.parent), "--workers", "1"]) == 2
     assert (

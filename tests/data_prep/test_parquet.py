@@ -68,7 +68,7 @@ def assert_rows(root: Path, split: str, listed: list[dict], labels: dict[Any, in
     ]
 
 
-def test_what_datasets_wrote_is_stored_as_it_is(tmp_path):
+def test_files_written_by_datasets_are_stored_unchanged(tmp_path):
     train, test = rows(20), rows(7, 100)
     folder = by_datasets(tmp_path / "hub", train, test=test)
     info = prepared(folder, tmp_path / "out")
@@ -100,7 +100,7 @@ def test_train_alone_gives_a_fraction_of_each_class_to_val(tmp_path):
     }
 
 
-def test_a_test_split_whose_labels_are_secret_is_left_out(tmp_path, capsys):
+def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
     folder = by_datasets(tmp_path / "hub", rows(30), test=rows(5, 100, label=lambda _: -1))
     info = prepared(folder, tmp_path / "out")
     assert {split: found["num_samples"] for split, found in info["splits"].items()} == {
@@ -280,7 +280,7 @@ def test_a_label_that_is_no_class(tmp_path, capsys):
     assert "labels that are none of the 3 classes: 9: correct them" in capsys.readouterr().err
 
 
-def test_what_is_there_instead_of_parquet_files_is_counted(tmp_path, capsys):
+def test_files_found_instead_of_parquet_files_are_counted(tmp_path, capsys):
     datasets.Dataset.from_list(rows(3)).save_to_disk(tmp_path / "in")
     assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert "no .parquet files (3 other files, no images: 2 .json, 1 .arrow)" in (

@@ -114,7 +114,7 @@ def test_the_page_has_a_line_for_each():
     assert LINES.keys() == {"Hugging Face", "webdataset", "timm", "DALI"}
 
 
-def test_a_readme_that_is_there_stays(ours, tmp_path):
+def test_an_existing_readme_is_kept(ours, tmp_path):
     from data_prep.write.card_page import readme, write_readme
 
     info = {

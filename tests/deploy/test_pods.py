@@ -59,7 +59,7 @@ def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_users_mistake_fails_the_jobset_at_once(cluster, shards, tmp_path, on_this_host):
+def test_a_users_mistake_fails_the_jobset_immediately(cluster, shards, tmp_path, on_this_host):
     """Only the ranks can detect this mistake: 13 images cannot be divided between two ranks."""
     [jobset] = documents("jobset.yaml")
     arguments = training(tmp_path, shards, "data.global_batch_size=13")

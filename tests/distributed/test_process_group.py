@@ -391,7 +391,7 @@ run_command(main)
 """
 
 
-def test_ranks_on_different_hosts_end_at_once_with_one_message(tmp_path):
+def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
     """Otherwise they would wait for each other for ten minutes, some over NCCL and some over
     gloo."""
     done = launch(DIFFERENT, tmp_path, ranks=3)

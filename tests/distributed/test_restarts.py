@@ -55,7 +55,7 @@ def test_each_attempt_has_a_separate_part_of_the_store(late):
         assert [part.get("ended") for part in parts] == [b"rank 1"] * 3
 
 
-def test_names_ranks_that_do_not_come():
+def test_names_missing_ranks():
     with pytest.raises(RankLost, match="rank 1, 2 did not come within"):
         part_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
     with pytest.raises(RankLost, match="rank 0 did not come within"):

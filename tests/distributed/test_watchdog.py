@@ -79,7 +79,7 @@ def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> l
     return verdicts
 
 
-def test_all_ranks_learn_which_rank_is_behind():
+def test_all_ranks_report_the_rank_that_is_behind():
     heard = together(3, lambda world: watched(world, 1, limit_s=0.5, for_s=60))
     assert [[verdict.ranks for verdict in each] for each in heard] == [[(1,)]] * 3
     assert len({verdict.message for each in heard for verdict in each}) == 1

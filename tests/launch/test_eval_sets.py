@@ -217,7 +217,7 @@ def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_reports_unknown_classes_of_all_sets_at_once(shards, tmp_path):
+def test_reports_unknown_classes_of_all_sets_together(shards, tmp_path):
     foreign = renamed(shards, tmp_path / "f", ["class0", "lynx", "class2"])
     numbers = renamed(shards, tmp_path / "n", ["0", "1", "999"])
     sets = {

@@ -130,7 +130,7 @@ def test_reports_settings_that_a_timm_model_lacks_with_the_remedy():
     create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
 
 
-def test_reports_all_arguments_that_a_timm_model_rejects_at_once():
+def test_reports_all_arguments_that_a_timm_model_rejects_together():
     with pytest.raises(ValueError, match="poolformer_s12 has no depth, num_heads: set "):
         create_model("timm/poolformer_s12", 32, 10, depth=2, num_heads=2)
     assert create_model("timm/poolformer_s12", 32, 10).image_size == (32, 32)

@@ -174,7 +174,7 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
 
 
 @pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
-def test_updating_all_tensors_at_once_gives_the_same_update(name, monkeypatch):
+def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
     """timm takes a different branch on CPUs. Two of six updates are skipped."""
     models = [small_model(), small_model()]
     one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)

@@ -67,7 +67,7 @@ def are_gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_run_that_is_timed_out_leaves_no_process(sessions, tmp_path, monkeypatch, cold):
+def test_a_run_that_times_out_leaves_no_process(sessions, tmp_path, monkeypatch, cold):
     communicate = families.Family.communicate
 
     def once_all_have_started(family: families.Family, timeout_s: float) -> tuple[str, str]:

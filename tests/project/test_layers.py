@@ -156,7 +156,7 @@ def violations(rule) -> str:
     return "\n".join(lines)
 
 
-def test_every_module_has_a_room():
+def test_every_module_is_in_a_listed_package():
     lost = [
         module for module in modules() if not any(f"{module}.".startswith(f"{r}.") for r in ROOMS)
     ]

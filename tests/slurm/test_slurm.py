@@ -237,7 +237,7 @@ def test_a_node_that_cannot_reach_the_head_reports_it_before_training(cluster, s
     assert "error: not started: not every node reaches n1 at n1:" in job.log
 
 
-def test_does_not_take_a_port_in_use(cluster, tmp_path):
+def test_does_not_choose_a_port_in_use(cluster, tmp_path):
     job = cluster.submit(
         tmp_path / "log", "--hold", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere"
     )

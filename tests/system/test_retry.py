@@ -75,7 +75,7 @@ def test_retries_a_temporary_failure():
     assert num_retries() - before >= 3
 
 
-def test_raises_a_permanent_failure_at_once():
+def test_raises_a_permanent_failure_immediately():
     made = []
 
     def attempt() -> None:

@@ -420,7 +420,7 @@ def test_a_micro_batch_is_augmented_as_a_part_of_the_batch(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_augmenting_leaves_its_arguments_alone(name):
+def test_augmenting_does_not_change_its_arguments(name):
     images = torch.from_numpy(photographs()).repeat(8, 1, 1, 1)
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     images = images.contiguous(memory_format=torch.channels_last)

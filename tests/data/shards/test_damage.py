@@ -179,7 +179,7 @@ def test_the_error_for_an_unknown_split_lists_the_splits(root):
         open_split(root, "trian")
 
 
-def test_the_problems_of_all_shards_are_reported_at_once(root):
+def test_the_problems_of_all_shards_are_reported_together(root):
     (root / "train-00000.tar").unlink()
     with open(root / "train-00002.tar", "r+b") as tar:
         tar.truncate(5000)

@@ -67,7 +67,7 @@ else:
 """
 
 
-def test_threads_that_find_a_full_disk_together_report_it_once(folder, caplog, monkeypatch):
+def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
     """Logging is slowed down, so that all threads arrive while the first one writes its line."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)

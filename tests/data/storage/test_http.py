@@ -104,7 +104,7 @@ def test_a_closed_port_is_an_error_at_the_start_and_is_retried_in_mid_run():
         WebFolder(url, RetryPolicy(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
 
 
-def test_https_at_a_port_of_http_is_reported_at_once(web):
+def test_https_at_a_port_of_http_is_reported_immediately(web):
     url = web.url.replace("http://", "https://")
     with pytest.raises(
         ShardError, match=r"/a\.tar: the server speaks no TLS there; is http:// meant\?$"
@@ -125,7 +125,7 @@ def test_retries_wait_for_as_long_as_the_server_asks(date, web, version):
     assert len(ranges(web)) == 2
 
 
-def test_an_outage_of_many_pauses_is_survived(web, folder, version):
+def test_a_read_continues_after_an_outage_of_many_pauses(web, folder, version):
     web.away_until_s = time.monotonic() + 0.6
     assert folder.read("a.tar", 5, 10, version) == DATA[5:10]
 
@@ -201,7 +201,7 @@ def test_an_endless_response_is_read_only_to_the_requested_byte(num_bytes, web, 
     web.endless = False
 
 
-def test_a_stopped_server_that_continues_is_survived(monkeypatch):
+def test_a_read_continues_after_its_server_was_stopped(monkeypatch):
     """After SIGSTOP the server's kernel still accepts a few connections, but the server does not
     answer."""
     program = (
@@ -222,7 +222,7 @@ def test_a_stopped_server_that_continues_is_survived(monkeypatch):
         assert folder.read("a", 0, 10, version) == b"x" * 10
 
 
-def test_many_faults_in_one_transfer_are_survived(web, folder, version, monkeypatch):
+def test_a_transfer_with_many_faults_succeeds(web, folder, version, monkeypatch):
     """The server repeats refusals, wrong ranges, cuts and silence during one transfer."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     rng = random.Random(1)

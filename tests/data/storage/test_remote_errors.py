@@ -165,7 +165,7 @@ def test_a_file_replaced_while_it_is_fetched_is_reported(name, web, url, cache):
         open_split(url, "train", cache)
 
 
-def test_a_disk_without_room_for_the_index_is_reported(url, tmp_path):
+def test_a_disk_without_space_for_the_index_is_reported(url, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         cache = BlockCache(disk / "cache", 0.003)
         leave_free(disk, 0)

@@ -45,7 +45,7 @@ def test_a_sound_data_set_passes(root, capsys):
     assert verify(root, "--strict") == 0
 
 
-def test_a_quick_check_says_what_it_left_out(root, capsys):
+def test_a_quick_check_lists_its_omissions(root, capsys):
     assert verify(root, "--quick", "--sample", "10") == 0
     told = capsys.readouterr().out
     decoded = [

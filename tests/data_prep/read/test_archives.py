@@ -76,7 +76,7 @@ LONG = ["i" * 300, "ö" * 200, "j" * 5000, "after.jpg"]
         (tarfile.GNU_FORMAT, [], {}),
     ],
 )
-def test_tar_as_tarfile_says(tmp_path, format, names, fields):
+def test_tar_is_listed_as_by_tarfile(tmp_path, format, names, fields):
     path = make_tar(tmp_path / "a.tar", names, format, **fields)
     assert listed(path) == by_tarfile(path)
     assert len(listed(path)) == len([name for name in names if not name.endswith("/")])

@@ -50,7 +50,7 @@ def part_of(path: Path, content: bytes) -> Path:
     return part
 
 
-def test_whole_at_once_and_then_no_more(web, path, capsys):
+def test_a_file_is_downloaded_once_and_verified_again(web, path, capsys):
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
     assert capsys.readouterr().err == f"{path}: there, md5 verified\n"
@@ -81,7 +81,7 @@ def test_a_server_without_ranges(web, path, capsys):
     assert len(web.requests) == 2, "the bytes that have already arrived must be skipped"
 
 
-def test_a_server_that_tells_no_size(web, path):
+def test_a_server_without_content_length(web, path):
     web.lengths = False
     web.cuts = [1_000_000]
     with pytest.raises(PrepError, match=f"md5 .* \\(1,000,000 bytes\\), expected {MD5}"):
@@ -190,7 +190,7 @@ def test_another_md5(web, path):
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_file_that_is_there_with_another_md5_stays(web, path):
+def test_an_existing_file_with_another_md5_is_kept(web, path):
     path.parent.mkdir()
     path.write_bytes(b"mine")
     with pytest.raises(

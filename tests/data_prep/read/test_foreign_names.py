@@ -72,7 +72,7 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_be_taken_is_reported(members, flags, told, tmp_path):
+def test_unsupported_members_are_reported(members, flags, told, tmp_path):
     tar = write_tar(
         tmp_path / "train-0.tar",
         [(str(n), {k: v or image(n) for k, v in members.items()}) for n in range(4)],

@@ -164,7 +164,7 @@ def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_scanner_sees_what_webdataset_sees(form, tmp_path):
+def test_the_scanner_finds_the_samples_that_webdataset_finds(form, tmp_path):
     flags, _, label_of = FORMS[form]
     for seed in range(5):
         tar = write_tar(

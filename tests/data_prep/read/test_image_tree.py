@@ -24,9 +24,7 @@ def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
     assert not (tmp_path / "out" / "_info.json").exists()
 
 
-def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
-    flat, tmp_path, capsys
-):
+def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat, tmp_path, capsys):
     """Of 51 images up to 5 may be unreadable, which is more than the default of one percent. With
     the value that the error suggests, 7 may be."""
     out = tmp_path / "out"
@@ -63,7 +61,7 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
     assert "left out: 7 unreadable images" in capsys.readouterr().out
 
 
-def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
+def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
     """In a phone's folder, HEIC is skipped and counted, AVIF is read, and EXIF orientations are
     counted. The classes are named 9 and 10."""
     folder = tmp_path / "phone"
@@ -121,7 +119,7 @@ def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
     assert "asks_to_be_turned" not in (tmp_path / "upright" / "_info.json").read_text()
 
 
-def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
+def test_all_readable_images_are_used_regardless_of_their_names(tmp_path, capsys):
     """This includes all files that torchvision's ImageFolder uses, and files without a suffix that
     are recognized by their first bytes."""
     folder = tmp_path / "odd"
@@ -168,7 +166,7 @@ def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
     assert "2 other files, no images: 2 without a suffix\n" in capsys.readouterr().out
 
 
-def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
+def test_skipped_files_are_counted_and_recorded(flat, tmp_path, capsys):
     (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
     (flat / "ape" / "photo.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0

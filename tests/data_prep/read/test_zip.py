@@ -46,7 +46,7 @@ def make_zip(
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("num", [20, BATCH])
-def test_zip_as_zipfile_says(tmp_path, compression, num):
+def test_zip_is_listed_as_by_zipfile(tmp_path, compression, num):
     files = make_zip(tmp_path / "a.zip", compression, num)
     assert {
         sample.name: read_zip_member(sample) for sample in zip_samples(tmp_path / "a.zip")

@@ -70,7 +70,7 @@ def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_
 
 @settings(max_examples=30)
 @given(st.permutations(range(40)), st.integers(1, 50), st.integers(0, 3))
-def test_the_order_of_listing_leaves_no_trace(tmp_path_factory, order, batch, seed):
+def test_the_order_of_listing_has_no_effect(tmp_path_factory, order, batch, seed):
     names = [f"class{n % 3}/image {n}.png" for n in range(40)]
     folder = tmp_path_factory.mktemp("order")
     one = new_catalogue(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
@@ -130,7 +130,7 @@ def test_nothing_to_hold_out(tmp_path):
     assert found.splits == {"train": 2}
 
 
-def test_what_a_killed_process_left_goes(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     left, live, old = (
         tmp_path / f"._catalogue-1.{end}.tmp"
         for end in (f"{os.uname().nodename}.999999", "elsewhere.1", "elsewhere.2")
@@ -209,7 +209,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     )
 
 
-def test_few_files_are_open_at_once(tmp_path, monkeypatch):
+def test_few_files_are_open_simultaneously(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "MAX_OPEN_FILES", 3)
     monkeypatch.setattr(samples, "_descriptors", type(samples._descriptors)())
     before = len(os.listdir("/proc/self/fd"))

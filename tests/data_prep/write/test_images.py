@@ -138,14 +138,14 @@ def test_all_else_becomes_an_rgb_jpeg(change, check):
     assert b"comment" not in prepared.data
 
 
-def test_transparent_pixels_keep_the_colour_they_hide():
+def test_transparent_pixels_keep_their_hidden_color():
     image = picture(mode="RGBA")
     image.putalpha(0)
     assert psnr(opened(prepare(encode(image, "PNG"), BEST).data), picture()) > 45
 
 
 @pytest.mark.parametrize("quality", [30, 75, 95])
-def test_the_quality_is_what_was_asked_for(quality):
+def test_the_jpeg_quality_is_the_requested_one(quality):
     prepared = prepare(CONVERTED["PNG (RGB)"], ImagePolicy(jpeg_quality=quality))
     ours = opened(prepared.data)
     pillows = opened(encode(picture(), quality=quality))
@@ -218,7 +218,7 @@ def test_what_is_encoded_again_for_another_reason_keeps_its_orientation_mark():
 
 
 @pytest.mark.parametrize("orientation", [0, *range(1, 9), 9])
-def test_what_asks_to_be_turned_is_known(orientation):
+def test_images_with_a_rotating_orientation_are_recognized(orientation):
     """Pillow's exif_transpose rotates exactly these images. 0 and 9 are invalid orientations."""
     for form in ("JPEG", "PNG", "WEBP"):
         data = encode(picture(), form, exif=oriented(orientation))
@@ -360,7 +360,7 @@ def test_headers_alone_do_not_show_damaged_image_data():
     assert prepare(bytes(data), DECODE).change == REFUSED_BY_STRICT
 
 
-def test_doubtful_images_are_named_when_they_are_encoded_again_too():
+def test_re_encoded_doubtful_images_are_named_too():
     data = UNTOUCHED["plain"][:20] + b"stray" + UNTOUCHED["plain"][20:]
     assert prepare(data, DECODE)[:4] == (data, 97, 64, REFUSED_BY_STRICT)
     assert prepare(data, ImagePolicy(resize_short_side=32))[1:4] == (
@@ -429,7 +429,7 @@ def test_the_reason_is_reported(data, reason, check):
         prepare(data, ImagePolicy(check))
 
 
-def test_a_long_png_fits_once_it_is_resized():
+def test_a_long_png_is_accepted_if_it_is_resized():
     assert prepare(png_of(65_536, 2), ImagePolicy(resize_short_side=1))[1:4] == (
         32_768,
         1,
@@ -496,7 +496,7 @@ def test_equal_input_gives_equal_bytes_in_any_process(tmp_path):
     assert there.strip() == hashlib.sha256(here).hexdigest()
 
 
-def test_options_are_json_and_tell_policies_apart():
+def test_options_are_json_and_differ_between_policies():
     options = [
         ImagePolicy(),
         HEADERS,

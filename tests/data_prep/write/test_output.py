@@ -99,7 +99,7 @@ def test_json(output):
             output.read_json("x.json")
 
 
-def test_what_others_write_is_seen(output):
+def test_files_of_other_writers_are_found(output):
     assert output.sizes() == {}
     theirs = pickle.loads(pickle.dumps(output))
     assert (theirs.url, theirs.local, str(theirs)) == (output.url, output.local, str(output))
@@ -201,7 +201,7 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     assert num_retries() > before
 
 
-def test_a_killed_upload_leaves_nothing_to_be_seen(bucket, s3, tmp_path):
+def test_a_killed_upload_leaves_no_visible_object(bucket, s3, tmp_path):
     output = Output(bucket)
     output.write_json("before.json", {})
     path = made_file(tmp_path, "a.tar", os.urandom(3 << 20))
@@ -245,7 +245,7 @@ def test_folders_of_the_living_and_of_other_hosts_stay():
         assert not ours.exists()
 
 
-def test_staging_goes_when_its_maker_fails(bucket):
+def test_staging_files_are_removed_if_their_writer_fails(bucket):
     def fail() -> None:
         with Output(bucket).staging() as folder:
             made_file(folder, "half", b"x")

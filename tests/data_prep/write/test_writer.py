@@ -30,7 +30,7 @@ from vit.data.shards.tar import scan_tar
 from vit.system.files import temporary_beside, temporary_file
 
 
-def test_workers_and_order_leave_no_trace(written, tmp_path):
+def test_workers_and_order_have_no_effect(written, tmp_path):
     backwards = {split: samples[::-1] for split, samples in small_splits().items()}
     write(source_of(tmp_path, backwards), tmp_path / "root", replace(FOUR, workers=2))
     assert digests(tmp_path / "root") == digests(written)
@@ -96,7 +96,7 @@ def test_default_number_of_shards():
         choose_num_shards({"train": 23, "val": 7}, Settings(num_shards=24), 600.0)
 
 
-def test_original_names_and_classes_are_there_on_request(tmp_path, small):
+def test_original_names_and_classes_are_returned_on_request(tmp_path, small):
     write(small, tmp_path / "root", replace(FOUR, with_json=True))
     found = {}
     for tar in (tmp_path / "root").glob("*.tar"):
@@ -125,7 +125,7 @@ def test_minival_is_cut_by_class_and_hash(tmp_path, small):
     ]
 
 
-def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_path, capsys):
+def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small, tmp_path, capsys):
     root = tmp_path / "root"
     write(small, root, FOUR)
     kept = (root / "train-00001.tar").stat().st_mtime_ns
@@ -213,7 +213,7 @@ def test_the_file_of_a_live_writer_is_left_alone(small, tmp_path):
     assert elsewhere.exists()
 
 
-def test_the_file_of_a_writer_that_dies_later_than_its_command_goes_with_the_next(
+def test_the_file_of_a_writer_that_outlives_its_command_is_removed_by_the_next(
     small, written, tmp_path
 ):
     root = tmp_path / "root"
@@ -279,7 +279,7 @@ def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypat
     )
 
 
-def test_a_part_mends_what_is_gone_from_a_complete_data_set(written, small, tmp_path):
+def test_a_part_restores_missing_files_of_a_complete_dataset(written, small, tmp_path):
     root = tmp_path / "root"
     write(small, root, FOUR)
     (root / "val-00000.tar").unlink()
@@ -340,7 +340,7 @@ def test_a_complete_data_set_of_archives_is_not_listed_again(small, tmp_path, ca
         write(source, root, Settings())
 
 
-def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
+def test_a_refused_command_keeps_the_files_of_another(small, tmp_path):
     root = tmp_path / "root"
     source = replace(small, inputs=[tmp_path / "source" / "images.bin"])
     write(source, root, replace(FOUR, part="0-1"))

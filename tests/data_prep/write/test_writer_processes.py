@@ -45,7 +45,7 @@ def undisturbed(prepare, tmp_path_factory) -> Path:
     return root
 
 
-def test_a_dry_run_tells_the_plan_and_writes_nothing(prepare, undisturbed, tmp_path):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(prepare, undisturbed, tmp_path):
     done = subprocess.run(
         [*prepare, "--out", tmp_path / "root", "--dry-run"],
         check=True,
@@ -97,7 +97,7 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
 @pytest.mark.parametrize(
     "ranges", [["8-12", "0-3", "4-14"], ["2/3", "0/3", "1/3"]], ids=["overlapping", "equal"]
 )
-def test_processes_that_share_the_work_write_what_one_would(prepare, undisturbed, tmp_path, ranges):
+def test_several_processes_write_the_same_files_as_one(prepare, undisturbed, tmp_path, ranges):
     root = tmp_path / "root"
     parts = [
         subprocess.Popen(
@@ -143,7 +143,7 @@ def wait_for_end_of_group(group: int) -> None:
         pytest.param(signal.SIGTERM, 143, True, marks=pytest.mark.full),
     ],
 )
-def test_interrupted_it_ends_at_once_and_clean(
+def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
     """Only the parent is signaled, as by a batch system, or all processes, as by a terminal, while

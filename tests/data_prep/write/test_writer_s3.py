@@ -64,7 +64,7 @@ def found(s3: S3Server, bucket: str) -> dict[str, str]:
     return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
 
-def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp_path):
+def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
     bucket = s3.new_bucket()
     moments = random.Random(0)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -110,7 +110,7 @@ def test_commands_are_parsed_as_by_argparse():
     assert read_words(deit.TABLE, ["--no-model-ema"]).values["model_ema"] is False
 
 
-def test_all_unknown_flags_are_named_at_once_with_the_nearest():
+def test_all_unknown_flags_are_reported_together_with_the_nearest_flags():
     with pytest.raises(ValueError, match="has no") as raised:
         read_words(timm_train.TABLE, ["--bath-size", "3", "--wieght-decay=1", "--model", "x"])
     message = str(raised.value)

@@ -195,7 +195,7 @@ def test_a_weight_decay_that_changes_is_drawn_beside_the_rate(tmp_path):
     assert decay.get_lines()[0].get_xydata().tolist() == [[10, 0.1], [20, 0.2], [30, 0.3]]
 
 
-def test_panels_can_stand_in_one_page(tmp_path):
+def test_several_panels_fit_on_one_page(tmp_path):
     panels = curves.curve_panels(troubled_run(tmp_path))
     assert list(panels) == ["loss", "accuracy", "learning_rate", "throughput"]
     ids = Counter()

@@ -436,7 +436,7 @@ def test_shares_of_mixed_targets_are_printed(target, expected):
     st.floats(0.5, 3.0),
 )
 @settings(max_examples=100)
-def test_long_names_are_shortened_to_their_room(text, width_in):
+def test_long_names_are_shortened_to_the_available_width(text, width_in):
     def width(text: str) -> float:
         return (
             text_to_path.get_text_width_height_descent(

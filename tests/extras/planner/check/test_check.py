@@ -260,7 +260,7 @@ def test_a_rate_below_one_is_not_printed_as_zero():
 
 
 @pytest.mark.full
-def test_a_disk_without_room_for_the_checkpoint_is_reported(config, tmp_path):
+def test_a_disk_without_space_for_the_checkpoint_is_reported(config, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         leave_free(disk, 1200)
         before = everything(disk)

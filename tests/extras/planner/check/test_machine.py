@@ -54,7 +54,7 @@ def test_one_rank_of_each_host_compares_its_clock_with_rank_0s(monkeypatch):
     assert right.said.startswith("2 hosts within 2")
 
 
-def test_a_host_that_does_not_take_part_is_named(monkeypatch):
+def test_a_host_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(machine, "ANSWER_S", 0.5)
 
     def rank(world: World) -> machine.Clock | None:
