@@ -199,8 +199,8 @@ def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(fore
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """Write a tar with these members. None is a hard link to the first member with the same
-    suffix."""
+    """Write a tar with these members. A content of None makes a hard link to the first member with
+    the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)

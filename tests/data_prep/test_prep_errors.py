@@ -3,8 +3,8 @@ on files of the true format.
 
 The first cell of a row names its scenario. Besides output and exit status, the test checks the
 remaining files. A problem found before the first shard is written must leave nothing. A later one
-must leave complete shards, and rows that say "continues" are continued. Commands run in this
-process unless they need a signal, another user or a second call.
+must leave complete shards. If the row says "continues", the same command is run again. Commands run
+in this process unless they need a signal, another user or a second call.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Test the code in docs/data.md under "Read by others" on shards of ours and of webdataset's
-writer."""
+"""Test the code in docs/data.md under "Read by others" on our shards and on those of
+webdataset's writer."""
 
 from __future__ import annotations
 

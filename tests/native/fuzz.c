@@ -1,5 +1,5 @@
-/* Fuzz the C decoder and transcoder. The program is built with sanitizers, so any access outside the
- * library's memory ends it.
+/* Fuzz the C decoder and transcoder. The program is built with sanitizers, so any access outside
+ * the library's memory ends it.
  *
  * A seed is a valid JPEG. Some of its bytes, lengths, tables, sizes and markers are changed or
  * taken from another seed (`mutate`), and it is copied to memory of exactly its size. The file is

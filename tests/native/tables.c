@@ -1,5 +1,5 @@
-/* Check the examples at the top of vit/data/decode/c/blocks.h against the code, and compare decoding
- * of two symbols per look-up with a decoder of one bit at a time. */
+/* Check the examples at the top of vit/data/decode/c/blocks.h against the code, and compare
+ * decoding of two symbols per look-up with a decoder of one bit at a time. */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -29,8 +29,8 @@ PICKLED = "someone/pickled"
 OTHER = "someone/vit"
 GATED = "someone/gated"
 NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
-"""The repository that configs/photos.yaml starts from, as which the local hub serves a small
-model."""
+"""The repository that configs/photos.yaml starts from. The local hub serves a small model under
+this name."""
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 """timm's arguments for a model with the sizes of `TINY`."""
 

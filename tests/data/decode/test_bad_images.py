@@ -65,7 +65,9 @@ GOOD = {
 BAD = {
     "truncated": encoded(200, 150)[:-2000],
     "truncated_markers": encoded(200, 150, restart_marker_blocks=1)[:-2000],
-    "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[:-40],  # below most crops
+    "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[
+        :-40
+    ],  # cut below most crops
     "truncated_png": encoded(200, 150, form="PNG")[:-200],
     "header_only": encoded(200, 150)[: read_header(encoded(200, 150)).scan_offset],
     "empty": b"",
