@@ -1,5 +1,5 @@
-"""Shards that many tests read and none changes, the end of all processes of tests, and a list of
-missing programs."""
+"""Fixtures with shared shards, and hooks that end all processes of a test and list missing
+programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import warm_python
 from processes import make_shards, write_config
 
-# A slow machine is not a fault of an example.
+# A slow machine must not fail a Hypothesis example.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -25,13 +25,13 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 training and 23 validation images of 3 classes in 3 shards."""
+    """Write 60 training and 23 validation images of 3 classes in 3 shards."""
     return make_shards(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def config(tmp_path: Path, shards: Path) -> Path:
-    """Twelve steps of twelve images on `shards`."""
+    """Return a config for twelve steps of twelve images on `shards`."""
     return write_config(tmp_path, shards)
 
 
@@ -48,8 +48,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, because files are dealt over processes and a long one at the
-    end would run alone."""
+    """Run the longest files first. Files are distributed over processes, and a long file at the end
+    would run alone."""
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
@@ -57,19 +57,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-# ---- what tests start ----------------------------------------------------------------------------
+# ---- processes that tests start ------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """True for the processes of pytest-xdist that run tests."""
-    # torch would load code that it compiled for other instructions of the CPU, with vectors of a
-    # different length, and half of the numbers would be random memory (torch 2.15).
+    # torch would load code that it compiled for another CPU with a different vector length. Half of
+    # the numbers would then be uninitialized memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # As in the processes of tests (`processes.environment`): a sum over two threads has different
-    # bits. Threads of several processes that wait for each other would cost ten times what they
-    # gain.
+    # The processes of tests also use one thread (`processes.environment`), because two threads sum
+    # in a different order. With several processes, more threads would also run much slower.
     torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
@@ -77,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A failed or timed-out test did not reach the lines that end its processes."""
+    """End the processes of a failed or timed-out test, which did not reach its own cleanup."""
     try:
         return (yield)
     except BaseException:
@@ -87,18 +85,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """The last fixture that ends; its error belongs to the tests that the left processes name."""
+    """Fail if processes are left over. This fixture ends last, and the message names their
+    tests."""
     yield
     warm_python.stop()
     left = families.end_session()
     assert not left, "these processes outlived the tests that started them:\n" + "\n".join(left)
 
 
-# ---- what is missing here ------------------------------------------------------------------------
+# ---- missing programs ----------------------------------------------------------------------------
 
 
 def remedy(reasons: list[str]) -> str:
-    """Return one line with the programs that skipped tests need; empty if none does."""
+    """Return one line with the programs that skipped tests need, or an empty string."""
     matches = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
     packages = sorted({package for match in matches if match for package in match[1].split()})
     number = sum(match is not None for match in matches)
@@ -110,7 +109,7 @@ def remedy(reasons: list[str]) -> str:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the line last; -ra has printed each reason."""
+    """Print the line last, because -ra prints each reason before it."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         skipped = [report.longrepr for report in reporter.stats.get("skipped", [])]

@@ -1,8 +1,8 @@
-"""An imaginary GPU: its tensors have shapes but no values, and the host may not wait for it.
+"""A fake GPU whose tensors have shapes but no values, and for which the host may not wait.
 
-Under torch's FakeTensorMode an operation on tensors of "cuda:0" gets the shape of its result, and
-needs no driver. Reading a value there is an error, and so are a shape that depends on values and a
-tensor that is still on the host. The backward pass does not run, because autograd asks for a CUDA
+Under torch's FakeTensorMode an operation on tensors of "cuda:0" gets the shape of its result and
+needs no driver. Reading a value raises an error, and so do a shape that depends on values and a
+tensor that is still on the host. The backward pass does not run, because autograd needs a CUDA
 context.
 """
 
@@ -34,15 +34,15 @@ NO_LAUNCH = {
     "new_empty_strided",
     "_unsafe_view",
 }
-"""Functions that make a tensor without computing it; views are recognised by their schema."""
+"""Functions that make a tensor without computing it. Views are recognized by their schema."""
 
 
 class GpuWithoutMemory(TorchDispatchMode):
-    """A mode inside a FakeTensorMode: tensors on a GPU have shapes only, those of the host are
-    real.
+    """A mode inside a FakeTensorMode: tensors on a GPU have shapes only, and tensors on the host
+    are real.
 
-    FakeTensorMode raises an error if a GPU's value is read. Copies between GPU and host for which
-    the host waits are added to `waits`.
+    FakeTensorMode raises an error if a GPU's value is read. `waits` lists the copies between GPU
+    and host for which the host waits.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class GpuWithoutMemory(TorchDispatchMode):
             with _disable_current_modes():
                 return function(*arguments, **options)
         non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
-        # A host's number travels with the kernel; a host's mask or index is copied first.
+        # A Python number is passed to the kernel, but a mask or index on the host is copied first.
         on_host = any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors)
         copied = len(devices) > 1 if function in COPIES else on_host
         if copied and not (function in COPIES and non_blocking):
@@ -77,7 +77,7 @@ class GpuWithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def gpu_without_memory() -> Iterator[GpuWithoutMemory]:
-    """A `GpuWithoutMemory` in its FakeTensorMode; constants made inside are forgotten."""
+    """Enter a `GpuWithoutMemory` in its FakeTensorMode; forget constants made inside it."""
     _forget_constants()
     with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
         yield mode
@@ -93,7 +93,7 @@ def _forget_constants() -> None:
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
     """Give `model` parameters and buffers of the same shapes on `GPU`; call it inside the mode.
 
-    `Module.to` does not work there: it swaps tensors, which fake ones do not allow.
+    `Module.to` would swap tensors, which fake tensors do not allow.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -107,10 +107,11 @@ def move_to_fake_gpu(model: nn.Module) -> nn.Module:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that launch work on a device, by name and by the engine's line.
+    """A mode that counts the operations that launch work on a device, by name and by the line of
+    code.
 
-    On `device`, as in "meta", "cuda" or "cpu", including copies to it. A CPU can replace a GPU: the
-    same operations reach it, one by one.
+    Copies to `device`, as in "meta", "cuda" or "cpu", count too. A CPU can replace a GPU, because
+    it gets the same operations one by one.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -141,7 +142,7 @@ class Launches(TorchDispatchMode):
 
 
 def _our_line() -> str:
-    """The innermost line of the engine that is being run, as `module.py:line`."""
+    """Return the innermost line of the project that is being run, as `module.py:line`."""
     for frame, line in traceback.walk_stack(None):
         if frame.f_code.co_filename.startswith(OURS):
             return f"{frame.f_code.co_filename.removeprefix(OURS)}:{line}"

@@ -1,16 +1,17 @@
-"""Encoded images of all kinds, whole and damaged: all ways of decoding them must give the same
-pixels, or all must reject the image.
+"""Compare all ways of decoding an image on files of all kinds, intact and damaged.
+
+All ways must give the same pixels, or all must reject the image.
 
     python tests/fuzz_images.py --minutes 10 [--seed 7]
 
-The ways: a window by the C decoder, a window by pip packages alone, and a window cut out of the
-whole image; the views of training and evaluation of each of these; the bytes that preparation
-writes; the size in the index. Undamaged files give the same pixels in all ways. A window of a
-damaged JPEG may show none of the damage elsewhere, but then in all ways, and never if the file is
-truncated. Damage is what disks, networks and people cause: flipped, lost, inserted and repeated
-bytes, truncated files, bytes after the end and between headers, wrong headers.
+The ways are a window by the C decoder, by pip packages alone, and cut out of the whole image; the
+views of training and evaluation of each of these; the bytes that preparation writes; and the size
+in the index. For a damaged JPEG, a window may show none of the damage elsewhere if all ways agree,
+but never if the file is truncated. The damage is what disks, networks and people cause: flipped,
+lost, inserted and repeated bytes, truncated files, bytes after the end and between headers, and
+wrong headers.
 
-Prints counts; the exit status is 1 after a difference, whose file is kept.
+Prints counts. After a difference the exit status is 1 and the file is kept.
 tests/data/decode/test_images.py tests one image of each kind in the same way.
 """
 
@@ -50,14 +51,14 @@ POLICY = ImagePolicy(jpeg_quality=100)
 VIEW = EvalConfig(crop_pct=0.875)
 SIDE = 16
 MOST_PIXELS = 1 << 20
-"""The most pixels that headers may promise: larger images are legal, but slow."""
+"""The most pixels that headers may declare. Larger images are legal, but slow."""
 
 
 # ---- images of all kinds -------------------------------------------------------------------------
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """Neither flat nor pure noise."""
+    """Return a picture that is neither flat nor pure noise."""
     generator = np.random.default_rng((width, height))
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -88,7 +89,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 
 def png(color_type: int, width: int, height: int, bits: int = 16) -> bytes:
-    """A PNG by hand: Pillow writes no colours of 16 bits."""
+    """Write a PNG by hand, because Pillow writes no 16-bit colors."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[color_type] * bits // 8
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -115,7 +116,7 @@ def at_frame(data: bytes) -> int:
 
 
 def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """JPEGs of nearly all kinds that there are, of this size or (other samplings) about it."""
+    """Return JPEGs of nearly all kinds. Those of other samplings have only about this size."""
     rgb = picture(width, height)
     grey = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
@@ -128,7 +129,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
                 "4:2:2": [(0x12, "4:4:0")],
                 "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")],
             }.get(sampling, []):
-                # the same codes, but the header states a different arrangement
+                # the same codes, but the header states another sampling
                 at = at_frame(data) + 11
                 yield f"JPEG {name}{interval}", data[:at] + bytes([factors]) + data[at + 1 :]
         yield f"JPEG grey{interval}", encoded(grey, "JPEG", **marks)
@@ -167,7 +168,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Images of other formats, in all modes that Pillow writes and some that it does not."""
+    """Return images of other formats in all modes that Pillow writes and some that it does not."""
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         yield f"PNG {mode}", encoded(picture(width, height, mode), "PNG")
     yield (
@@ -239,11 +240,11 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def kinds(width: int, height: int) -> dict[str, bytes]:
-    """An image of each kind, by its name."""
+    """Return an image of each kind by its name."""
     return dict([*jpegs(width, height), *others(width, height)])
 
 
-# ---- the ways, and whether they agree ------------------------------------------------------------
+# ---- the ways to decode, and whether they agree --------------------------------------------------
 
 
 @contextmanager
@@ -261,7 +262,7 @@ def box_of(data: bytes, box: Window, channels: int) -> Pixels:
 
 
 def view_of(data: bytes, box: Window, channels: int) -> Pixels:
-    """The view of training, at the window's own size, so that nothing is resized."""
+    """Return the training view at the window's own size, so that nothing is resized."""
     return (
         decode_views(data, [box], (box[3], box[2]), "bilinear", channels)[0]
         .permute(1, 2, 0)
@@ -302,8 +303,8 @@ class Comparison:
         self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
-        """Windows that show no damage although the file is damaged elsewhere. Only damaged files
-        that end like whole ones may have such windows."""
+        """Windows that show no damage although the file is damaged elsewhere. Such a file must end
+        like an intact one."""
         try:
             self.size: tuple[int, int] | None = read_image_size(data)
         except ValueError:
@@ -359,8 +360,8 @@ class Comparison:
         return ways
 
     def _judge(self, part: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
-        """Require the same pixels or rejection as in the whole image. Damaged codes that no way
-        reads may differ from the whole, but all ways must agree."""
+        """Require the same pixels or rejection as for the whole image. Damaged codes that no way
+        reads may differ from the whole image, but all ways must agree."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -377,7 +378,7 @@ class Comparison:
         try:
             header = read_header(self.data)
             simplejpeg.decode_jpeg(self.data)
-            return False  # it is not damaged
+            return False  # the file is not damaged
         except ValueError:
             return self.data.endswith(b"\xff\xd9") and (
                 whole is None or header.restart_interval > 0
@@ -460,7 +461,6 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def _lie(data: bytearray, rng: random.Random) -> None:
-    """Change a field of a JPEG's headers."""
     try:
         header = read_header(bytes(data))
     except ValueError:
@@ -495,7 +495,8 @@ def _lie(data: bytearray, rng: random.Random) -> None:
 
 
 def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
-    """Return the counts, and the differences with the files that show them, of this time."""
+    """Fuzz until the time is over; return the counts, and the differences with the files that show
+    them."""
     rng = random.Random(seed)
     counts = Counter[str]()
     differences = []

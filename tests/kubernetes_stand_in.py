@@ -1,12 +1,12 @@
 """Run the files of deploy/kube/ as Kubernetes would, as far as processes can notice.
 
 A pod is a process with the command, arguments and variables of its container. With `isolated` it
-has its own network, host name, /etc/hosts (the names of a headless service) and process ids, so
-that it is process 1 as in a container. It is ended as by a kubelet: SIGTERM, the grace period,
-SIGKILL. `podFailurePolicy` judges a failed pod and JobSet's `failurePolicy` a failed Job. Both are
-read from the file, and the first matching rule applies
-(https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy; kubernetes-sigs/
-jobset:keps/262-ConfigurableFailurePolicy).
+has its own network, host name, /etc/hosts (the names of a headless service) and process ids, and is
+process 1 as in a container. It is ended as by a kubelet: SIGTERM, the grace period, SIGKILL.
+`podFailurePolicy` judges a failed pod and JobSet's `failurePolicy` a failed Job. Both are read from
+the file, and the first matching rule applies
+(https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
+kubernetes-sigs/jobset:keps/262-ConfigurableFailurePolicy).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SUBNET = "10.213.7"
 
 
 class Ended(NamedTuple):
-    """The end of a JobSet, and the exit codes of its pods in each attempt, in the order of their
-    ends."""
+    """The end of a JobSet, and the exit codes of its pods in each attempt, in the order in which
+    they ended."""
 
     is_complete: bool
     actions: list[str]
@@ -42,8 +42,6 @@ class Ended(NamedTuple):
 
 
 class Pod:
-    """The only container of a pod."""
-
     def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
         self.name = name
         self.log = log
@@ -57,7 +55,7 @@ class Pod:
             )
 
     def _first(self) -> int | None:
-        """Return the process id of the pod's process 1, None if it does not run."""
+        """Return the process id of the pod's process 1, or None if it does not run."""
         pid = self.process.pid
         if not self._is_isolated:
             return pid
@@ -72,7 +70,7 @@ class Pod:
                 os.kill(pid, number)
 
     def terminate(self, grace_s: float) -> None:
-        """SIGTERM now and, by `poll`, SIGKILL after the grace period, as a kubelet does."""
+        """Send SIGTERM now and, by `poll`, SIGKILL after the grace period, as a kubelet does."""
         if self.kill_at is None and self.process.poll() is None:
             self.kill_at = time.monotonic() + grace_s
             self.signal(signal.SIGTERM)
@@ -89,7 +87,8 @@ class Pod:
 
 
 class Cluster:
-    """Runs the Job in a file of deploy/kube/, and restarts it by the JobSet's policy."""
+    """A cluster that runs the Job in a file of deploy/kube/, and restarts it by the JobSet's
+    policy."""
 
     def __init__(self, folder: Path, isolated: bool):
         self.folder = folder
@@ -136,7 +135,6 @@ class Cluster:
                 return Ended(False, actions, codes)
 
     def logs(self) -> str:
-        """The output of all pods."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def _start(
@@ -170,7 +168,7 @@ class Cluster:
         deadline: float,
     ) -> tuple[str, str, list[int]]:
         """Wait until all pods have ended; return the (reason, message) of the Job's failure, or
-        ("", ""), and the exit codes in the order of their ends."""
+        ("", ""), and the exit codes in the order in which they ended."""
         grace_s = job["template"]["spec"]["terminationGracePeriodSeconds"]
         running = list(pods)
         failures = 0
@@ -230,7 +228,6 @@ class Cluster:
         (self.folder / "hosts").write_text(hosts)
 
     def close(self) -> None:
-        """End all pods and take the networks down."""
         for pod in self.pods:
             if pod.process.poll() is None:
                 pod.signal(signal.SIGKILL)
@@ -247,7 +244,7 @@ def ip(*arguments: str) -> None:
 
 
 def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
-    """The container's variables in a pod of this completion index, without secrets."""
+    """Return the container's variables in a pod of this completion index, without secrets."""
     variables = {"JOB_COMPLETION_INDEX": str(index)}
     for variable in container.get("env", ()):
         source = variable.get("valueFrom")
@@ -264,7 +261,7 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
     """Return the action of the first rule of podFailurePolicy that matches a failed pod, with the
-    message of a Job that it fails; "Count" if none matches."""
+    message of a Job that it fails, or "Count" if none matches."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
@@ -296,5 +293,5 @@ def evict(pod: Pod, grace_s: float) -> None:
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """The objects in a file of deploy/kube/."""
+    """Return the objects in a file of deploy/kube/."""
     return list(yaml.safe_load_all((KUBE / name).read_text()))

@@ -1,8 +1,7 @@
-"""A value other than the default for each setting, and the settings that it needs to have an
+"""Another value than the default for each setting, and the settings that it needs to have an
 effect.
 
-A new setting must be added to `VALUES`; the needs that only `OnlyWith` states are found from the
-schema.
+A new setting must be added to `VALUES`. Needs that `OnlyWith` states are found from the schema.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from vit.config.hints import sections
 
 
 class Setting(NamedTuple):
-    """A field of a section, such as `momentum` of the optimizer `sgd`."""
+    """A field of a config section, such as `momentum` of the optimizer `sgd`."""
 
     key: str
-    """Dotted."""
+    """The dotted key of the setting."""
     kind: type[Section]
 
     @property
@@ -238,13 +237,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
-"""Further settings that a setting needs, with the same values as for its default."""
+"""Further settings that a setting needs, with its default as well as with its other value."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "data.reader": {"data.stream": "{shards}/train-00000.tar", "data.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
     "init.select_classes": {"init.reset_head": False},
 }
-"""Settings that accompany the value of `VALUES`, but not the default."""
+"""Settings that are set with the value of `VALUES`, but not with the default."""
 
 
 def _dotted(setting: Setting, name: str) -> str:
@@ -252,13 +251,13 @@ def _dotted(setting: Setting, name: str) -> str:
 
 
 def _conditions(needed: OnlyWith, setting: Setting) -> list[tuple[str, str, list[str]]]:
-    """Dotted key, relation and values of each condition."""
+    """Return the dotted key, relation and values of each condition."""
     split = [re.split("(!?=|$)", each, maxsplit=1) for each in needed.conditions]
     return [(_dotted(setting, name), sign, allowed.split("|")) for name, sign, allowed in split]
 
 
 def _find(key: str, kind: type[Section]) -> Setting:
-    """Return the setting `key`; `kind` names its optimizer if it belongs to one."""
+    """Return the setting `key`. `kind` names its optimizer if it is an optimizer's setting."""
     own = [each for each in SETTINGS if each.key == key]
     return next((each for each in own if each.kind is kind), own[0])
 
@@ -279,7 +278,6 @@ def _holds(value: Any, sign: str, allowed: list[str]) -> bool:
 
 
 def beside(setting: Setting) -> dict[str, Any]:
-    """The settings with which `setting` has an effect: dotted key -> value."""
     chosen = dict(BESIDE.get(setting.key, {}))
     if setting.kind not in FIRST and setting.key != "optim.name":
         chosen["optim.name"] = optimizer_of(setting)
@@ -305,8 +303,7 @@ def changed(setting: Setting) -> dict[str, Any]:
 
 
 def without(setting: Setting, needed: OnlyWith) -> dict[str, Any]:
-    """Return settings with which `needed` does not hold, while every other need of `setting`
-    does."""
+    """Return settings that violate `needed`, but meet every other need of `setting`."""
     chosen = beside(setting)
     for key, sign, allowed in _conditions(needed, setting):
         partner = _find(key, setting.kind)

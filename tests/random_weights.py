@@ -1,4 +1,4 @@
-"""Random weights that reveal missing parts, and the distance of two results."""
+"""Random weights that reveal missing parts, and the distance between two results."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, as a part of the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Stored(NamedTuple):
-    """One sample of a shard."""
+    """A sample of a shard."""
 
     data: bytes
     label: int
 
 
 def stored(root: Path, split: str) -> dict[str, Stored]:
-    """The samples of a split by their keys, read with the standard library."""
+    """Return the samples of a split by their keys, read with the standard library."""
     members: dict[str, bytes] = {}
     for path in root.glob(f"{split}-*.tar"):
         with tarfile.open(path) as tar:

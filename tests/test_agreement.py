@@ -1,4 +1,5 @@
-"""Ranks compare the rows that they trained on, and the checkpoint from which they resume."""
+"""Test that ranks compare the rows that they trained on, and the checkpoint from which they
+resume."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_rows_of_all_ranks_are_the_batch(repeats):
-    """So each rank needs to check only its own rows."""
+    """If they are, each rank needs to check only its own rows."""
     order = make_order(300_000, 96, num_lanes=8, aug_repeats=repeats)
     for world_size in (1, 2, 3, 8, 32):
         rows = 96 // world_size
@@ -44,7 +45,7 @@ def test_the_rows_of_all_ranks_are_the_batch(repeats):
 
 
 def finished_run(config: Path, folder: Path, *overrides: str) -> Run:
-    """A run of three steps on one rank, after its end."""
+    """Return a finished run of three steps on one rank."""
     short = ("train.steps=3", "eval.every_steps=100", f"run.dir={folder}")
     run = build_run(config_io.load_config(config, [*TINY, *short, *overrides]), ALONE)
     train(run)
@@ -80,7 +81,7 @@ def test_names_a_rank_with_unplanned_rows_and_ends_all(config, tmp_path):
 
 
 def shifted(batch: Batch) -> Batch:
-    """The rows with one sample replaced by its neighbour."""
+    """Return the rows with one sample replaced by its neighbor."""
     ids = batch.ids.clone()
     ids[-1] = (ids[-1] + 1) % 60
     return replace(batch, ids=ids)
@@ -143,12 +144,14 @@ def test_one_rank_reads_checkpoint_and_initial_weights_and_all_have_them(config,
 
     resumed = lines(f"run.dir={tmp_path}/runRANK")
     assert len(resumed) == 3
-    assert len({line.partition(": ")[2] for line in resumed}) == 1, "all have the same state"
+    assert len({line.partition(": ")[2] for line in resumed}) == 1, (
+        "all ranks must have the same state"
+    )
     expected = {name: value.clone() for name, value in named_tensors(base.train_step).items()}
     digest = hashlib.sha256()
     for name, tensor in expected.items():
         digest.update(name.encode() + tensor.numpy().tobytes())
-    assert digest.hexdigest() in resumed[0], "and it is the one that was saved"
+    assert digest.hexdigest() in resumed[0], "the state must be the saved one"
     begun = lines(f"run.dir={tmp_path}/newRANK", f"init.checkpoint={tmp_path}/initRANK")
     assert len({line.partition(": ")[2] for line in begun}) == 1
     assert "init_sha256" in begun[0]
@@ -158,8 +161,8 @@ def test_one_rank_reads_checkpoint_and_initial_weights_and_all_have_them(config,
 
 
 def test_an_old_checkpoint_resumes_only_with_its_original_behaviour(config, tmp_path):
-    """The average once always had its warm-up; now a setting switches it on, and its default is
-    off."""
+    """Averaged weights used to always have a warm-up. Now a setting switches it on, and its default
+    is off."""
     run = finished_run(config, tmp_path / "run", "train.ema_decay=0.9")
     [(path, info)] = [newest_checkpoint(run.folder)]
     del info["config"]["train"]["ema_warmup"]

@@ -1,4 +1,5 @@
-"""Remains of a run that was stopped during its construction, and weights that do not fit."""
+"""Test the remains of a run that was stopped during its construction, and weights that do not
+fit."""
 
 from __future__ import annotations
 

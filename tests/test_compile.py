@@ -1,4 +1,5 @@
-"""The number of graphs of a compiled model: one for all blocks in training, one in evaluation."""
+"""Test the number of graphs of a compiled model: one for all blocks in training, one in
+evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 12
-"""More blocks than the graphs that Dynamo makes of one function before it gives up (8)."""
+"""More blocks than the graphs that Dynamo compiles of one function before it stops (8)."""
 
 
 class Counter:
@@ -52,7 +53,7 @@ def graphs():
 
 @pytest.fixture
 def process_group():
-    """A group of this process alone, so that DDP can wrap a model."""
+    """Create a process group of this process alone, so that DDP can wrap a model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -86,12 +87,13 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
         model(torch.randn(2, 3, 16, 16))
     assert graphs.since() == 1
     model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
-    assert graphs.since() == 0, "training after an evaluation made another graph"
+    assert graphs.since() == 0, "training after an evaluation compiled another graph"
 
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])
 def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
-    """With growing rates: one graph for the first block's number of rows, one for any number."""
+    """The rates grow, so the first block's number of rows needs one graph, and all other numbers
+    another."""
     fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
     model = small_vit(16, DEPTH, **fields, **VIT5)
     compile_blocks(model, backend=graphs)
@@ -139,7 +141,8 @@ def evaluate(*models: torch.nn.Module, side: int) -> None:
 
 @pytest.mark.parametrize("size", ["of the base", "larger"])
 def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
-    """Steps and evaluations in turn, as in a run; at a larger size from the weights of the base."""
+    """Steps and evaluations alternate, as in a run. The larger size starts from the weights of the
+    base."""
     fields = {"embed_dim": 16, "depth": DEPTH, "drop_path_rate": 0.1}
     model = small_vit(**fields)
     side = 16
@@ -166,14 +169,14 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
         step(make_batch(side), number)
     assert graphs.since() == 1
     evaluate(model, average.module, side=side)
-    assert graphs.since() == 2, "weights with a gradient, and those of the average, without one"
+    assert graphs.since() == 2, "averaged weights have no gradient, so they need a second graph"
     step(make_batch(side), 2)
     evaluate(model, average.module, side=side)
     assert graphs.since() == 0
 
 
 def test_keeps_one_graph_for_each_image_size(graphs):
-    """torch's default is one graph for all sizes once it has seen two, and slower ones."""
+    """By default torch compiles one slower graph for all sizes once it has seen two."""
     model = small_vit(16, DEPTH, rope_type="axial", drop_path_rate=0.1)
     sides = (8, 24)
     take_sizes(model, [(side, side) for side in sides])
@@ -192,7 +195,7 @@ def test_keeps_one_graph_for_each_image_size(graphs):
 
 
 def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group):
-    """A block of 3 MB and buckets of 1 MB, as one of ViT-L has 50 MB and a bucket 25."""
+    """A block of 3 MB with buckets of 1 MB has the same proportions as ViT-L's 50 MB with 25 MB."""
     model = small_vit(256, 2, drop_path_rate=0.1)
     compile_blocks(model, backend=graphs)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
@@ -202,8 +205,8 @@ def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group)
 
 
 def test_compiles_each_block_of_a_timm_model(graphs):
-    """timm's drop path keeps its rate as a number, so each block needs its own graph; all must be
-    compiled, not only eight."""
+    """timm's drop path stores its rate as a number, so each block needs its own graph. All of them
+    must be compiled, not only eight."""
     torch.manual_seed(0)
     fields = {"depth": DEPTH, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}
     model = create_model("timm/vit_tiny_patch16_224", 32, 5, **fields).train()
@@ -211,4 +214,6 @@ def test_compiles_each_block_of_a_timm_model(graphs):
     model(torch.randn(4, 3, 32, 32)).sum().backward()
     assert graphs.since() == DEPTH
     model.eval()(torch.randn(4, 3, 32, 32))
-    assert graphs.since() == 2, "of the first block, which has no drop path, and of the others"
+    assert graphs.since() == 2, (
+        "expected one graph for the first block, which has no drop path, and one for each other"
+    )

@@ -1,4 +1,4 @@
-"""The Python interface: its names, their arguments, and modules of similar names."""
+"""Test the Python interface: its names, their arguments, and modules of similar names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIGNATURES = {
     "load_config": "path overrides used_here",
     "open_split": "root split cache_dir cache_gib retry is_checked versions",
 }
-"""Arguments that users' programs name: a change must be written into the release notes."""
+"""The arguments that users' programs name. A change must be written into the release notes."""
 
 
 def test_the_interface_has_these_names_and_arguments():
@@ -115,7 +115,7 @@ def test_rejects_a_batch_that_ranks_or_groups_do_not_divide(shards):
 
 
 def test_a_model_is_evaluated_on_every_image_once(shards):
-    """Next to torchvision's transforms, image by image."""
+    """torchvision's transforms are applied image by image for comparison."""
     torch.manual_seed(0)
     split = vit.open_split(shards, "val")
     model = vit.create_model("vit_ti8", 16, 3, embed_dim=32, depth=1, num_heads=2).train()

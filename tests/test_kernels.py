@@ -1,5 +1,8 @@
-"""Agreement with timm and torch must hold with the kernels of other CPUs, so that tolerances do not
-fit only this one. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU imitate older ones."""
+"""Test that agreement with timm and torch also holds with the kernels of other CPUs.
+
+Otherwise the tolerances might fit only this CPU. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let
+a CPU imitate older ones.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ CORE = [
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_timm_file_gives_timms_logits_and_predictions[resnet10t]",
 ]
-"""A selection of all comparisons, some of each kind: seconds for each set of kernels."""
+"""A selection of comparisons of each kind that takes seconds for each set of kernels."""
 
 
 def passed_with_kernels(capability: str, *tests: str) -> int:
-    """Return the number of tests that pass under `capability`; all that run must pass."""
+    """Return the number of tests that pass under `capability`. All that run must pass."""
     env = {
         **environment(),
         "ATEN_CPU_CAPABILITY": capability,
@@ -80,7 +83,7 @@ def test_all_comparisons_hold_with_the_kernels_of_other_cpus(capability):
     [pytest.param(each, marks=[pytest.mark.full] * (each != PLAINER[0])) for each in PLAINER],
 )
 def test_a_process_uses_the_selected_kernels(capability):
-    """The variables must work, or the tests above would compare one CPU with itself."""
+    """If the variables had no effect, the tests above would compare one CPU with itself."""
     code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     env = {**environment(), "ATEN_CPU_CAPABILITY": capability}
     done = call([sys.executable, "-c", code], env)

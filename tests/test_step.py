@@ -1,4 +1,4 @@
-"""One update against a plain loop of torch, in every precision; accumulation, clipping,
+"""Test one update against a plain torch loop in every precision, with accumulation, clipping and
 skipping."""
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from vit.training.step_result import NON_FINITE, SPIKE, Limits
 WORLD = World(0, 1, torch.device("cpu"))
 CONFIG = AugmentConfig(hflip_prob=0.0)
 EPS = 1e-5
-"""AdamW's epsilon. Keys' biases have a gradient of zero, so their computed gradient is rounding,
-1e-10 to 1e-9 of any sign. With the default of 1e-8 AdamW would make a tenth of a step of it, which
-differs with each CPU's kernels."""
+"""The epsilon of AdamW. The gradient of keys' biases is zero, but is computed as 1e-10 to 1e-9 of
+any sign because of rounding. With the default of 1e-8, AdamW would turn it into a tenth of a step
+that differs with each CPU's kernels."""
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -173,7 +173,7 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     ],
 )
 def test_an_update_above_its_limits_equals_skipping_the_batch(precision, limits, verdict):
-    """The average still moves towards the present weights."""
+    """Averaged weights must still move towards the current weights."""
     guarded = make_step(4, precision, clip_grad_norm=1.0)
     plain = make_step(4, precision, clip_grad_norm=1.0)
     for step in (guarded, plain) if precision == "fp16" else ():
@@ -216,7 +216,7 @@ def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
 
 
 def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
-    """A second set of gradients next to the buckets would take 2.5 GB for H."""
+    """A second set of gradients next to the buckets would take 2.5 GB for ViT-H."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ours = make_step(micro_batch_size=4)
@@ -238,7 +238,7 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
             plain(make_batch(seed=number), number)
             buckets = {p.grad.untyped_storage().data_ptr() for p in ours.parameters}
         assert len(buckets) == 1, "a small model has one bucket"
-        assert passes[-2:] == [buckets, buckets], "before either pass of the last step"
+        assert passes[-2:] == [buckets, buckets], "before both passes of the last step"
         assert torch.equal(weights_of(ours), weights_of(plain))
     finally:
         dist.destroy_process_group()
@@ -248,8 +248,8 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
 @pytest.mark.parametrize("form", ["mask", "subset"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
-    """A whole update on an imaginary GPU, except for the backward pass, in which autograd asks for
-    a CUDA context."""
+    """A whole update runs on a fake GPU, except for the backward pass, in which autograd needs a
+    CUDA context."""
     recipe = AugmentConfig(
         randaugment_layers=2, erasing_prob=0.5, mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2
     )
@@ -282,7 +282,7 @@ def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         change = step.augment.change_batch
-        step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may carry constants
+        step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may copy constants
         mode.waits.clear()
         values, norm, rows, norms = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
     assert {tensor.device for tensor in (values, norm, *rows, norms.values)} == {gpu}
@@ -328,7 +328,8 @@ def test_dropout_depends_on_seed_rank_and_step_only():
 
 
 def test_an_update_waits_for_the_copy_of_the_state_and_nothing_before_it_does():
-    """The copy runs beside forward and backward; the state may change only after it has ended."""
+    """The copy runs in parallel with forward and backward passes. The state may change only after
+    the copy has ended."""
     step = make_step()
     step.ema = Ema(step.model, 0.9)
     step(make_batch(), 0)
@@ -343,7 +344,9 @@ def test_an_update_waits_for_the_copy_of_the_state_and_nothing_before_it_does():
 
     step.copying = Copying()
     step(make_batch(), 1)
-    assert seen == [(True, True)], "once, after the backward pass, before any change"
+    assert seen == [(True, True)], (
+        "expected one wait, after the backward pass and before any change"
+    )
     step(make_batch(), 2)
     assert len(seen) == 1
     after = named_tensors(step)

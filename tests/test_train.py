@@ -1,5 +1,5 @@
-"""The loop as its users run it: real processes over gloo, killed, stopped, resumed, compared bit by
-bit."""
+"""Test the training loop with real processes over gloo: killed, stopped, resumed, and compared bit
+by bit."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ STEPS = 24
 
 @pytest.fixture
 def config(tmp_path: Path, shards: Path) -> Path:
-    """Enough steps that a signal after the first one arrives long before the last."""
+    """Return a config with enough steps to stop the run in the middle."""
     return write_config(tmp_path, shards, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
-    """The final state of an undisturbed run on this number of ranks, made once."""
+    """Return the final state of an uninterrupted run on this number of ranks, trained only once."""
     made: dict[int, dict[str, str]] = {}
 
     def state(ranks: int) -> dict[str, str]:
@@ -62,13 +62,12 @@ def assert_equal_state(run_dir: Path, expected: dict[str, str]) -> None:
     state = final_state(run_dir, STEPS)
     assert state.keys() == expected.keys()
     assert not [name for name in state if state[name] != expected[name]], (
-        "these tensors, or files of losses, differ from the uninterrupted run's"
+        "these tensors, or loss files, differ from the uninterrupted run's"
     )
 
 
 def victims_of_ranks() -> list:
-    """One rank of two and both are enough to break it; the other choices are for a full test
-    run."""
+    """Return the choices of killed ranks, most of which only a full test run tests."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
     marks = {case: [pytest.mark.full] for case in cases if case[1] != 2}
     return [
@@ -98,12 +97,14 @@ def test_killed_and_resumed_equals_uninterrupted(
         assert background.process.returncode != 0
     train(config, tmp_path / "run", ranks=ranks)
     assert metrics(tmp_path / "run", "start")[-1]["restarts"] == 1, (
-        "it started over instead of resuming"
+        "the run started over instead of resuming"
     )
     assert_equal_state(tmp_path / "run", expected)
     record = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [line["step"] for line in record if line["kind"] == "train"]
-    assert steps == list(range(1, STEPS + 1)), "each step once, although some were trained twice"
+    assert steps == list(range(1, STEPS + 1)), (
+        "each step must occur once, although some were trained twice"
+    )
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
         number for line in checked for number in range(line["first_batch"], line["last_batch"] + 1)
     ]
     assert batches == list(range(STEPS)), (
-        "also those before the stop, in the middle of an epoch, are compared with the plan"
+        "steps before the stop, in the middle of an epoch, must also be compared with the plan"
     )
 
 
@@ -169,14 +170,14 @@ def test_a_resume_repeats_an_interrupted_evaluation(tmp_path):
         for number in range(line["first_batch"], line["last_batch"] + 1)
     ]
     assert checked == list(range(12)), (
-        "each batch is compared with the plan once, whenever the run was stopped"
+        "each batch must be compared with the plan once, whenever the run was stopped"
     )
 
 
-def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_as_stopped(
+def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stopped(
     tmp_path, shards, config
 ):
-    """The data come from a server that does not answer. Slurm's script queues a marked run
+    """The data comes from a server that does not answer. Slurm's script queues a marked run
     again."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=3")
@@ -194,14 +195,13 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_a
     assert background.process.returncode == 143, output
     assert output.splitlines()[-1] == "ended by SIGTERM before the first step: nothing to save"
     assert json.loads((folder / "stopped_early").read_text()) == {"step": 3, "signal": "SIGTERM"}
-    assert last_step(folder) == 3, "the record is as it was"
+    assert last_step(folder) == 3, "metrics.jsonl must not change"
     train(config, folder, *more)
     assert not (folder / "stopped_early").exists()
 
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
-    """Slurm gives it a grace period and does not queue it again; the script does if there is a
-    mark."""
+    """Slurm does not queue such a run again, but our script does if the mark exists."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:
@@ -230,8 +230,8 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
         time.sleep(0.1)
     assert (tmp_path / "run" / "stopped_early").exists(), "the ranks should have saved"
     output = background.end()
-    # Usually none; a pending request prints a page of torch's stack.
-    assert output.count("TCPStore.cpp") <= 4, "a page for each request to a dead store"
+    # A pending request may print a page of torch's stack.
+    assert output.count("TCPStore.cpp") <= 4, "each request to a dead store must not print a page"
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_fini
     assert len(checksums) == 1
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-4), (
-            "without dropout the ranks only change the rounding"
+            "without dropout, the number of ranks may only change rounding"
         )
     for other in rows[1:]:
         assert np.allclose(other, rows[0], rtol=2e-3, atol=2e-3, equal_nan=True), "rounded to fp16"
@@ -311,7 +311,7 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
 
 
 def test_a_resume_repeats_the_draws_of_drop_path_by_subsets(tmp_path, config):
-    """In micro-steps, and with recomputed activations, which draw dropout again."""
+    """The run has micro-batches and recomputed activations, which draw dropout again."""
     settings = [
         "train.steps=6",
         "model.drop_path_form=subset",
@@ -423,7 +423,7 @@ def test_a_model_of_timm_trains_in_the_same_loop(tmp_path, shards):
 
 
 def test_it_learns(tmp_path, shards):
-    """Three colours are easy: far above chance after a few epochs."""
+    """After a few epochs the accuracy on three colors must be far above chance."""
     config = write_config(tmp_path, shards, steps=60)
     train(
         config,

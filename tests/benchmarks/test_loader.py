@@ -1,4 +1,5 @@
-"""benchmarks/loader.py runs with the installed contestants, which are idle between their turns."""
+"""Test that benchmarks/loader.py runs every installed contestant and pauses it between its
+turns."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from types import ModuleType
 import pytest
 from processes import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # not a user's command; it runs before a release
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # not a user command
 BENCHMARKS = REPOSITORY / "benchmarks"
 OURS = "ours, restart markers, pip only"
 V1 = "torchvision v1"
@@ -24,7 +25,7 @@ WHOLE = "limit: whole JPEGs"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with the output of the benchmark: found.json, .md, .png, data/."""
+    """Run the benchmark; return its output folder with found.json, .md, .png and data/."""
     folder = tmp_path_factory.mktemp("loader")
     command = [
         sys.executable,
@@ -92,7 +93,7 @@ def test_contestants_and_their_workers_are_idle_between_turns_and_end(data, load
         for server in servers:
             assert min(server.turn("train", 2)) > 0
         assert len(list(servers[0].processes())) >= 3
-        for _ in range(6000):  # a stop signal takes a moment to arrive
+        for _ in range(6000):  # stopping takes a moment
             states = {stat[0] for server in servers for _, stat in server.processes()}
             if states == {"T"}:
                 break

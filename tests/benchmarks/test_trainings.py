@@ -1,5 +1,5 @@
-"""Intervals over seeds and images, and the equality of the plain loop of timm's parts and the
-project's training."""
+"""Test the intervals over seeds and images, and that the project trains exactly as a plain loop
+over timm's parts does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scipy import stats
 
 from vit.config.io import ConfigError, load_config
 
-pytestmark = pytest.mark.full  # not a user's command; it runs before a release
+pytestmark = pytest.mark.full  # not a user command
 BENCHMARKS = REPOSITORY / "benchmarks"
 SEEDS = 5
 ORIGINALS = 100
@@ -31,11 +31,11 @@ def module(monkeypatch):
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw two programs that are equally good over all possible seeds and originals."""
+    """Draw the results of two programs that are equally good over all possible seeds and images."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
     for _ in range(2):
-        own = rng.normal(0, 0.8, ORIGINALS)  # the images that this program finds hard with any seed
+        own = rng.normal(0, 0.8, ORIGINALS)  # images that are hard for this program with any seed
         luck = rng.normal(0, 0.6, (SEEDS, 1))
         logits = np.repeat(hard + own + luck, RENDERINGS, axis=1)
         both.append(rng.logistic(size=logits.shape) < logits)
@@ -55,11 +55,10 @@ def test_the_interval_covers_the_true_difference_over_seeds_and_originals(module
         covered += difference.low <= 0 <= difference.high
         gaps = (second.astype(float) - first).ravel()
         by_images_alone += abs(gaps.mean()) <= 1.96 * gaps.std() / gaps.size**0.5
-    # 600 draws of a true 95 % lie above 93 % in all but one of 80 cases. The interval uses at least
-    # the larger of its two parts, so its coverage may be higher.
+    # With a true coverage of 95 %, 79 of 80 cases of 600 draws exceed 93 %. The interval takes the
+    # larger of its two parts, so its coverage may be higher.
     assert covered / draws >= 0.93
-    # Intervals that treat the images of all seeds as independent cover far less, which is why this
-    # one exists.
+    # Intervals that treat the images of different seeds as independent cover far less.
     assert by_images_alone / draws < 0.85
 
 
@@ -158,7 +157,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
         std = torch.tensor(config.data.std).view(3, 1, 1)
         own_images = (batch.images / 255 - mean) / std
     their_images = torch.stack([loader.dataset[i][0] for i in range(50)])
-    # Pillow and torch round each pixel independently: a level or two of 255 differ in places.
+    # Pillow and torch round pixels independently, so some differ by one or two levels of 255.
     assert float((own_images - their_images).abs().mean()) < 2 / 255 / min(config.data.std)
 
 
@@ -173,7 +172,7 @@ def test_both_benchmarks_run_continue_and_draw(tmp_path, digits):
         again = subprocess.run([*line, *small], capture_output=True, text=True, timeout=100)
         trained = [line for line in begun.stdout.splitlines() if "seed" in line and " s" in line]
         assert len([line for line in trained if line.endswith(" s")]) == count
-        # Nothing is trained again: the times are the same.
+        # The report reuses the stored results, so the times are unchanged.
         assert [line for line in again.stdout.splitlines() if line in trained] == trained
         report = json.loads((tmp_path / f"{name}.json").read_text())
         assert report["rounds"] == 2

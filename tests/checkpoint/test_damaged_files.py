@@ -1,6 +1,8 @@
-"""Every file of a run's checkpoints and weights is truncated, flipped or removed: the previous
-checkpoint is loaded, or an error names the file. Other weights than the saved ones are never
-loaded."""
+"""Test that damaged checkpoints and weights are never loaded.
+
+Each file is truncated, altered or removed. The run must then load the previous checkpoint, or raise
+an error that names the file.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def plain(step: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
-    """A run with two checkpoints, and the weights of the newer one."""
+    """Return a run with two checkpoints and the weights of the newer one."""
     folder = tmp_path_factory.mktemp("pristine")
     for step in (BEFORE, NEWEST):
         state = asdict(RunState(step=step, best_top1=10.0 * step, facts=FACTS))
@@ -69,7 +71,7 @@ def cut(content: bytes) -> Iterator[bytes]:
 
 
 def flipped(content: bytes) -> Iterator[bytes]:
-    """Flip one bit of every 61st byte, and of each of the first bytes."""
+    """Flip one bit in every 61st byte and in each of the first bytes."""
     draw = random.Random(0)
     for place in {*range(16), *range(16, len(content), 61)}:
         if place < len(content):
@@ -98,7 +100,7 @@ def is_equal(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def weights_at(place: Path) -> tuple[LoadedWeights | None, str]:
-    """Return the weights at `path`, or the error of reading them."""
+    """Return the weights at `path`, or the error that reading them raises."""
     try:
         return read_weights(place), ""
     except WeightsError as error:
@@ -121,22 +123,22 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
         else:
             (folder / file).write_bytes(content)
 
-        # Commands that evaluate, export or start from the run.
+        # Evaluate, export, or start from the run.
         for place in (folder, *([(folder / file).parent] if "step_" in file else [])):
             loaded, problem = weights_at(place)
             if loaded is None:
                 assert str((folder / file).parent) in problem
                 noticed += 1
             else:
-                # Without its info a checkpoint is a file of unknown origin, whose names fit no
-                # model.
+                # Without its info file a checkpoint has no known model, and its weights match no
+                # other layout.
                 expected = tensors(NEWEST) if loaded.step is None else plain(loaded.step)
                 assert is_equal(loaded.weights, expected)
 
-        # Resuming the run.
+        # Resume the run.
         messages = list[str]()
         path, info = newest_checkpoint(folder, verify=True, say=messages.append)
-        # If the hash's name is damaged, the weights are still the saved ones.
+        # If only the name of the hash is damaged, the weights are still intact.
         assert {key: info[key] for key in infos[BEFORE] if key != SEAL} == infos[info["step"]]
         assert is_equal(read_content(path / "state.safetensors").tensors, tensors(info["step"]))
         assert info["step"] in (BEFORE, NEWEST)
@@ -153,7 +155,7 @@ def test_reports_and_keeps_all_checkpoints_if_all_are_damaged(pristine, tmp_path
     for path in folder.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     messages = list[str]()
-    for _ in range(2):  # an automatic restart must not start the run over
+    for _ in range(2):  # an automatic restart must not start from step 0
         with pytest.raises(CheckpointError, match="all checkpoints are damaged or gone"):
             newest_checkpoint(folder, verify=True, say=messages.append)
     assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(messages) == 2
@@ -168,7 +170,7 @@ def test_a_run_at_a_url_does_not_start_over_if_all_checkpoints_are_damaged(prist
     for path in copy_at_url.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     values = {"run": {"dir": f"file://{copy_at_url}"}, "data": {"root": "-"}, "train": {"steps": 9}}
-    for number in range(2):  # on a machine without a local copy
+    for number in range(2):  # without a local copy, as on another machine
         values["run"]["local_dir"] = str(tmp_path / str(number))
         store = RunStore(from_dict(values, "test"))
         lock = RunLock(store.folder)

@@ -1,5 +1,8 @@
-"""Runs that change their image size: exact after any interruption, on any number of ranks, and
-visible in record and curves."""
+"""Test runs that change their image size.
+
+They must resume exactly and train equally on any number of ranks, and their metrics and curves must
+show the size.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from processes import TINY, Background, final_state, metrics, run_here, train, w
 
 STAGES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}, {until_epoch: 2, image_size: 8}]"
 SIZES = [24] * 5 + [8] * 5 + [16] * 2
-"""The stages of 12 steps, five of them an epoch."""
+"""The stages of a run of 12 steps, with five steps per epoch."""
 PLAIN = ("model.drop_path_rate=null", "model.proj_drop_rate=null")
-"""Settings without random draws that depend on the rank."""
+"""Settings that draw no random numbers per rank."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, Path]:
-    """A config, and the folder of its undisturbed run, with all its checkpoints."""
+    """Return a config and the folder of its uninterrupted run with all checkpoints."""
     folder = tmp_path_factory.mktemp("sizes")
     config = write_config(folder, shards)
     train_here(config, folder / "run")
@@ -33,7 +36,7 @@ def train_here(config: Path, run_dir: Path, *overrides: str) -> None:
 
 
 def begin_again(run_dir: Path, copy: Path, step: int) -> None:
-    """Copy a run in its state when the newest checkpoint was that of `step`."""
+    """Copy the run as it was when its newest checkpoint was that of `step`."""
     shutil.copytree(run_dir, copy)
     for folder in (copy / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
@@ -56,10 +59,9 @@ def names_that_differ(run_dir: Path, other: Path) -> list[str]:
         pytest.param(10, 0, id="before the last stage", marks=pytest.mark.full),
     ],
 )
-def test_resumed_from_any_step_the_weights_are_those_of_the_undisturbed_run(
+def test_resuming_from_any_step_gives_the_weights_of_the_uninterrupted_run(
     step, workers, whole, tmp_path
 ):
-    """Each resume starts as after a kill whose last checkpoint was that of `step`."""
     config, run_dir = whole
     begin_again(run_dir, tmp_path / "run", step)
     train_here(config, tmp_path / "run", f"data.num_workers={workers}")
@@ -89,7 +91,7 @@ def test_a_run_of_one_size_does_not_mention_sizes(config, tmp_path):
 
 @pytest.mark.slow
 def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
-    """If one rank changed at a different step, the mean of the losses would differ."""
+    """If one rank changed its size at another step, the mean loss would differ."""
     config, _ = whole
     train_here(config, tmp_path / "one", *PLAIN)
     train(config, tmp_path / "two", STAGES, *PLAIN, ranks=2)
@@ -98,7 +100,7 @@ def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
         for folder in (tmp_path / "one", tmp_path / "two")
     )
     assert len(one) == len(SIZES)
-    # the same sums in a different order, twelve updates long
+    # twelve updates whose sums have different orders
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
@@ -106,8 +108,8 @@ def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("step", [4, 6, 11])
 def test_killed_ranks_resume_bit_by_bit_also_in_a_later_stage(ranks, step, whole, tmp_path):
-    """From three ranks on, the sums depend on the layout of DDP's buckets, which each attempt
-    chooses again: here in a different stage than the first attempt."""
+    """With three or more ranks the order of sums depends on DDP's buckets. DDP rebuilds them in
+    each attempt, and the second attempt starts in a different stage than the first."""
     config, _ = whole
     train(config, tmp_path / "whole", STAGES, ranks=ranks)
     background = Background(config, tmp_path / "run", STAGES, ranks=ranks)

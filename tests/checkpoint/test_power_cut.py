@@ -1,5 +1,8 @@
-"""A power cut loses all data that were not forced to the disk, so each file must be forced before
-another one refers to it."""
+"""Test that a power cut cannot leave a file that refers to lost data.
+
+A power cut loses data that was not flushed to disk, so each file must be flushed before another
+refers to it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from processes import TINY, run_here
 
 
 class Disk:
-    """The contents of a disk after a power cut: of each file the bytes of its last fsync, and the
-    folders whose entries were forced since they changed."""
+    """The contents of a disk after a power cut.
+
+    A file has the bytes of its last fsync. A folder has an entry only if it was flushed after the
+    last change.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):
         self.run_dir = run_dir
@@ -36,13 +42,13 @@ class Disk:
         source, target = Path(source), Path(target)
         if not source.is_symlink() and target.is_relative_to(self.run_dir):
             for path in source.iterdir() if source.is_dir() else [source]:
-                assert self.is_forced(path), f"{target} gets its name before {path} is on the disk"
+                assert self.is_forced(path), f"{path} is renamed before it is flushed"
             if source.is_dir():
-                assert source not in self.pending, "a power cut could lose the names of its files"
+                assert source not in self.pending, "a power cut could lose the names in this folder"
                 self.look_at_record(int(target.name.removeprefix("step_")))
             elif target.name == "latest":
                 assert target.parent not in self.pending, (
-                    "a power cut could lose the name that it refers to"
+                    "a power cut could lose a file that another one refers to"
                 )
             self.pending.add(target.parent)
         self._replace(source, target)  # type: ignore[attr-defined]
@@ -56,7 +62,7 @@ class Disk:
         lines = [json.loads(line) for line in forced]
         trained = [line["step"] for line in lines if line["kind"] == "train"]
         assert trained[:step] == [*range(1, step + 1)], (
-            "steps before a checkpoint are never repeated, so their lines must be on the disk"
+            "metrics before a checkpoint must be flushed, because no step is repeated"
         )
         assert [line["step"] for line in lines if line["kind"] == "eval"] == [6][: step // 6]
         for path in (self.run_dir / "samples").iterdir():

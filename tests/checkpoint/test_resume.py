@@ -1,4 +1,4 @@
-"""A resumed run's treatment of the files of weights in its folder."""
+"""Test how a resumed run treats the weight files in its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from vit.weights.files import read_weights
 
 
 def test_intervals_and_epochs_split_by_a_kill_have_the_uninterrupted_lines(config, tmp_path):
-    """Killed after its checkpoint of step 9, in the middle of an interval and of an epoch."""
+    """The run is killed after its checkpoint of step 9, in the middle of an interval and of an
+    epoch."""
     folder = tmp_path / "run"
     often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
 
@@ -43,8 +44,8 @@ def test_intervals_and_epochs_split_by_a_kill_have_the_uninterrupted_lines(confi
 
 @pytest.mark.parametrize("present", ["discarded", "gone"])
 def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, capfd, present):
-    """Killed between weights and checkpoint, then resumed to a different end. On other ranks
-    numbers would differ by rounding; here a setting changes the rate."""
+    """The first attempt loses its checkpoint of step 6 but not its weights, as after a kill. The
+    second one has another learning rate, so its weights differ."""
     folder = tmp_path / "run"
     settings_of_run = (
         "train.ema_decay=null",
@@ -65,11 +66,11 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
             train(run)
 
     go_on("optim.lr=1e-2")
-    assert weights_of("best")[0] == 6, "otherwise the test proves nothing"
+    assert weights_of("best")[0] == 6, "the first attempt must be best at step 6"
     shutil.rmtree(folder / "checkpoints" / "step_00000006")
     if present == "gone":
         (folder / "weights" / "best.safetensors").unlink()
-    # The evaluation at step 6 equals that at step 3, so it is not a new best.
+    # The evaluation at step 6 equals the one at step 3, so it is not a new best.
     go_on("optim.lr=1e-30")
     assert "resumed at step 3 of 6" in (messages := capfd.readouterr().err)
     step, best = weights_of("best")

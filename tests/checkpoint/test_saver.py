@@ -1,5 +1,7 @@
-"""Saves run in a thread without pausing training: each file must hold one step's state, and be
-whole at every moment."""
+"""Test saves that run in a thread while training continues.
+
+Each file must hold the state of a single step and be complete at every moment.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ STEPS = 3
 
 
 def built(config: Path, folder: Path, *overrides: str) -> Run:
-    """A run before its first step, with an idle thread."""
+    """Build a run that has not started, with an idle saver thread."""
     settings = config_io.load_config(config, [*TINY, f"run.dir={folder}", *overrides])
     run = build_run(settings, ALONE)
     run.saver.finish()
@@ -44,7 +46,6 @@ def built(config: Path, folder: Path, *overrides: str) -> Run:
 
 
 def fill(run: Run, step: int) -> None:
-    """Set each number of the state to `step`."""
     run.state.step = step
     with torch.no_grad():
         for model in run.models().values():
@@ -56,13 +57,13 @@ def fill(run: Run, step: int) -> None:
 
 
 def held_at(path: Path, step: int) -> bool:
-    """Return whether all weights in a file are those of `step`."""
+    """Return whether all weights in a file equal `step`."""
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if not name.startswith("scaler.")]  # noqa: SIM118
         return all((file.get_tensor(name) == step).all() for name in names)
 
 
-# ---- a hook at every operation of the thread on files --------------------------------------------
+# ---- a hook for every file operation of the thread -----------------------------------------------
 
 _at_each: Callable[[str, tuple], None] | None = None
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
@@ -77,10 +78,10 @@ def _hook(event: str, args: tuple) -> None:
 
 @contextmanager
 def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
-    """Call `function` before each file operation of the writing thread, by Python's audit
+    """Call `function` before each file operation of the saver thread, by means of Python's audit
     events."""
     global _at_each
-    if not getattr(sys, "_saver_hook", False):  # a hook stays until the interpreter ends
+    if not getattr(sys, "_saver_hook", False):  # Python cannot remove an audit hook
         sys.addaudithook(_hook)
         sys._saver_hook = True  # type: ignore[attr-defined]
     _at_each = function
@@ -91,7 +92,7 @@ def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
 
 
 def in_a_fork(function: Callable[[], None]) -> int:
-    """Return the wait status of a copy of this process that calls `function` and exits."""
+    """Run `function` in a forked process, which then exits; return its wait status."""
     pid = os.fork()
     if not pid:
         try:
@@ -103,7 +104,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 
 def save_all(run: Run) -> None:
-    """Save steps 1 to STEPS, as a run with an evaluation at each step does."""
+    """Save steps 1 to STEPS with an evaluation at each step."""
     saver = Saver(run.place, run.train_step, config_io.to_dict(run.config), [], 1, run.record)
     saver.prepare()
     for step in range(1, STEPS + 1):
@@ -113,7 +114,6 @@ def save_all(run: Run) -> None:
 
 
 def count_operations(run: Run) -> int:
-    """Return the number of file operations in `save_all`."""
     read, write = os.pipe()
 
     def count() -> None:
@@ -128,14 +128,14 @@ def count_operations(run: Run) -> int:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
-    """SIGKILL while weights are written, between state and json, between rename and `latest`, while
-    older checkpoints are removed, and at all other moments."""
+    """SIGKILL is sent before each file operation: while weights are written, before a file is
+    renamed, while older checkpoints are removed, and so on."""
     first = built(config, tmp_path / "counted")
     first.record.close()
     total = count_operations(first)
-    assert total > 30 * STEPS, "weights, state, info, latest, and one folder to remove"
+    assert total > 30 * STEPS, "weights, state, info, latest and one removed folder need more"
     steps_found = set()
-    # All moments of two saves, from the second save on, because the first replaces no file.
+    # Test every operation from the second save on. The first save replaces no file.
     moments = range(total // STEPS, total, stride)
     run = built(config, tmp_path / "run")
     run.record.close()
@@ -158,10 +158,10 @@ def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, 
 
 
 def assert_whole(folder: Path) -> int:
-    """Check a run folder after a kill; return the step of the newest checkpoint."""
+    """Check a run folder after a kill; return the step of its newest checkpoint."""
     checkpoint = newest_checkpoint(folder, verify=True)
     assert checkpoint is not None, (
-        "the previous checkpoint may be removed only after a newer one exists"
+        "the previous checkpoint may be removed only when a newer one exists"
     )
     newest, info = checkpoint
     assert held_at(newest / "state.safetensors", info["step"])
@@ -174,7 +174,7 @@ def assert_whole(folder: Path) -> int:
             step = int(file.metadata()["step"])
         assert held_at(path, step)
         assert step >= info["step"], (
-            "a checkpoint is never newer than the weights that it refers to"
+            "a checkpoint must not be newer than the weights that it refers to"
         )
     return info["step"]
 
@@ -189,13 +189,13 @@ def _empty(folder: Path) -> None:
 
 @pytest.mark.parametrize("limit_kib", [60, 300])
 def test_a_kill_in_the_middle_of_a_file_leaves_the_run_folder_whole(tmp_path, config, limit_kib):
-    """The kernel kills the process at the first write past a limit: in a file of weights (125 KiB),
-    or in that of the state (500 KiB)."""
+    """The kernel kills the process at the first write past a size limit: in the weights (125 KiB)
+    or in the state (500 KiB)."""
     run = built(config, tmp_path / "run")
     run.record.close()
 
     def limit(event: str, args: tuple) -> None:
-        if event == "shutil.rmtree":  # the second save is complete, so the first one is removed
+        if event == "shutil.rmtree":  # step 2 is saved, so step 1 is removed
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_kib << 10, limit_kib << 10))
 
     def save_until_killed() -> None:
@@ -210,13 +210,13 @@ def test_a_kill_in_the_middle_of_a_file_leaves_the_run_folder_whole(tmp_path, co
     assert [path.stat().st_size for path in unfinished] == [limit_kib << 10]
     assert (".tmp_step_00000003" in str(unfinished[0])) is (limit_kib == 300)
 
-    # The next save removes its remains.
+    # The next save removes the partial files.
     assert in_a_fork(lambda: save_all(run)) == 0
-    assert not list(run.folder.rglob("*.tmp")), "left over"
+    assert not list(run.folder.rglob("*.tmp")), "the partial files must be removed"
 
 
 def test_the_next_save_clears_a_half_removed_checkpoint(tmp_path, config):
-    """Either of its two files may be removed first, and the other one may have gigabytes."""
+    """Either file of a checkpoint may be removed first. The remaining one may have gigabytes."""
     run = built(config, tmp_path / "run")
     run.record.close()
     removed = []
@@ -244,8 +244,8 @@ def test_the_next_save_clears_a_half_removed_checkpoint(tmp_path, config):
 
 
 def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
-    """Evaluation workers live as long as the run, so an inherited file would keep its space after
-    removal."""
+    """Evaluation workers live as long as the run. If they inherited a file, its disk space would
+    not be freed when it is removed."""
     run = built(config, tmp_path / "run")
     observations = list[tuple[list[str], int]]()
 
@@ -266,14 +266,14 @@ def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, conf
 
 
 def open_files(folder: Path, ending: str) -> list[str]:
-    """The files in `folder` with this ending that this process has open."""
+    """Return the files in `folder` with this suffix that this process has open."""
     open_now = Path("/proc/self/fd")
     links = [os.readlink(file) for file in open_now.iterdir() if file.exists()]
     return [link for link in links if link.startswith(str(folder)) and link.endswith(ending)]
 
 
 def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, config):
-    """Complete files stay, and no half file is left."""
+    """Complete files must remain, and no partial file may be left."""
     run = built(config, tmp_path / "run")
     fill(run, 1)
     run.saver.save(run.state, True, ("last",))
@@ -294,15 +294,15 @@ def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_pa
     run.__exit__(None, None, None)
     [folder] = complete_checkpoints(run.folder)
     assert folder.name == "step_00000001"
-    assert not list(run.folder.rglob("*.tmp*")), "half-written files were left"
+    assert not list(run.folder.rglob("*.tmp*")), "partial files were left"
     assert [line["step"] for line in metrics(run.folder, "checkpoint")] == [1], (
-        "the record lists only existing checkpoints"
+        "metrics.jsonl must list only existing checkpoints"
     )
 
 
 @pytest.mark.slow
 def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(tmp_path, config):
-    """The main rank's thread gets the error while all ranks train. A checkpoint has 500 KiB."""
+    """The saver thread of rank 0 fails while all ranks train. A checkpoint has 500 KiB."""
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
     output = call([*WITH_SHORT_FILES, *command("launch/train.py", *arguments, ranks=2)]).stderr
     assert len(re.findall(r"^error: .*: cannot be written", output, re.MULTILINE)) == 1, output
@@ -313,7 +313,7 @@ def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(
 
 
 def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, config):
-    """Also by torch.distributed.checkpoint, into tensors that the test makes."""
+    """torch.distributed.checkpoint must also read the files, into tensors that the test creates."""
     run = built(config, tmp_path / "run")
     release = threading.Event()
 
@@ -339,7 +339,7 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """It must not save into a folder that a second run may have made."""
+    """The run must not save into a folder that a second run may have created."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()
@@ -355,7 +355,7 @@ def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config
 
 
 def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config):
-    """As on a lost mount; the previous complete files stay whole."""
+    """A write can block if a mount is lost. The previous checkpoint must remain complete."""
     run = built(config, tmp_path / "run", "checkpoint.every_steps=2")
     release = threading.Event()
     give_up = threading.Timer(5, release.set)
@@ -383,8 +383,8 @@ def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config)
 
 @pytest.mark.slow
 def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(tmp_path, config):
-    """Training continues while the thread is stopped; the stop waits for it; the result can be
-    resumed."""
+    """Training continues while the saver thread is stopped. The run then waits for the thread, and
+    its last checkpoint can be resumed."""
     overrides = ("train.steps=18", "eval.every_steps=100", "checkpoint.every_steps=6")
     train(config, tmp_path / "whole", *overrides)
     run = built(config, tmp_path / "run", *overrides, "checkpoint.keep_last=9")
@@ -421,7 +421,6 @@ def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(t
 
 
 def _functions(thread: int | None) -> set[str]:
-    """The names of the functions on a thread's stack."""
     frame = sys._current_frames().get(thread or 0)
     names = set()
     while frame is not None:
@@ -431,7 +430,8 @@ def _functions(thread: int | None) -> set[str]:
 
 
 def test_weights_are_read_from_a_checkpoint_that_is_newer(tmp_path, config):
-    """Weights are written at evaluations; a run that was killed later has a newer checkpoint."""
+    """Weights are written only at evaluations, so a run that is killed later has a newer
+    checkpoint."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=9", "eval.every_steps=6", "checkpoint.every_steps=3")
     assert find_weights(folder) == folder / "weights" / "last_ema.safetensors"

@@ -1,5 +1,8 @@
-"""The copy of the state that the thread writes equals the state at one step, on a CPU and on a GPU
-whose streams run as late, and in as odd an order, as their waits allow."""
+"""Test that the saver thread's copy of the state equals the state at a single step.
+
+The tests use a CPU and a simulated GPU, whose streams run as late, and in as unusual an order, as
+the waits between them allow.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeEvent:
-    """A point in a stream."""
+    """A CUDA event: a point in the work of a stream."""
 
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
@@ -42,11 +45,11 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         while not self.is_reached and self._cuda.without != "thread waits":
-            assert self._cuda.run_one(), "all streams wait for one another"
+            assert self._cuda.run_one(), "deadlock: every stream waits for another one"
 
 
 class FakeStream:
-    """A queue of functions and of events to wait for, executed in order at arbitrary times."""
+    """A CUDA stream: a queue of functions and waits, executed in order but at arbitrary times."""
 
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
@@ -63,9 +66,9 @@ class FakeStream:
 
 
 class FakeCuda(TorchDispatchMode):
-    """A replacement for torch.cuda: operations on tensors are queued and run one at a time.
+    """A replacement for torch.cuda that queues operations on tensors and runs them one at a time.
 
-    `choose` picks among the streams that can continue. without: the wait to omit.
+    choose: picks the stream to advance. without: the wait to omit.
     """
 
     def __init__(self, choose: Callable[[list[FakeStream]], FakeStream], without: str = ""):
@@ -102,7 +105,7 @@ class FakeCuda(TorchDispatchMode):
         return nullcontext()
 
     def run_one(self) -> bool:
-        """Run the next piece of work of a stream that can continue; return whether one existed."""
+        """Run the next operation of a stream that can advance; return False if there is none."""
         ready = []
         for stream in self._streams:
             while stream.queue and isinstance(stream.queue[0], FakeEvent):
@@ -119,8 +122,8 @@ class FakeCuda(TorchDispatchMode):
 
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
-    """Train `steps` steps of one parameter, one slot of an optimizer and one buffer, copied after
-    each second one; return each copy's step and its numbers as the thread sees them."""
+    """Train a parameter with optimizer state and a buffer for `steps` steps, and copy the state
+    after every second step. Return the step and the values that the thread sees for each copy."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
     copies = []
@@ -137,7 +140,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
                 copied = snapshot.take(state, ["model.buffer"])
                 if cuda.without == "buffers at once":
                     copied = snapshot.take(state)
-                # The host continues, and may be far ahead when the thread reads.
+                # The host may be far ahead of the GPU when the thread reads.
                 pending = step
             else:
                 snapshot.wait()
@@ -148,7 +151,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
 
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
-    """The computing stream first, the copying stream first, and a hundred random orders."""
+    """Yield orders of the streams: compute first, copies first, and a hundred random ones."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 
@@ -170,17 +173,17 @@ def test_each_wait_is_needed_in_some_order(wait):
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """A run whose GPU works only when the host waits for it, and then runs the step first."""
+    """This GPU works only while the host waits for it, and runs the training step first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
     state = run.train_step.model
-    # a buffer like a batch norm's, which a forward pass changes
+    # a buffer that the forward pass changes, as in batch norm
     state.register_buffer("seen", torch.ones(3))
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
     run.saver._snapshot = snapshot
-    is_queued = threading.Event()  # the waiting thread, here the saver's, runs the GPU's work
+    is_queued = threading.Event()  # the waiting saver thread runs the GPU's work
     snapshot.wait = lambda: is_queued.wait(60) and Snapshot.wait(snapshot)
     expected = {name: tensor.clone() for name, tensor in named_tensors(run.train_step).items()}
     with cuda:
@@ -201,8 +204,6 @@ def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
 
 
 def test_closing_after_a_device_failure_raises_no_second_error():
-    """The failure was already raised, and closing must not hide it."""
-
     class Failed(FakeEvent):
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -215,7 +216,7 @@ def test_closing_after_a_device_failure_raises_no_second_error():
 
 
 def test_forked_processes_do_not_inherit_the_copy():
-    """Otherwise a loader worker would keep the pages of an old copy."""
+    """Otherwise a loader worker would keep the memory of an old copy."""
     state = {"weight": torch.ones(2**20)}
     snapshot = Snapshot(state, torch.device("cpu"))
     snapshot.prepare()

@@ -1,5 +1,3 @@
-"""Fixtures that load a config from a text."""
-
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused, those that choose samples included."""
+"""Test that contradictory settings are rejected, including those that select samples."""
 
 import re
 import textwrap
@@ -40,7 +40,7 @@ def test_one_form_on_the_command_line_replaces_the_other_of_the_file(load, secti
         assert getattr(getattr(config, section), overriding) == 7
         assert f"{section}.{in_file}" not in origins
         assert load(text, f"{section}.{overriding}=null").config == load(text).config, (
-            "null on the command line must not replace a value of the file"
+            "null on the command line must not replace a value from the file"
         )
 
 
@@ -143,7 +143,7 @@ def test_settings_of_schedule_and_loss_that_contradict_each_other_are_refused(
     assert [line.partition(": ")[2] for line in lines] == [problem]
 
 
-def test_all_problems_of_image_size_stages_are_reported_at_once(problems):
+def test_all_problems_of_image_size_stages_are_reported_together(problems):
     lines = problems(
         BASE + "schedule:\n  image_sizes:\n"
         "    - {until_epoch: 2, image_size: 100}\n"
@@ -256,7 +256,7 @@ def test_grey_images_need_one_mean_and_no_colour_operations(load, problems):
     assert load(grey, "data.std=[1]", "augment.randaugment_layers=0").config.data.std == (1.0,)
 
 
-# --- what chooses samples -------------------------------------------------------------------------
+# --- settings that select samples -----------------------------------------------------------------
 
 
 def test_sources_are_a_list_in_the_file_and_on_the_command_line(load):
@@ -324,7 +324,7 @@ def test_all_unset_variables_are_named_beside_other_problems(load, problems, mon
         "data.sources: ${LOST}, ${FAR} not set in the environment",
     ]
     assert load(BASE, "data.root=$${GONE}").config.data.root == "$${GONE}", (
-        "the config keeps the text as written; only readers replace the variable"
+        "the config must keep the text unchanged; only readers expand the variable"
     )
 
 

@@ -1,8 +1,8 @@
-"""Every setting has an effect: changing it changes a part of the run.
+"""Test that every setting has an effect.
 
-Each test builds a run with the default and one with the value in `other_values.VALUES`; both do two
-steps and an evaluation. More than their configs must differ. The tables below list the settings
-that cannot show a difference in these tests, with the reasons.
+Each test builds a run with the default and one with the value in `other_values.VALUES`. Both train
+for two steps and evaluate. More than their configs must differ. The tables below list the settings
+whose effect these tests cannot show, with the reasons.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "eval.best_by": {"train.steps": 4},
     "guard.rewind_skip_steps": {"optim.lr": 1e30},
 }
-"""Settings that only the loop reads -> the settings of a short run in which they have an effect."""
+"""Settings that only the training loop reads -> a short run in which they have an effect."""
 SEVERAL = {
     "model.image_size": {"batches", "evaluators", "step"},
     "model.in_chans": {"batches", "evaluators", "step"},
@@ -82,7 +82,7 @@ SEVERAL = {
     "train.seed": {"batches", "step"},
     "train.precision": {"step", "evaluators"},
 }
-"""Settings that several parts of a run read -> the parts, each of which must differ."""
+"""Settings that several parts of a run read -> the parts that must all differ."""
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
@@ -99,16 +99,16 @@ BASE: dict[str, Any] = {
     "log.report": False,
     "run.dir": "{folder}/run",
 }
-"""The settings of every run of this file, with two steps an epoch."""
+"""The settings of every run in this file, with two steps per epoch."""
 NUM_STEPS = 2
 
 
-# --- digests of a run's parts ---------------------------------------------------------------------
+# --- digests of the parts of a run ----------------------------------------------------------------
 
 
 def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
-    """Yield the content of `value` as bytes. Sections of the config are skipped, because only
-    storing a setting is not an effect."""
+    """Yield the content of `value` as bytes. Config sections are skipped, because storing a setting
+    is not an effect."""
     if isinstance(value, Section | World | Record | Path):
         return
     if isinstance(value, Tensor):
@@ -128,13 +128,13 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
 
 def content(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        # torch numbers hooks over all modules of the process, so their keys differ between runs.
+        # torch numbers the hooks of all modules in the process, so their keys differ between runs.
         return [*(key for key in value if not isinstance(key, int)), *value.values()]
     if isinstance(value, list | tuple | range):
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if isinstance(value, Synchronized):  # the address of its memory differs between runs
+    if isinstance(value, Synchronized):  # the memory address differs between runs
         return [value.value]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
@@ -156,7 +156,7 @@ def digest(*values: Any) -> str:
 
 
 def judged(config: Config, record: Record) -> list[str]:
-    """Return the guard's decisions about a spike followed by steps with non-finite gradients."""
+    """Return the guard's decisions about a loss spike that is followed by non-finite gradients."""
     nothing = np.zeros(0, np.float32)
     recent = [[step, 9.0 - 0.01 * step, 1.0 + 0.001 * step] for step in range(200)]
     state = RunState(step=202, recent=recent, rewinds=4)
@@ -171,7 +171,7 @@ def judged(config: Config, record: Record) -> list[str]:
 
 
 def of_hook(run: Run, kind: str, name: str) -> Any:
-    """Return an attribute of the run's hook of class `kind`, None if the run has no such hook."""
+    """Return an attribute of the run's hook of class `kind`, or None without such a hook."""
     hooks = [hook for hook in run.hooks if type(hook).__name__ == kind]
     return getattr(hooks[0], name) if hooks else None
 
@@ -207,7 +207,7 @@ def built(config: Config) -> dict[str, str]:
 
 
 def trained(config: Config) -> dict[str, str]:
-    """Train; return a description of the checkpoints and of the steps that rewinds skipped."""
+    """Train; describe the checkpoints and the steps that rewinds skipped."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
@@ -218,12 +218,13 @@ def trained(config: Config) -> dict[str, str]:
     return {"checkpoints": repr(states)}
 
 
-# --- the property ---------------------------------------------------------------------------------
+# --- the tests ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread, because several would mostly wait for each other on such small tensors."""
+    """Use one thread, because several threads would mostly wait for each other on tensors this
+    small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -289,8 +290,8 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give rank 0 the empty record of other ranks. A real record takes two thirds of the time and
-    only reports what was built."""
+    """Write no metrics on rank 0, because that takes two thirds of the time and does not change the
+    run."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
         folder.mkdir(parents=True, exist_ok=True)
@@ -338,7 +339,7 @@ WITHIN: dict[str, tuple[Any, Any]] = {
         [{"until_epoch": 1, "image_size": 24}],
     ),
 }
-"""Setting inside a list's items -> the list before and after that setting changes."""
+"""A setting of list items -> the list before and after the setting changes."""
 
 
 TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]
@@ -364,7 +365,7 @@ def test_a_setting_changes_a_part_of_the_run(setting, digest_of, request):
     after = digest_of(base | changed(setting), owner)
     differing = {part for part in before | after if before.get(part) != after.get(part)}
     assert differing, f"{setting} = {VALUES[setting.key]} has no effect"
-    assert differing >= SEVERAL.get(setting.key, set()), f"{setting} does not change all its parts"
+    assert differing >= SEVERAL.get(setting.key, set()), f"{setting} misses a part"
 
 
 def test_every_setting_of_a_list_item_has_a_second_value():
@@ -386,5 +387,5 @@ BASES = {json.dumps(beside(setting), sort_keys=True): str(setting) for setting i
 def test_equal_settings_have_equal_digests(settings, places, digest_of, without_record):
     chosen = BASE | json.loads(settings)
     assert built(config_of(chosen, places)) == digest_of(chosen, built), (
-        "if equal runs differ, the other tests prove nothing"
+        "equal runs must have equal digests, or the other tests would prove nothing"
     )

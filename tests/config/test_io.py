@@ -1,5 +1,5 @@
-"""Configs from files and command lines are read as written, and every mistake is reported with its
-place and its remedy."""
+"""Test that configs from files and command lines are read exactly, and that errors name the line
+and the remedy."""
 
 import re
 
@@ -46,7 +46,7 @@ def test_every_setting_is_a_described_field(section):
         for name, value in vars(section).items()
         if not name.startswith("_") and not callable(value)
     } - set(section.model_fields)
-    assert untyped <= {"model_config"}, "an attribute without a type cannot be set by a user"
+    assert untyped <= {"model_config"}, "users cannot set an attribute without a type"
     if section is not Config:
         for name, field in section.model_fields.items():
             assert re.match(r"\S.*\.$", field.description or "", re.DOTALL), (
@@ -252,7 +252,7 @@ def test_an_unknown_key_is_reported_with_the_nearest(problems, text, expected):
 
 @pytest.mark.parametrize("section", ["data", "train", "optim", "model"])
 def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section):
-    """A user who followed a hint at eval.batch_size would train with an unintended batch."""
+    """A user who follows a hint to eval.batch_size would train with an unintended batch size."""
     (line,) = problems(BASE, f"{section}.batch_size=64")
     assert (
         line == f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "
@@ -263,7 +263,7 @@ def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section
 def test_names_of_other_programs_map_to_existing_settings():
     other_names = [word for known_as in OTHER_NAMES.values() for word in known_as.split()]
     assert set(OTHER_NAMES) | set(OTHER_VALUES) <= set(all_keys())
-    assert len(other_names) == len(set(other_names)), "a name maps to two settings"
+    assert len(other_names) == len(set(other_names)), "a foreign name must map to a single setting"
     assert not {key.rpartition(".")[2] for key in OTHER_NAMES} & set(other_names) - {
         "batch_size"
     }, "a setting's own name must not be listed as a foreign name"

@@ -1,4 +1,4 @@
-"""`ModelConfig` and the constructor of the model agree, and no argument is ignored."""
+"""Test that `ModelConfig` matches the arguments of the model's constructor."""
 
 import inspect
 

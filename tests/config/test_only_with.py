@@ -1,4 +1,4 @@
-"""A setting that needs another one is refused without it, and accepted with it (`OnlyWith`)."""
+"""Test that a setting with `OnlyWith` is rejected without the setting that it needs."""
 
 from __future__ import annotations
 

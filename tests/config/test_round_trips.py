@@ -1,4 +1,5 @@
-"""A dumped config loads as the same config, and configs of older runs can be compared with it."""
+"""Test that a dumped config loads unchanged, and that configs of older runs can be compared with
+it."""
 
 import copy
 import re

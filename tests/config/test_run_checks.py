@@ -1,4 +1,4 @@
-"""Places of runs: a text that looks like a mistyped URL is not taken as a folder."""
+"""Test that a run path that looks like a mistyped URL is rejected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BASE = "data: {root: shards}\ntrain: {epochs: 3}\n"
 
 
 @pytest.mark.parametrize("slip", ["s3:/b/x", "S3://b/x", "s3://", "gs:b/x", "s3//b/x", "file:/b"])
-def test_a_mistyped_url_is_not_taken_as_a_folder(problems, slip):
+def test_a_mistyped_url_is_not_a_folder(problems, slip):
     [line] = problems(BASE, f"run.dir={slip}")
     assert f"run.dir={slip} looks like a misspelled URL" in line
 

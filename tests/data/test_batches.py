@@ -1,4 +1,5 @@
-"""Batches do not depend on the number of ranks, the number of workers or the first step."""
+"""Test that batches do not depend on the number of ranks, the number of workers or the first
+step."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def global_batches(
     root, ranks: int, workers: int, start: int, stop: int
 ) -> list[list[torch.Tensor]]:
     """Return the global batches at positions [start, stop), joined over the ranks: ids, images,
-    labels, table."""
+    labels and augmentation table."""
     split = open_split(root, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     share = BATCH // ranks
@@ -50,7 +51,7 @@ def global_batches(
 
 @pytest.fixture(scope="module")
 def reference(shards):
-    # Six epochs of two batches each; an epoch drops 12 of the 60 samples.
+    # Six epochs of two batches each. An epoch drops 12 of the 60 samples.
     return global_batches(shards, 1, 0, 0, 12)
 
 
@@ -79,7 +80,7 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     monkeypatch.setattr(cached_tars, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
-        """Return the ranges of shards in the order of their requests."""
+        """Return the fetched ranges of shards in the order of the requests."""
         with WebServer(
             {f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
         ) as server:
@@ -98,8 +99,8 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     of_the_first_alone = fetched(1, "a")
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
-    # The order within the first batch varies, because blocks that a reader waits for overtake
-    # prefetched ones.
+    # The order within the first batch varies, because blocks that a reader waits for are fetched
+    # before prefetched ones.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 
@@ -133,7 +134,7 @@ def test_evaluation_batches_hold_every_sample_once_in_equal_shapes(ranks, batch_
 
 
 def corrupted(shards, tmp_path, label_of=4):
-    """Return a copy of the shards in which the JPEG data of one training sample are zeros."""
+    """Return a copy of the shards in which the JPEG data of one training sample is zeros."""
     import shutil
 
     shutil.copytree(shards, tmp_path / "shards")
@@ -170,12 +171,12 @@ def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_not_mixed(shards, tm
     assert batch.bad_keys == (split.key(4),)
     assert np.flatnonzero(batch.weights == 0).tolist() == [row]
     assert batch.table[row ^ 1, 1] == 1.0, (
-        "the other row of the group of two must keep its own image and label"
+        "the other row of the mixing group must keep its own image and label"
     )
 
 
 def test_mixing_ends_after_its_last_epoch_and_nothing_else_changes(shards):
-    """Images and crops equal those of a run that mixes until its end."""
+    """Images and crops must equal those of a run that mixes until its end."""
     split = open_split(shards, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     steps = order.steps_per_epoch

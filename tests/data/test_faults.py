@@ -1,5 +1,5 @@
-"""Trainings on two ranks from servers with faults end with the same weights, or with an error that
-names the fault."""
+"""Test that trainings from faulty servers end with the same weights or with an error that names the
+fault."""
 
 from __future__ import annotations
 

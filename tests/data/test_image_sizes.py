@@ -1,5 +1,8 @@
-"""With image sizes that change between epochs, samples and draws stay the same, and each crop has
-the size of its epoch on any number of ranks and workers."""
+"""Test image sizes that change between epochs.
+
+Samples and random numbers must not change, and each crop must have the size of its epoch on any
+number of ranks and workers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from vit.data.shards.data_set import open_split
 
 BATCH = 24
 STEPS = 2
-"""Steps in an epoch of 60 images."""
+"""The number of steps in an epoch of 60 images."""
 STAGES = ((1, (8, 8)), (2, (24, 12)))
 PLAIN = ImageFormat((16, 16), 3, "bilinear")
 STAGED = ImageFormat((16, 16), 3, "bilinear", stages=STAGES)
@@ -51,7 +54,7 @@ def tensors(loader: Loader) -> list[list[torch.Tensor]]:
 def test_each_batch_equals_that_of_a_run_of_its_size_on_any_ranks_and_workers(
     ranks, workers, start, augment, shards, monkeypatch
 ):
-    """With workers, batches of two sizes are ready at the same time, in slots of one size."""
+    """With workers, batches of two sizes are ready at the same time in buffers of one size."""
     monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share a batch
     expected = []
     for step in range(start, len(SIZES)):
@@ -74,7 +77,7 @@ def test_each_batch_equals_that_of_a_run_of_its_size_on_any_ranks_and_workers(
 
 
 def test_samples_and_draws_equal_those_of_a_run_without_stages(shards):
-    """Only boxes in pixels differ, and shares that are rounded to pixels."""
+    """Only values in pixels may differ, through rounding."""
     staged, plain = (
         [
             batches[:2] + batches[3:]
@@ -93,7 +96,7 @@ def test_samples_and_draws_equal_those_of_a_run_without_stages(shards):
         num_cut += int(is_cut.sum())
         assert torch.equal(table[~is_cut, LAMBDA], plain_table[~is_cut, LAMBDA])
         sides = torch.tensor([size[0], size[0], size[1], size[1]])
-        # Centre and half width are whole pixels in both sizes, so boxes differ by at most two
+        # Centers and half widths are whole pixels at both sizes, so boxes differ by at most two
         # pixels of the smaller size.
         apart = (table[:, in_pixels] / sides - plain_table[:, in_pixels] / 16).abs()
         assert apart.max() <= 2 / 8
@@ -106,8 +109,8 @@ def test_samples_and_draws_equal_those_of_a_run_without_stages(shards):
 
 
 def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
-    """Pillow and torchvision cut the drawn box out and resize it, so the draw must not depend on
-    the size."""
+    """Pillow and torchvision cut the drawn box out and resize it, so the box must not depend on the
+    size."""
     augment = AugmentConfig(hflip_prob=0.0)
     batches = create(shards, augment, STAGED)
     split = batches.split
@@ -141,7 +144,7 @@ def test_held_batches_stay_unchanged_when_slots_change_their_image_size(shards):
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_slot_has_room_for_the_largest_images():
+def test_a_slot_fits_the_largest_images():
     assert STAGED.largest == ImageFormat((24, 12), 3, "bilinear")
     assert STAGED.sizes == [(8, 8), (24, 12), (16, 16)]
     assert [STAGED.in_epoch(epoch).size for epoch in range(4)] == [*SIZES[::2], (16, 16)]

@@ -1,4 +1,4 @@
-"""A process loads only the modules of vit/data that its kind of data needs."""
+"""Test that a process imports only the modules of vit/data that its kind of data needs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def loaded(shards: Path, cache_dir: Path | None) -> set[str]:
-    """Open and read a split as training does; return the names of our modules that are then
-    loaded."""
+    """Open and read a split as training does; return the names of the project's modules that were
+    imported."""
     code = f"""
 import sys
 from vit.config.schema import DataConfig

@@ -1,4 +1,5 @@
-"""Workers yield the batches of a single process in bounded shared memory."""
+"""Test that workers yield the batches of a single process and use a bounded amount of shared
+memory."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_batches_are_complete_and_in_order(workers):
     batches = Numbered()
     with Loader(batches, 7, 60, num_workers=workers) as loader:
         for position, batch in enumerate(loader, 7):
-            assert len(loader) == 53, "as in torch's DataLoader, the length must not shrink"
+            assert len(loader) == 53, "the length must not shrink, as in torch's DataLoader"
             batches.check(position, batch)
             firsts = range(0, 300, PART_ROWS if workers else 300)
             assert batch.bad_keys == tuple(f"key{position}-{first}" for first in firsts), (
@@ -49,7 +50,7 @@ def test_batches_are_complete_and_in_order(workers):
 
 
 class Held(Numbered):
-    """Like `Numbered`, but no part is made before `go` is set."""
+    """A `Numbered` that does not fill any part of a batch before `go` is set."""
 
     def __init__(self, *args: int):
         super().__init__(*args)
@@ -62,8 +63,8 @@ class Held(Numbered):
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
 def test_waiting_parts_fit_into_the_smallest_pipe():
-    """Linux gives small pipes to a user with many pipes. A trainer that waited for room in the pipe
-    would deadlock with its workers."""
+    """Linux gives small pipes to a user with many pipes. If the trainer waited for space in the
+    pipe, it would deadlock with its workers."""
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
         # Linux refuses this size if the pipe already contains more.
@@ -76,8 +77,8 @@ def test_waiting_parts_fit_into_the_smallest_pipe():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_stays_unchanged_while_it_is_held(workers):
-    """The loop holds all batches at once, more than the ring has room for, or only views of a
-    tensor of every fifth batch."""
+    """The loop holds more batches than there are buffers, or only views of a tensor of every fifth
+    batch."""
     batches = Numbered()
     with Loader(
         batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
@@ -113,7 +114,7 @@ def test_a_batch_outlives_its_loader():
 
 
 def test_a_part_contains_whole_mixing_groups(shards, monkeypatch):
-    """This also holds if a group is longer than the usual part."""
+    """A group may be longer than the usual part of a batch."""
     monkeypatch.setattr(slots, "PART_ROWS", 8)
     augment = AugmentConfig(mixup_alpha=0.8, mix_group_size=20)
     batches = TrainBatches(
@@ -140,8 +141,8 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
 def test_workers_are_forked_regardless_of_pythons_default():
-    """Python 3.14 defaults to forkserver, which costs 340 MiB per worker, reopens every shard, and
-    delays the first batch by seconds."""
+    """The default of Python 3.14 is forkserver, which costs 340 MiB per worker, reopens every
+    shard, and delays the first batch by seconds."""
     code = """
     import multiprocessing, os, sys
     from numbered import Numbered
@@ -188,7 +189,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         plan_ring(layout, 4, 10**6, 4, 0.05, False)
     enough = float(re.search("raise it to ([0-9.]+)", str(raised.value))[1])
     assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
-    # A batch of thousands of images does not need a slot per worker, and small batches must not
+    # A batch of thousands of images does not need a buffer per worker, and small batches must not
     # take a gigabyte.
     assert (
         plan_ring(
@@ -202,7 +203,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
     )
     few = plan_ring(layout, 4, 2, 4, None, False)
     assert few.num_slots == 2 + few.held_slots, (
-        "there must not be more slots than batches in a pass"
+        "there must not be more buffers than batches in a pass"
     )
 
 
@@ -228,7 +229,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def memory_bytes(pid: int, *kinds: str) -> int:
-    """Return the sum of `kinds` (Pss, Private_Dirty, ...) of a process."""
+    """Return the sum of `kinds` (Pss, Private_Dirty, ...) of a process in bytes."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(
         int(re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024 for kind in kinds
@@ -236,8 +237,8 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 
 @needs_proc
-def test_workers_share_one_index_whatever_its_length(shards, tmp_path):
-    """With two million samples a worker needs as much private memory as with sixty; a copy of the
+def test_workers_share_one_index_of_any_length(shards, tmp_path):
+    """A worker needs as much private memory with two million samples as with sixty. A copy of the
     index alone would need more."""
     small = open_split(shards, "train")
     own_bytes = {}

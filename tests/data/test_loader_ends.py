@@ -1,4 +1,5 @@
-"""A loader and its workers end cleanly when they are closed or killed, or raise an error."""
+"""Test that a loader and its workers shut down cleanly when they are closed or killed or raise an
+error."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from vit.data.worker_pool import WorkerError
 
 
 class Dying(Numbered):
-    """A process that reaches position 3 ends in the way that `ending` names."""
+    """Batches whose worker fails at position 3 in the way that `ending` names."""
 
     def __init__(self, ending: str):
         super().__init__()
@@ -76,7 +77,7 @@ def test_a_dead_worker_is_reported_at_once_with_the_cause(ending, message):
         pytest.raises(WorkerError, match=message),
     ):
         list(loader)
-    assert time.monotonic() - began < 120, "the death was only noticed by a timeout"
+    assert time.monotonic() - began < 120, "the death was noticed only through a timeout"
     assert not multiprocessing.active_children()
 
 
@@ -102,7 +103,7 @@ def test_a_workers_exception_is_raised_with_its_stack_at_its_batch():
 
 
 def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
-    """In a notebook, for example, each Ctrl-C loses only one batch."""
+    """In a notebook, for example, each Ctrl-C may lose only one batch."""
 
     class Interrupted(Numbered):
         def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
@@ -121,8 +122,8 @@ def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
 
 
 def test_closing_does_not_wait_for_workers():
-    """All slots are full, parts are waiting, and a worker is in the middle of a long part; it is
-    killed."""
+    """All buffers are full, parts are waiting, and a worker is in the middle of a long part. The
+    worker is killed."""
     loader = Loader(Numbered(pause_s=600), 0, 1000, num_workers=2)
     assert len(multiprocessing.active_children()) == 2
     time.sleep(0.5)  # until the workers have begun
@@ -169,7 +170,7 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    # The younger worker inherited the pipe that would show the parent's end to the older one.
+    # The younger worker also inherited the pipe whose end tells the older one that the parent died.
     os.kill(max(workers), signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -183,8 +184,8 @@ def test_a_killed_parent_leaves_no_workers():
 
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
-    """torchrun, Slurm and terminals signal every process of a job; the rank must be able to
-    continue and save. In this test it never closes its loader."""
+    """torchrun, Slurm and terminals signal every process of a job, but the rank must still be able
+    to continue and save. In this test the rank never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

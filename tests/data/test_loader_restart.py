@@ -1,5 +1,7 @@
-"""A loader can restart with the same workers, as evaluation does: leftover batches are dropped, and
-workers that died or were stopped between passes are noticed."""
+"""Test loaders that restart with the same workers, as in evaluation.
+
+Leftover batches must be dropped, and workers that died or stopped meanwhile must be noticed.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_each_pass_begins_with_the_first_batch_even_after_an_incomplete_pass(wor
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [1, 2, 9])
 def test_held_batches_outlive_the_pass(num_batches, workers):
-    """This includes a pass of a single batch, which would need only one slot."""
+    """A pass of a single batch would otherwise need only one buffer."""
     batches = Numbered()
     held: list[Batch] = []
     with Loader(batches, 0, num_batches, num_workers=workers, max_ready=0) as loader:
@@ -96,7 +98,7 @@ def test_workers_sleep_between_two_passes():
             list(training)
         assert [status.num_changes for status in loader._pool.statuses] == changes
         assert ticks == [stat_of(pid)[11:13] for pid in crew_of(loader)], (
-            "the workers use processor time"
+            "idle workers must not use CPU time"
         )
 
 
@@ -112,7 +114,8 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
 @ON_LINUX
 def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next():
     batches = Numbered()
-    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:  # also the time to die
+    # The timeout includes the time that the stopped workers need to die.
+    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:
         list(loader)
         crew = crew_of(loader)
         for pid in crew:

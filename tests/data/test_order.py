@@ -1,8 +1,10 @@
-"""The order of samples: hash, permutation, batches against a brute-force oracle
-(tests/helpers/order_oracle.py), sizes, and the golden file.
+"""Test the sample order: hash, permutation, batches and sizes.
 
-`PYTHONPATH=tests/helpers python tests/data/test_order.py` writes golden_order.json again: only for
-a change that is meant to break the resuming of runs.
+The expected batches come from a brute-force implementation (tests/helpers/order_oracle.py) and a
+golden file.
+
+`PYTHONPATH=tests/helpers python tests/data/test_order.py` rewrites golden_order.json. Use it only
+for a change that intentionally breaks the resuming of runs.
 """
 
 import json
@@ -162,7 +164,7 @@ def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, position):
     "settings", [{}, {"num_lanes": 16}, {"window_blocks": 4}, {"aug_repeats": 2}]
 )
 def test_a_cache_of_the_current_blocks_reads_each_once_and_a_smaller_one_many_times(settings):
-    """The test simulates a cache that drops the least recently used block, without prefetching."""
+    """The test simulates an LRU cache without prefetching."""
     order = make_order(300_000, 512, **settings)
 
     def fetched_for_each_used(capacity: int) -> float:
@@ -208,7 +210,7 @@ def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repe
     assert len(np.unique(ids)) == 8192 // aug_repeats
     assert ids.max() < num_samples
     assert peak < 8 * 2**20, (
-        "expected two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples is 10 MB"
+        "64 lanes of two windows of 1,024 take less; ImageNet's list takes 10 MB"
     )
 
 

@@ -1,5 +1,8 @@
-"""Properties that users rely on: batches depend only on the order, from the arithmetic to the
-images, and counts with repeats are exact."""
+"""Test properties of the sample order that users rely on.
+
+Batches must depend only on the order, not on ranks or workers, and repeated samples must be counted
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)
 
 
-# --- the same batches from any ranks and workers --------------------------------------------------
+# --- equal batches on any ranks and workers -------------------------------------------------------
 
 
 @settings(max_examples=15)
 @given(orders(lanes=(24,)), st.integers(0, 12))
 def test_resuming_on_another_number_of_ranks_continues_the_batches(order, stop):
-    """Each rank of each attempt creates the order again, as real processes do. There are 12
+    """Each rank of each attempt creates the order again, as real processes do. The run has 12
     steps."""
 
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
@@ -72,7 +75,7 @@ def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Return rows of a rank's batch as a newly started worker makes them."""
+    """Return rows of a rank's batch as a new worker makes them."""
     layout = batches.layout
     rows = Batch(
         torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
@@ -172,7 +175,7 @@ def test_an_epoch_has_the_stated_numbers_of_rows_and_distinct_images(order, epoc
     rows = list(chain(*epoch_of(order, epoch)))
     assert len(rows) == order.num_samples // order.global_batch_size * order.global_batch_size
     assert len(set(rows)) == len(rows), (
-        "a copy of a sample occurs twice, so both would be augmented equally"
+        "a copy of a sample occurs twice, so both would have the same augmentation"
     )
     assert len({sample for sample, _ in rows}) == order.distinct_per_epoch
     assert 0 <= order.distinct_per_epoch - len(rows) / order.aug_repeats < order.num_lanes
@@ -199,8 +202,7 @@ def test_by_batch_copies_share_a_batch_and_every_image_occurs_equally_often(orde
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
 def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_lanes(order, position):
-    """In the form `sampler` these are all copies in the batch; more may be in neighbouring
-    batches."""
+    """In the form `sampler` a batch has all copies of its images."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [
@@ -258,7 +260,7 @@ def order_of(config: Config) -> Order:
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    # With fewer images there is no room between copies, and `create_order` refuses that.
+    # With fewer images the copies would be too close, and `create_order` rejects that.
     assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)

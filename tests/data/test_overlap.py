@@ -1,4 +1,4 @@
-"""Evaluation on trained images is refused if it cannot be intended, and is counted otherwise."""
+"""Test that evaluation on training images is rejected, or counted if it may be intended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Filters, files of excluded samples and subsets choose the samples that Python code chooses on the
-same rows."""
+"""Test that filters, exclusion files and subsets select the samples that plain Python selects."""
 
 from __future__ import annotations
 

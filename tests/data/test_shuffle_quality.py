@@ -1,5 +1,7 @@
-"""The two measures of a shuffle agree with a brute-force count, and rank a perfect shuffle above
-webdataset's buffer over real shards."""
+"""Test the two measures of shuffle quality against a brute-force count.
+
+They must also rank a perfect shuffle above webdataset's buffer over real shards.
+"""
 
 from __future__ import annotations
 

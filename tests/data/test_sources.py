@@ -1,5 +1,4 @@
-"""The order over chosen samples and several sources equals an oracle in Python's integers and keeps
-the promises of an order."""
+"""Test the order over selected samples and several sources against plain Python integers."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int
     ]
     rest = [*range(whole * block, num_samples)]
     lead = min(-number * num_samples % block, num_samples)
-    # The partial blocks at both ends may take the room of a whole one.
+    # The partial blocks at both ends may take the space of a whole one.
     if (num_samples - lead) // block < whole:
         rest += blocks.pop()
     return [*rest[:lead], *(sample for b in blocks for sample in b), *rest[lead:]]
 
 
 def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, int]]:
-    """Return (sample, number of its earlier draws) for each draw of one shuffle."""
+    """Return (sample, number of earlier draws of this sample) for each draw of one shuffle."""
     chosen = range(share.num_samples) if share.chosen is None else share.chosen.tolist()
     if share.num_draws == share.num_samples:
         return [(share.first + sample, 0) for sample in chosen]
@@ -62,7 +61,7 @@ def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, 
 
 @st.composite
 def mixtures(draw):
-    """Draw shares of up to three sources, some with chosen samples, and an order over them."""
+    """Draw shares of up to three sources, some with selected samples, and an order over them."""
     shares = []
     first = 0
     for _ in range(draw(st.integers(1, 3))):
@@ -173,7 +172,7 @@ def test_without_weights_each_sample_is_drawn_once_and_with_weights_a_block_has_
 
 
 def test_the_rows_of_a_mixture_equal_the_golden_rows():
-    """Existing runs on several sources can only resume if these rows never change."""
+    """If these rows changed, existing runs on several sources could not resume."""
     shares = (
         Share(300_032, 100_003),
         Share(99_968, 500_000, 100_003, np.arange(0, 1_000_000, 2, dtype=np.uint32)),
@@ -191,12 +190,12 @@ def test_the_rows_of_a_mixture_equal_the_golden_rows():
     assert small.rows(1000, 0, 8).tolist() == [8, 9, 16, 1, 8, 0, 7, 5]
 
 
-# ---- with real shards ----------------------------------------------------------------------------
+# ---- real shards ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory):
-    """Copy the shards under other class names: one name is new, and the order differs."""
+    """Copy the shards under other class names, of which one is new, in another order."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     info = json.loads((root / "_info.json").read_text())
     names = info["class_names"]
@@ -331,4 +330,4 @@ def test_sources_that_are_parts_of_a_split_are_read_as_the_whole_split(shards):
     divided = of.split.divided(np.arange(len(numbers)))
     assert [(split.name, own.tolist()) for split, own in divided] == [
         ("train", part.numbers.tolist()) for part in parts
-    ], "parts must use the cache entries of the whole split"
+    ], "slices must use the cache entries of the whole split"

@@ -1,8 +1,9 @@
-"""Batches arrive intact on a GPU in any order of work that its streams and events allow.
+"""Test that batches arrive intact on a GPU for any timing that its streams and events allow.
 
-`LateGpu` queues its work and runs it in random order, as late as the waits allow; it reuses memory
+`LateGpu` queues its work and runs it in random order, as late as the waits allow. It reuses memory
 as torch's allocator does. Each step compares the batch that it reads with the content that was
-written. If any of the waits is left out, at least one order must fail."""
+written. If any wait is omitted, at least one order must fail.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Gpu` with device memory on the host. without: the wait that is omitted."""
+    """A `vit.data.to_gpu.Gpu` whose device memory is on the host. without: the wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)
@@ -82,11 +83,11 @@ class LateGpu:
         """All memory ever allocated, kept so that late work cannot read memory that Python
         freed."""
         self.free: defaultdict[tuple[str, int], list[bytearray]] = defaultdict(list)
-        """Free blocks by stream and size."""
+        """The free blocks by stream and size."""
         self.freed: deque[tuple[bytearray, str, list[LateEvent]]] = deque()
-        """Blocks without tensors, and the events that must happen before their reuse."""
+        """The blocks without tensors, and the events that must complete before their reuse."""
         self.kept: defaultdict[int, set[str]] = defaultdict(set)
-        """Address of a block -> streams other than its own that use it."""
+        """The address of a block -> streams other than its own that use it."""
 
     # ---- queues ----
 
@@ -103,7 +104,7 @@ class LateGpu:
 
     def run_one(self) -> None:
         ready = self.ready()
-        assert ready, "all streams wait for each other"
+        assert ready, "deadlock: all streams wait for each other"
         weights = [self.pace[name] + 0.01 for name in ready]
         self.queues[self.random.choices(ready, weights)[0]].popleft().run()
 
@@ -115,7 +116,6 @@ class LateGpu:
     # ---- memory ----
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Allocate for the current stream."""
         for _ in range(len(self.freed)):
             block, home, events = self.freed.popleft()
             if all(event.is_done for event in events):
@@ -137,7 +137,7 @@ class LateGpu:
         self.blocks.append(weakref.ref(memory, give_back))
         return out
 
-    # ---- interface for `ToGpu` ----
+    # ---- the interface for `ToGpu`
 
     def lock(self, memory: Tensor) -> bool:
         self.blocks.append(memory)
@@ -164,7 +164,8 @@ class LateGpu:
 
     def copied(self, tensor: Tensor) -> Tensor:
         is_slot = self.is_locked(tensor)
-        if not is_slot and self.locks:  # CUDA stages a copy from pageable memory at once
+        # CUDA immediately copies pageable memory to a staging buffer.
+        if not is_slot and self.locks:
             tensor = tensor.clone()
             self.blocks.append(tensor)
         out = self.empty_like(tensor)
@@ -206,10 +207,10 @@ class LateGpu:
         while any(self.queues.values()):
             self.run_one()
 
-    # ---- work on batches ----
+    # ---- the work on batches
 
     def invert(self, batch: Batch) -> Batch:
-        """Change images in two passes with temporary memory, as augmentation does."""
+        """Modify images in two passes with temporary memory, as augmentation does."""
         between = self.empty_like(batch.images)
         out = self.empty_like(batch.images)
         first, second, third = (untracked(images) for images in (batch.images, between, out))
@@ -243,7 +244,7 @@ class LateGpu:
 
 
 def untracked(tensor: Tensor) -> Tensor:
-    """Return a view that does not keep the memory alive; a kernel, too, has only an address."""
+    """Return a view that does not keep the memory alive. A kernel also has only an address."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -254,7 +255,7 @@ def fill(batch: Batch, number: int) -> None:
 
 
 class Training:
-    """A loop over `ToGpu` with real slots; workers write immediately into every free slot."""
+    """A loop over `ToGpu` with real buffers. Workers write into every free buffer immediately."""
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
@@ -309,7 +310,7 @@ def test_omitting_any_wait_breaks_some_order_of_work(wait):
 
 
 def test_a_batch_is_changed_while_the_previous_step_computes():
-    """The host is a step ahead, and waits only for the step before the previous one."""
+    """The host is one step ahead and waits only for the step before the previous one."""
     gpu = LateGpu(0)
     gpu.pace = {"copying": 1.0, "computing": 0.0}
     training = Training(gpu)

@@ -1,4 +1,4 @@
-"""`python -m vit.data.warm` fills the cache before a job starts."""
+"""Test that `python -m vit.data.warm` fills the cache before a job starts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_config_selects_shards_and_a_fraction_of_a_mounted_folder(
     assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
     assert len(list(cache.rglob("train-00000*.block"))) == 5
     assert len(list(cache.rglob("*.block"))) == 15, (
-        "the fraction has six blocks, one of which was cached already"
+        "the fraction has six blocks, one of which was already cached"
     )
 
 
@@ -77,7 +77,7 @@ def test_it_stops_when_the_cache_is_full_and_removes_nothing(web, tmp_path, caps
     cache = tmp_path / "cache"
     arguments = [f"{web.url}/set", "--cache-dir", str(cache), "--split", "train"]
     assert warm.main([*arguments, "--cache-gib", "0"]) == 0
-    assert not list(cache.rglob("*.block")), "a cache without room must stay empty"
+    assert not list(cache.rglob("*.block")), "a cache without free space must stay empty"
     capsys.readouterr()
     limited = [*arguments, "--cache-gib", str(60_000 / GIB)]
     assert warm.main([*limited, "--threads", "2"]) == 0
@@ -114,7 +114,7 @@ def test_damaged_blocks_are_counted_and_all_others_are_fetched(web, tmp_path, sh
 def test_a_shard_replaced_during_warming_is_reported_without_waiting_for_other_threads(
     web, tmp_path
 ):
-    """Other threads of the process still wait for an absent server."""
+    """Other threads of the process are still waiting for an absent server."""
     code = """
 import runpy
 from vit.data.shards.stores import Version

@@ -1,5 +1,7 @@
-"""A worker that hangs is replaced, and a report names it with what it was doing; every long wait of
-training is explained."""
+"""Test that a hanging worker is replaced and that a report names it and its task.
+
+Every long wait of training must be explained.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
 class Reading(Numbered):
-    """Like `Numbered`, but each part takes a moment and reports that it reads sample 7."""
+    """A `Numbered` whose parts take a moment and report that they read sample 7."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -47,7 +49,7 @@ class Reading(Numbered):
 
 
 class Hanging(Reading):
-    """The first `times` processes that reach row 0 of position 3 hang there."""
+    """Batches of which the first `times` processes that reach row 0 of position 3 hang."""
 
     def __init__(self, times: int):
         super().__init__()
@@ -65,7 +67,7 @@ class Hanging(Reading):
 
 
 class Killed(Numbered):
-    """A process that reaches position 3 kills itself."""
+    """Batches whose worker kills itself at position 3."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         if position == 3:
@@ -74,7 +76,7 @@ class Killed(Numbered):
 
 
 class Stopped(Reading):
-    """The first process that reaches row 0 of position 3 stops itself with SIGSTOP."""
+    """Batches whose first worker to reach row 0 of position 3 stops itself with SIGSTOP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._pool._queued:
             loader._note(loader._pool.results(wait=True))
-        # The worker's result arrives a moment before the worker is idle again.
+        # The worker's result arrives shortly before the worker is idle again.
         while loader._pool.statuses[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._pool._workers[0][0].pid
@@ -150,7 +152,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
 def test_a_part_that_a_worker_took_but_did_not_begin_is_made_by_another_worker(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        # This takes a part, as a worker does that is stopped right afterwards.
+        # Take a part like a worker that is stopped right afterwards.
         os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -287,8 +289,7 @@ def test_decoding_between_batches_does_not_count_as_a_wait_of_training(caplog):
 
 
 class Trickling(Reading):
-    """Each part is ready in time, but the parts of a batch together take too long; no worker
-    hangs."""
+    """Batches whose parts are each ready in time, but together take too long. No worker hangs."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -310,7 +311,7 @@ def test_a_wait_is_reported_although_parts_of_the_batch_trickle_in(workers, capl
     )
 
 
-# ---- tallies and priorities ----------------------------------------------------------------------
+# ---- counters and priorities ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -361,7 +362,7 @@ def test_a_status_works_in_any_memory():
 
 
 def test_a_pause_that_a_store_asked_for_is_not_a_hang():
-    """A pause counts as progress, because it may be longer than `stall_timeout_s`; its retry is
+    """A pause counts as progress, because it may be longer than `stall_timeout_s`. The retry is
     counted when the pause is over."""
 
     def attempt() -> None:
@@ -379,7 +380,7 @@ def test_a_pause_that_a_store_asked_for_is_not_a_hang():
         time.sleep(0.01)
         status.count_retries()
         changes.add(status.num_changes)
-    assert len(changes) >= 3, "the count of progress must keep changing"
+    assert len(changes) >= 3, "the progress counter must keep changing"
     assert status.tally()["retries"] == 1
 
 

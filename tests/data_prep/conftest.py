@@ -1,5 +1,3 @@
-"""Folders of images, and shards of ours and of other tools."""
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,20 +15,20 @@ from data_prep import imagefolder
 
 @pytest.fixture(autouse=True)
 def no_catalogue_is_left_open() -> Iterator[None]:
-    """Each holds a descriptor of the process that runs the tests."""
+    """Close catalogues after each test, because each one holds a file descriptor."""
     yield
     close_catalogues()
     held = []
-    for link in Path("/proc/self/fd").glob("*"):  # none but on Linux
-        with suppress(OSError):  # it was that of the listing
+    for link in Path("/proc/self/fd").glob("*"):  # only Linux has this folder
+        with suppress(OSError):  # the descriptor of the listing is closed
             held.append(os.readlink(link))
     assert not [path for path in held if "._catalogue." in path]
 
 
 @pytest.fixture
 def foreign(tmp_path) -> Path:
-    """Shards by webdataset's own writer, named as timm's ImageNet shards are; labels up to 4 in
-    train, 2 in validation."""
+    """Write shards with webdataset's own writer, named like timm's ImageNet shards. Labels are at
+    most 4 in train and 2 in validation."""
     root = tmp_path / "foreign"
     root.mkdir()
     for split, num_shards in (("train", 3), ("validation", 1)):
@@ -51,7 +49,8 @@ def foreign(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
-    """A data set of ours: 3 classes, 7 + 1 shards; a converted PNG, an unreadable image."""
+    """Prepare a dataset of 3 classes and 7 + 1 shards, with a converted PNG and an unreadable
+    image."""
     folder = tmp_path_factory.mktemp("sound")
     for label, (name, count) in enumerate(PER_CLASS.items()):
         (folder / "images" / name).mkdir(parents=True)

@@ -1,5 +1,4 @@
-"""Animals-10: every layout it is found in gives the same shards; the split, the table of names,
-what is missing; the recipe trains."""
+"""Test Animals-10: every known layout must give the same shards, and the recipe must train."""
 
 import io
 import json
@@ -17,7 +16,7 @@ from processes import metrics, run
 from data_prep import animals10
 from vit.data.shards.data_set import open_split
 
-# Typed from the data set's page on Kaggle, in its order.
+# Typed from the dataset's page on Kaggle, in its order.
 CLASSES = [
     ("dog", "cane"),
     ("cat", "gatto"),
@@ -34,8 +33,8 @@ ITALIAN = dict(CLASSES)
 
 
 def photographs() -> dict[str, bytes]:
-    """By path below raw-img: 20 to 29 a class, mostly OIP-<letters>.jpeg, some .jpg and .png; two
-    names differ in their ending only."""
+    """Return images by their path below raw-img: 20 to 29 per class, mostly OIP-<letters>.jpeg,
+    some .jpg and .png. Two names differ only in their suffix."""
     files = {}
     for number, (_, folder) in enumerate(CLASSES):
         for n in range(20 + number):
@@ -77,7 +76,6 @@ def pack(
 
 @pytest.fixture(scope="module")
 def kaggle(files, tmp_path_factory) -> Path:
-    """The zip as Kaggle serves it."""
     return pack(tmp_path_factory.mktemp("kaggle") / "archive.zip", files)
 
 
@@ -178,7 +176,7 @@ def test_the_split(files, tmp_path):
     three = splits("three", (0.7, 0.15, 0.15))
     assert list(two) == ["train", "val"]
     assert list(three) == ["train", "val", "test"]
-    assert two["val"] == three["val"], "a test split takes nothing from val"
+    assert two["val"] == three["val"], "a test split must not take images from val"
     assert three["train"] | three["test"] == two["train"]
     assert not three["train"] & three["test"]
     assert len(three["test"]) == sum(
@@ -189,10 +187,10 @@ def test_the_split(files, tmp_path):
     assert other["val"] != two["val"]
     (source / "cane" / "new.jpeg").write_bytes(files["cane/OIP-_2hAa-.jpeg"])
     again = splits("again")
-    assert len(two["val"] - again["val"]) <= 1, "one image more moves at most one other"
+    assert len(two["val"] - again["val"]) <= 1, "one more image may move at most one other image"
     most = splits("most", (0.01, 0.99))
     assert Counter(key.split("_")[0] for key in most["train"]) == dict.fromkeys(ITALIAN, 1), (
-        "each class keeps one"
+        "each class must keep one image"
     )
 
 
@@ -318,7 +316,7 @@ def test_the_recipe_trains_on_it(root, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
     assert losses[0] == pytest.approx(np.log(10), abs=2e-3), (
-        "a zero head of ten classes starts at ln 10"
+        "a zero head of ten classes starts at a loss of ln 10"
     )
     assert len(losses) == 3
     (last,) = metrics(tmp_path / "run", "eval")

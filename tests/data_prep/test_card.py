@@ -1,5 +1,5 @@
-"""The card's numbers are those of the images, its picture shows them, and making it again gives the
-same bytes."""
+"""Test the dataset card: its numbers match the images, its picture shows them, and writing it again
+gives the same bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ COLOURS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A data set of plain colours with a lighter middle, of different sizes; one CMYK image, one
-    that is cut off."""
+    """Prepare a dataset of plain colors with a lighter center and different sizes, with one CMYK
+    and one truncated image."""
     folder = tmp_path_factory.mktemp("card")
     for name, colour in COLOURS.items():
         (folder / "images" / name).mkdir(parents=True)
@@ -69,7 +69,7 @@ def root(made, tmp_path) -> Path:
     return tmp_path / "set"
 
 
-def test_what_a_terminal_would_obey_is_shown_as_its_escape(root):
+def test_control_characters_are_shown_as_escapes(root):
     info = json.loads((root / "_info.json").read_text())
     info["class_names"][0] = "esc\x1b]0;title\x07\u202e"
     info["source"] = "a\x9bb"
@@ -82,7 +82,7 @@ def test_what_a_terminal_would_obey_is_shown_as_its_escape(root):
 
 
 def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
-    """(image, its bytes, label) of all samples, by tarfile."""
+    """Return (image, its bytes, label) of all samples, read with tarfile."""
     found = []
     for path in sorted(root.glob(f"{split}-*.tar")):
         with tarfile.open(path) as tar:
@@ -95,7 +95,7 @@ def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
 
 
 def table(text: str, heading: str) -> list[list[str]]:
-    """Cells of the first table under a heading, without head and rule."""
+    """Return the cells of the first table under a heading, without the header rows."""
     lines = text.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines()
     return [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -104,7 +104,7 @@ def table(text: str, heading: str) -> list[list[str]]:
     ][2:]
 
 
-def test_the_card_tells_what_the_shards_hold(made):
+def test_the_card_describes_the_shards(made):
     text = (made / "dataset.md").read_text()
     train = samples(made, "train")
     val = samples(made, "val")
@@ -184,7 +184,7 @@ def test_the_sheet_shows_every_class(made):
             shown += 1
             assert text.min() < 100
             if max(abs(a - b) for a, b in zip(middle, COLOURS[name], strict=True)) > 12:
-                assert name == "blue"  # the CMYK one
+                assert name == "blue"  # the CMYK image
         assert shown == min(10, Counter(label for *_, label in samples(made, "train"))[row])
 
 
@@ -266,7 +266,7 @@ def test_a_data_set_in_a_store(made, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line_and_leaves_the_old_card(root, prepare, message, capsys):
+def test_a_failed_drawing_prints_one_line_and_keeps_the_old_card(root, prepare, message, capsys):
     prepare(root)
     before = {path.name: path.stat().st_mtime_ns for path in root.glob("*")}
     assert main([str(root)]) == 2
@@ -277,7 +277,7 @@ def test_what_cannot_be_drawn_is_one_line_and_leaves_the_old_card(root, prepare,
     assert {path.name: path.stat().st_mtime_ns for path in root.glob("*")} == before
 
 
-def test_a_text_that_cannot_be_made_leaves_the_old_picture(root, monkeypatch):
+def test_a_failed_card_keeps_the_old_files(root, monkeypatch):
     def card_text(card):
         raise ShardError("an image of the colour statistics: cannot decode")
 
@@ -288,13 +288,13 @@ def test_a_text_that_cannot_be_made_leaves_the_old_picture(root, monkeypatch):
     assert {path.name: path.stat().st_mtime_ns for path in root.glob("*")} == before
 
 
-# ---- its parts -----------------------------------------------------------------------------------
+# ---- the parts of the card -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_chosen"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 99), (1_281_167, 1000)]
 )
-def test_spread_takes_one_of_each_stretch(num_rows, num_chosen):
+def test_spread_takes_one_item_of_each_interval(num_rows, num_chosen):
     rows = spread(num_rows, num_chosen)
     assert len(rows) == min(num_rows, num_chosen)
     if num_chosen < num_rows:
@@ -333,7 +333,7 @@ def test_names_mean_nothing_to_markdown():
 
 def test_the_histogram_counts_every_image():
     lines = histogram(np.array([1, 20, 20, 20, 40, 65535])).splitlines()
-    assert len(lines) == 16  # from the first to the last that are not empty
+    assert len(lines) == 16  # from the first to the last bin that is not empty
     assert [float(line.split()[3]) for line in lines if not line.endswith("0.0 %")] == [
         16.7,
         50.0,

@@ -1,5 +1,5 @@
-"""CIFAR-10 and -100 in their binary form: every record against a reader of this file's own,
-archives, damage, refusals."""
+"""Test CIFAR-10 and CIFAR-100 in binary form: every record is compared with an independent reader,
+and damaged files are rejected."""
 
 import gzip
 import hashlib
@@ -28,17 +28,18 @@ CLASSES = {
 
 
 def contents(classes: int) -> dict[str, bytes]:
-    """All files of a data set: gradients, brighter from one label to the next."""
+    """Return all files of a dataset, with gradients that get brighter from one label to the
+    next."""
     kind = cifar.KINDS[classes]
     y, x = np.mgrid[:32, :32].astype(np.uint8)
-    # a blank line ends the original
+    # the original ends with a blank line
     files = {kind.class_names: "".join(f"{name}\n" for name in CLASSES[classes]).encode() + b"\n"}
     for seed, (name, (_, count)) in enumerate(kind.files.items()):
         labels = (
             np.random.default_rng(seed).permutation(np.arange(count) % classes).astype(np.uint8)
         )
         records = np.empty((len(labels), kind.label_bytes + 3072), np.uint8)
-        records[:, 0] = labels // 5  # CIFAR-100's coarse label; overwritten where there is none
+        records[:, 0] = labels // 5  # CIFAR-100's coarse label, which CIFAR-10 overwrites
         records[:, kind.label_bytes - 1] = labels
         for channel in range(3):
             plane = records[
@@ -57,7 +58,7 @@ def full10() -> dict[str, bytes]:
 
 @pytest.fixture
 def small(monkeypatch) -> dict[int, dict[str, bytes]]:
-    """The files of both with a hundredth of the records."""
+    """Write the files of both datasets with one percent of the records."""
     for classes, kind in list(cifar.KINDS.items()):
         fewer = {name: (split, count // 100) for name, (split, count) in kind.files.items()}
         monkeypatch.setitem(cifar.KINDS, classes, kind._replace(files=fewer))
@@ -72,7 +73,7 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str = "w:gz") -> Path:
-    """An archive as the official ones are: a folder, its files, a readme."""
+    """Write an archive like the official ones, with a folder, its files and a readme."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, **({"compresslevel": 1} if mode == "w:gz" else {})) as tar:
         for name, content in {**files, "readme.html": b"<html>"}.items():
@@ -82,7 +83,7 @@ def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str 
     return path
 
 
-def test_all_records_are_there_with_their_labels(full10, tmp_path):
+def test_all_records_are_read_with_their_labels(full10, tmp_path):
     found = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
     catalogue = new_catalogue(found, tmp_path, seed=0)
     assert catalogue.splits == {"train": 50_000, "val": 10_000}
@@ -100,7 +101,9 @@ def test_all_records_are_there_with_their_labels(full10, tmp_path):
             image = Image.open(io.BytesIO(found.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
             assert isinstance(image, JpegImageFile)
-            assert [(h, v) for _, h, v, _ in image.layer] == [(1, 1)] * 3, "no chroma subsampling"
+            assert [(h, v) for _, h, v, _ in image.layer] == [(1, 1)] * 3, (
+                "chroma must not be subsampled"
+            )
             expected = np.stack(
                 [np.array([list(row) for row in plane]) for plane in planes], axis=-1
             )
@@ -122,7 +125,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
             small[110 - classes],
         ).parent,
     ]
-    pack(tmp_path / "extracted" / kind.archive, {})  # what is extracted comes first
+    pack(tmp_path / "extracted" / kind.archive, {})  # extracted files take precedence
     everything = [
         images_of(cifar.source(source, classes), tmp_path / f"c{number}")
         for number, source in enumerate(sources)
@@ -142,13 +145,13 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
     assert {
         split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)
     } == everything[0][1]
-    assert not list((tmp_path / "out").glob("[._]*atalogue*")), "what was unpacked is gone"
+    assert not list((tmp_path / "out").glob("[._]*atalogue*")), "temporary files must be removed"
     assert cifar.main([str(tmp_path / "two"), "--out", str(tmp_path / "none")]) == 2
     assert "contains CIFAR-10 in " in capsys.readouterr().err
 
 
 def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
-    """The catalogue's hash, of keys and labels, and the images by key."""
+    """Return the catalogue's hash of keys and labels, and the images by key."""
     catalogue = new_catalogue(found, folder, seed=0)
     tables = [
         catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()
@@ -241,7 +244,7 @@ def test_hostile_and_damaged_archives(small, tmp_path):
 
 
 def test_pickles_are_refused_unopened(tmp_path):
-    """A pickle that would make a file when it is read."""
+    """The pickle would create a file if it were read."""
 
     class Trap:
         def __reduce__(self) -> tuple:

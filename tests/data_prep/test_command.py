@@ -1,4 +1,4 @@
-"""Flags that all sources share: a wrong value is an error before the source is touched."""
+"""Test that a wrong flag is an error before the source is read, for all sources."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""The digits: real ones, legible ones, each original in one split only, the same bytes every
-time."""
+"""Test the digits dataset: real digits, legible, each original in a single split, and the same
+bytes every time."""
 
 import io
 import json
@@ -20,7 +20,7 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 
 
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
-    """The samples of each split; their pixels are in `folder`."""
+    """Return the samples of each split, catalogued in `folder`."""
     catalogue = new_catalogue(found, folder / f"seed{seed}", seed)
     return {
         split: catalogue.table(split).samples(range(total))
@@ -133,7 +133,7 @@ def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
 
 
 def test_pixels_are_those_of_the_first_version(tmp_path):
-    """Mean red, green and blue of one rendering; a hash of the file would change with Pillow."""
+    """The test compares mean colors, because a hash of the file would change with Pillow."""
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 4)
     data = read(Sample("digit0007_02", 3, "7", str(pixels), 0, 64), 48, 5)
@@ -144,7 +144,7 @@ def test_pixels_are_those_of_the_first_version(tmp_path):
 
 def test_uniform_numbers_are_splitmix64():
     uniform = Uniform((1234567).to_bytes(8, "little"))
-    # the reference C program's, seed 1234567
+    # computed by the reference C program with seed 1234567
     first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert uniform.array(2).tolist() + uniform.array(1).tolist() == [
         (z >> 11) * 2.0**-53 for z in first
@@ -166,16 +166,16 @@ def luminance_of(data: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)), np.float64) / 255 @ (0.2126, 0.7152, 0.0722)
 
 
-def test_digits_stand_out_and_lie_inside(tmp_path):
-    """Ink and ground differ clearly in luminance, whatever colours and texture were drawn; the
-    border is ground."""
+def test_digits_contrast_with_the_background_and_do_not_touch_the_border(tmp_path):
+    """Digit and background must differ clearly in luminance for any colors and texture, and the
+    border must be background."""
     found = source(seed=3)
     for sample in listed(found, tmp_path, 3)["val"][::20]:
         luminance = luminance_of(found.read(sample))
         border = np.concatenate([luminance[0], luminance[-1], luminance[:, 0], luminance[:, -1]])
-        assert np.ptp(border) < 0.35, f"{sample}: ink, or a loud texture, at the border"
+        assert np.ptp(border) < 0.35, f"{sample}: the digit or a strong texture touches the border"
         ink = np.abs(luminance - np.median(border)) > 0.35
-        assert 0.03 < ink.mean() < 0.5, f"{sample}: {ink.mean():.0%} of the image is ink"
+        assert 0.03 < ink.mean() < 0.5, f"{sample}: the digit covers {ink.mean():.0%} of the image"
         pixels = np.fromfile(sample.file, np.uint8, sample.size, offset=sample.offset).reshape(8, 8)
         mask = digit_mask(pixels / 16, 48, Uniform(f"{sample.name:0>8}".encode()))
         assert mask.min() >= 0
@@ -183,4 +183,4 @@ def test_digits_stand_out_and_lie_inside(tmp_path):
         assert 0.03 < mask.mean() < 0.5
 
 
-# ---- MNIST's digits, photographs -----------------------------------------------------------------
+# ---- MNIST digits and photographs ----------------------------------------------------------------

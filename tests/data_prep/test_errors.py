@@ -1,4 +1,4 @@
-"""A file that the system refuses to open gives an error of one line, whatever the reason."""
+"""Test that any file that cannot be opened gives a one-line error."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""Image folders: both layouts, labels by sorted class name, and errors that say what was
-expected."""
+"""Test image folders: both layouts, labels by sorted class name, and clear errors."""
 
 import json
 import os
@@ -34,7 +33,6 @@ HELD_OUT = [
 
 
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
-    """The samples of each split."""
     with tempfile.TemporaryDirectory() as temporary:
         found = new_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
         return {
@@ -91,15 +89,15 @@ def test_classes_alone_are_split_by_class(flat):
     keys = {split: {s.key for s in samples} for split, samples in found.items()}
     assert not keys["train"] & keys["val"]
     assert len(keys["train"] | keys["val"]) == 51
-    add(flat / "ape" / "another.jpg")  # one image more moves at most one other
+    add(flat / "ape" / "another.jpg")  # one more image may move at most one other image
     assert len(keys["val"] - {s.key for s in listed(flat, 0.2)["val"]}) <= 1
     assert list(listed(flat, 0)) == ["train"]
     assert [len(s) for s in listed(flat).values()] == [47, 5]
 
 
-def test_what_is_held_out_stays_what_it_was(flat):
-    """As the first version of this module chose: another choice would put images that a model was
-    trained on into val."""
+def test_the_choice_of_held_out_images_never_changes(flat):
+    """Another choice of validation images would put images that a model was trained on into val.
+    The expected choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
 
@@ -192,8 +190,9 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     )
 
 
-def test_what_is_not_a_regular_file_is_left_out_and_listed(tmp_path):
-    """A pipe would be waited for; a link to nowhere is an image that somebody meant to have."""
+def test_irregular_files_are_skipped_and_listed(tmp_path):
+    """Opening a pipe would block. A broken link is probably an image that the user wanted to
+    include."""
     for number in range(300):
         add(tmp_path / "flat" / "ab"[number % 2] / f"{number}.jpg", number)
     os.mkfifo(tmp_path / "flat/a/pipe.jpg")
@@ -276,7 +275,7 @@ def numbered(folder: Path, num_classes: int) -> list[str]:
 
 
 def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, capsys):
-    """ImageNet-V2's folders are called 0 to 999: sorted as text, 988 labels are others."""
+    """ImageNet-V2's folders are named 0 to 999. Sorted as text, 988 labels would be wrong."""
     options = numbered(tmp_path / "v2", 12)
     assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err
@@ -299,12 +298,12 @@ def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, ca
         ]
     numbered(tmp_path / "ten", 10)
     assert main([str(tmp_path / "ten"), "--out", str(tmp_path / "plain"), *options]) == 0, (
-        "both orders are one"
+        "both orders are equal"
     )
 
 
 def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
-    """macOS takes letters and accents apart: the same name, other bytes."""
+    """macOS stores letters and accents separately, so the same name has different bytes."""
     apart = "cafe\u0301"
     together = "caf\u00e9"
     for name in (f"train/{together}", "train/tea", f"val/{apart}", "val/tea"):
@@ -333,8 +332,8 @@ def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
 
 
 def test_runs_without_torch(flat, tmp_path):
-    """In the command and in its workers. (`sys.modules["torch"] = None` would be shorter, but scipy
-    stumbles over it.)"""
+    """Neither the command nor its workers may import torch. Setting `sys.modules["torch"] = None`
+    would be shorter, but scipy fails with it."""
     (tmp_path / "blocked" / "torch").mkdir(parents=True)
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text(
         "raise ImportError('torch is blocked')"

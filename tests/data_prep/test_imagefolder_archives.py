@@ -1,5 +1,5 @@
-"""Class folders in a zip or tar, from the disk or from a server: the shards of the unpacked folder,
-and what is no archive is refused in a line."""
+"""Test class folders in a zip or tar, local or on a server: the shards must equal those of the
+unpacked folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def prepare(source: Path, out: Path, *words: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory) -> dict[str, str]:
-    """The shards of the folder that the archives hold."""
+    """Return the shards of the folder that the archives contain."""
     folder = tmp_path_factory.mktemp("unpacked")
     for name, content in SPLIT.items():
         (folder / "food" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def test_an_archive_gives_the_shards_of_its_folder(pack, name, prefix, unpacked,
     assert prepare(archive, tmp_path / "out") == unpacked
     assert "in place, without unpacking" in capsys.readouterr().out
     assert open_split(tmp_path / "out", "train").class_names == ["pizza", "steak", "sushi"]
-    assert open_split(tmp_path / "out", "val").num_samples == 6, "the archive's own test folder"
+    assert open_split(tmp_path / "out", "val").num_samples == 6, "the archive has a test folder"
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"out", name} | ({"food.tar"} if name == "food.tgz" else set())
 
@@ -118,22 +118,22 @@ def test_a_compressed_tar_that_is_cut_off_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["food.tar.gz"]
 
 
-def test_a_tar_of_an_archive_that_has_been_replaced_is_not_taken_for_the_new_ones(tmp_path):
+def test_the_tar_of_a_replaced_archive_is_not_used(tmp_path):
     archive = as_tgz(tmp_path / "food.tar.gz", SPLIT)
     tar = inflate_tar(archive)
     first = tar.read_bytes()
-    assert inflate_tar(archive) == tar, "the same command again"
+    assert inflate_tar(archive) == tar, "the same command must succeed again"
     as_tgz(archive, dict(list(SPLIT.items())[1:]))
     with pytest.raises(
         PrepError, match=r"food\.tar: has another modification time than food\.tar\.gz"
     ):
         inflate_tar(archive)
-    assert tar.read_bytes() == first, "it may be somebody's"
+    assert tar.read_bytes() == first, "the file may belong to the user"
     tar.unlink()
     assert inflate_tar(archive).read_bytes() != first
 
 
-# ---- from a server -------------------------------------------------------------------------------
+# ---- archives on a server ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -146,7 +146,8 @@ def web(tmp_path, monkeypatch):
 
 
 def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys):
-    """Cut twice on its way, once between two commands; then nothing is fetched again."""
+    """The transfer is cut twice, once between two commands. After that, the archive is not fetched
+    again."""
     whole = web.files["/a/food.zip"]
     folder = tmp_path / "downloads"
     folder.mkdir()
@@ -166,8 +167,8 @@ def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys)
     assert len(web.requests) == 2
 
 
-def test_animals_come_from_kaggles_address_with_its_login(tmp_path, monkeypatch, web, capsys):
-    """Kaggle redirects to the zip, and the login is sent to Kaggle only."""
+def test_animals_are_downloaded_from_kaggle_with_a_login(tmp_path, monkeypatch, web, capsys):
+    """Kaggle redirects to the zip, and only Kaggle may receive the login."""
     files = {f"raw-img/{name}/{n}.jpeg": jpeg(n) for name in animals10.ENGLISH for n in range(2)}
     with WebServer({"/storage.zip": as_zip(tmp_path / "a.zip", files).read_bytes()}) as storage:
         web.redirects = {"/api/animals10": f"{storage.url}/storage.zip"}
@@ -207,7 +208,7 @@ def test_what_is_no_archive_is_not_kept(content, problem, web, tmp_path, capsys)
     assert not out.exists()
     if problem.startswith("neither"):
         web.files = {"/a/food.zip": whole}
-        assert imagefolder.main([str(tmp_path / "d"), *line]) == 0, "once the server has it"
+        assert imagefolder.main([str(tmp_path / "d"), *line]) == 0, "the server has the file now"
 
 
 def test_another_checksum_is_not_kept(web, tmp_path, capsys):

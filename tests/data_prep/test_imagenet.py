@@ -1,5 +1,5 @@
-"""ImageNet in all its layouts: the same catalogue and bytes from each, torchvision's labels, the
-counts."""
+"""Test that all layouts of ImageNet give the same catalogue, the same bytes and torchvision's
+labels."""
 
 import hashlib
 import os
@@ -48,7 +48,7 @@ def catalogue(folder: Path, *paths: Path) -> Catalogue:
 
 
 def contents(found: Catalogue, split: str) -> dict[str, tuple[int, str, int, bytes]]:
-    """{key: (label, name, size, bytes)}"""
+    """Return {key: (label, name, size, bytes)}."""
     table = found.table(split)
     return {
         s.key: (s.label, s.name, s.size, imagenet.read(s)) for s in table.samples(range(len(table)))
@@ -93,13 +93,13 @@ def test_the_layout_is_reported(tmp_path, fake, capsys):
         "partial: labels are positions among 12 classes: not the labels of published weights, which"
         " know 1,000"
     )
-    assert recorded in found.notes, "_info.json of earlier versions has these words"
+    assert recorded in found.notes, "_info.json of earlier versions contains this text"
     assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in found.notes
 
 
 def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
-    """torchvision unpacks the same archives and reads the same kit; its labels are those of
-    published weights."""
+    """torchvision unpacks the same archives and reads the same development kit. Published weights
+    use its labels."""
     from torchvision.datasets import ImageNet
     from torchvision.datasets import imagenet as theirs
 
@@ -119,11 +119,11 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
             r" folders\)"
         ),
     ):
-        source([folder], allow_partial=True)  # now archives and trees lie side by side
+        source([folder], allow_partial=True)  # now archives and folders are side by side
 
 
 def test_the_kits_ids_are_not_the_labels(tmp_path, fake):
-    """The trap: ILSVRC2012_ID - 1 looks like a label, and evaluates to 0.1 %."""
+    """ILSVRC2012_ID - 1 looks like a label but gives an accuracy of 0.1 %."""
     found = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
     by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
     assert sorted(set(by_id.values())) == list(range(12))
@@ -161,7 +161,7 @@ def test_shards_do_not_depend_on_the_layout(tmp_path, fake):
     train = open_split(tmp_path / "a" / "out", "train")
     labels = {train.key(n): int(train.index["label"][n]) for n in range(train.num_samples)}
     missing = fake.labels("train").keys() - labels.keys()
-    assert len(missing) == 1  # the truncated one, in quarantine
+    assert len(missing) == 1  # the truncated image, in quarantine
     assert labels == {
         key: label for key, label in fake.labels("train").items() if key not in missing
     }
@@ -185,10 +185,10 @@ def _archives_of(fake: Fake, folder: Path) -> Path:
     return write_archives(fake, folder / "downloads")
 
 
-# ---- what does not belong ------------------------------------------------------------------------
+# ---- files that are not ImageNet's ---------------------------------------------------------------
 
 
-def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
+def test_files_of_macos_are_skipped(tmp_path, fake, reference):
     tree = write_torchvision_tree(fake, tmp_path / "tree")
     for folder in (
         tree,
@@ -229,13 +229,13 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
     assert "train: 1 files that are no images are left out: readme" in found.notes
 
 
-# ---- counts --------------------------------------------------------------------------------------
+# ---- counts of images ----------------------------------------------------------------------------
 
 
 def test_whole_counts_differ_in_nothing():
     train = np.full(1000, 1300)
     train[0] = 732
-    # all 1,300 would be 18,833 too many
+    # 1,300 in each class would be 18,833 too many
     train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))
     assert train.sum() == 1_281_167
     assert differences("train", WNIDS, train) == []
@@ -278,7 +278,7 @@ def test_less_needs_partial(tmp_path, fake, capsys):
     assert "val: 9 images instead of 50,000" in said
     assert "--partial" in said
     assert not list((tmp_path / "out").glob("*.tar"))
-    found = catalogue(tmp_path, folder)  # a part of the classes: val gives what belongs to them
+    found = catalogue(tmp_path, folder)  # val skips the classes that train does not have
     assert found.class_names == small.wnids
     assert found.splits == {"train": 6, "val": 9}
     assert any("27 images of unknown classes" in note for note in found.notes)
@@ -299,7 +299,7 @@ def test_one_split_alone(tmp_path, fake):
     assert contents(train, "train") == expected(fake, "train")
 
 
-# ---- once, and again -----------------------------------------------------------------------------
+# ---- running the command again -------------------------------------------------------------------
 
 
 def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, capsys):
@@ -309,7 +309,7 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
     # another seed, the same images
     assert {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 1)} == spooled
     victim = sorted(tmp_path.glob("_spool/train-00000*.json"))[0]
-    victim.unlink()  # as if a kill came between the images and their table
+    victim.unlink()  # as if the command was killed between the images and their table
     assert {path.name for path in _spooled(tmp_path, folder, 2)} == spooled.keys()
     changed = folder / "data" / "train-00000-of-00003.parquet"
     os.utime(changed, (1, 1))
@@ -346,7 +346,7 @@ def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):
     assert "md5: none of these files has a published md5" in capsys.readouterr().out
 
 
-def test_reading_tells_what_it_lacks(tmp_path, fake):
+def test_a_missing_image_raises_os_error(tmp_path, fake):
     tree = write_torchvision_tree(fake, tmp_path / "in")
     table = catalogue(tmp_path, tree).table("train")
     sample = random.Random(0).choice(table.samples(range(len(table))))

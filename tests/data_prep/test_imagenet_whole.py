@@ -1,5 +1,8 @@
-"""ImageNet's own archives with all 1,000 classes, killed again and again: the same shards as an
-undisturbed run, that every other reader understands. VIT_KILLS sets the number of kills."""
+"""Test ImageNet's own archives with all 1,000 classes, killed repeatedly.
+
+The shards must equal those of an uninterrupted run, and every other reader must read them.
+VIT_KILLS sets the number of kills.
+"""
 
 import filecmp
 import io
@@ -26,7 +29,7 @@ from vit.data.shards.data_set import open_split
 
 KILLS = int(os.environ.get("VIT_KILLS", "3"))
 ODD = 7
-"""Images that are no plain colour JPEG; one of them is truncated."""
+"""Images that are not plain color JPEGs. One of them is truncated."""
 
 
 def command(source: Path, out: Path, workers: int) -> list[str]:
@@ -46,7 +49,7 @@ def archives(fake, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(archives, tmp_path_factory) -> tuple[Path, str, float]:
-    """The shards, what was printed, and the seconds it took."""
+    """Return the shards, the printed output, and the seconds of an uninterrupted run."""
     out = tmp_path_factory.mktemp("undisturbed") / "imagenet"
     began = time.monotonic()
     done = subprocess.run(
@@ -81,13 +84,13 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
         )
         time.sleep(moments.uniform(0.2, seconds))
         if kill % 2:
-            os.killpg(process.pid, signal.SIGKILL)  # a machine that goes down
+            os.killpg(process.pid, signal.SIGKILL)  # as if the machine went down
         else:
-            process.kill()  # its workers have to notice
+            process.kill()  # its workers need time to notice
         process.wait()
         for tar in out.glob("*.tar"):
             assert filecmp.cmp(tar, expected / tar.name, shallow=False), (
-                f"{tar.name} was torn by kill {kill}"
+                f"{tar.name} was damaged by kill {kill}"
             )
     subprocess.run(command(archives, out, workers=2), check=True)
     assert digests(out) == digests(expected)
@@ -95,7 +98,7 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tars", "parquet"])
-def test_tasks_of_an_array_at_once_share_one_catalogue_and_all_end_well(
+def test_simultaneous_array_tasks_share_one_catalogue_and_succeed(
     fake, archives, undisturbed, tmp_path, layout
 ):
     source = archives if layout == "tars" else write_parquets(fake, tmp_path / "parquet")
@@ -118,7 +121,7 @@ def test_tasks_of_an_array_at_once_share_one_catalogue_and_all_end_well(
         for name, data in digests(expected).items()
         if name.endswith((".tar", ".idx", ".npy", ".jsonl"))
     }
-    if layout == "parquet":  # the place in the source differs
+    if layout == "parquet":  # the offset in the source differs
         tars.pop("quarantine.jsonl")
     assert {name: written[name] for name in tars} == tars
     assert not [
@@ -136,7 +139,7 @@ def test_verify_passes(undisturbed, capsys):
 
 @pytest.fixture(scope="module")
 def labels(undisturbed, fake) -> dict[str, int]:
-    """{key: label} of every training image that can be read."""
+    """Return {key: label} of every readable training image."""
     root, _, _ = undisturbed
     left_out = json.loads((root / "quarantine.jsonl").read_text())["key"]
     return {key: label for key, label in fake.labels("train").items() if key != left_out}

@@ -1,4 +1,4 @@
-"""Shards that others made become readable, and their tars stay as they are."""
+"""Test that indexing makes shards of other tools readable without changing the tars."""
 
 import hashlib
 import io
@@ -46,7 +46,7 @@ def test_foreign_shards_become_readable(foreign, capsys):
         (f"train{n}", jpeg(n)) for n in range(12)
     ]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
-    assert train.num_classes == validation.num_classes == 5  # of all splits, not of each
+    assert train.num_classes == validation.num_classes == 5  # one list for all splits
     first = digests(foreign)
     assert main([str(foreign), "--workers", "1"]) == 0
     assert digests(foreign) == first
@@ -63,7 +63,7 @@ def test_timm_reads_them_too(foreign):
 
 
 def test_info_of_others_is_kept(foreign, capsys):
-    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in their order, one left out
+    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted one
     theirs = {
         "splits": {
             "train": {
@@ -109,7 +109,7 @@ def test_replaced_tar_gets_a_new_sidecar(foreign):
     assert train["shard_sha256"][1] == hashlib.sha256(data + bytes(512)).hexdigest()
 
 
-def test_our_own_shards_stay_as_they_are(tmp_path):
+def test_our_own_shards_do_not_change(tmp_path):
     for n in range(6):
         image = tmp_path / "images" / "train" / "ab"[n % 2] / f"{n}.jpg"
         image.parent.mkdir(parents=True, exist_ok=True)
@@ -153,10 +153,10 @@ def test_an_idx_has_no_control_characters_and_keys_are_still_found_by_it(tmp_pat
     split = open_split(tmp_path, "train")
     tar.write_bytes(bytes(tar.stat().st_size))
     chosen = choose(split, Selection(exclude=str(tmp_path / "bad.txt")))
-    assert chosen.numbers.tolist() == [0, 1, 3], "by .idx, for no header can be read"
+    assert chosen.numbers.tolist() == [0, 1, 3], "no header is readable, so .idx must be used"
 
 
-def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
+def test_duplicate_shards_and_keys_are_noted(tmp_path, capsys):
     root = tmp_path / "root"
     shard_with(root, [])
     assert main([str(root), "--workers", "1"]) == 0
@@ -178,7 +178,7 @@ def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
     )
 
 
-def test_a_script_without_a_guard_is_told_why_its_workers_end(foreign, tmp_path):
+def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(foreign, tmp_path):
     script = tmp_path / "script.py"
     call = f"index([{str(foreign)!r}])"
     ends = []
@@ -195,11 +195,12 @@ def test_a_script_without_a_guard_is_told_why_its_workers_end(foreign, tmp_path)
     assert ends[1][0] == 0
 
 
-# ---- what does not fit ---------------------------------------------------------------------------
+# ---- members that do not fit ---------------------------------------------------------------------
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """A tar of these; None: a hard link to the first member of the same suffix."""
+    """Write a tar with these members. A content of None makes a hard link to the first member with
+    the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -235,7 +236,7 @@ def shard_with(
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsys):
+def test_an_unsuitable_sample_is_skipped_and_listed(kind, tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD[kind])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     told = capsys.readouterr().out
@@ -250,7 +251,7 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     info = json.loads((tar.parent / "_info.json").read_text())
     assert (info["quarantined"], info["splits"]["train"]["shard_lengths"]) == (1, [3])
     for again in (False, True):
-        if again:  # made again from the tars, it leaves out the same
+        if again:  # indexing the tars again must skip the same samples
             (tar.parent / "train.index.npy").unlink()
         split = open_split(tar.parent, "train")
         assert [(split.key(i), split.read(i)) for i in range(len(split))] == [
@@ -262,7 +263,7 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     assert verify([str(tar.parent), "--workers", "1"]) == 0
 
 
-def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
+def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD["empty image"])
     assert main([str(tar.parent), "--workers", "1", "--max-unreadable", "0"]) == 2
     error = capsys.readouterr().err
@@ -306,7 +307,7 @@ def test_what_belongs_to_no_sample_is_reported(tmp_path, capsys):
     )
 
 
-def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, capsys):
+def test_a_label_above_the_number_of_samples_is_refused(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("far.jpg", jpeg(1)), ("far.cls", b"999999999")])
     assert main([str(tar.parent), "--workers", "1"]) == 2
     assert (
@@ -319,7 +320,7 @@ def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, 
 
 
 def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
-    """rsync -t and cp -p give a corrected shard a time before that of the old one's sidecar."""
+    """rsync -t and cp -p may give a corrected shard an older time than the old sidecar's."""
     tar = shard_with(tmp_path / "root", [])
     os.utime(tar, (1, 1))
     assert main([str(tar.parent), "--workers", "1"]) == 0
@@ -337,7 +338,7 @@ def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
 
 def test_split_from_the_command_line(foreign, capsys):
     for n, tar in enumerate(sorted(foreign.glob("*train*.tar"))):
-        tar.rename(foreign / f"{n:05d}.tar")  # as img2dataset names its shards
+        tar.rename(foreign / f"{n:05d}.tar")  # the names that img2dataset gives its shards
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
     assert (

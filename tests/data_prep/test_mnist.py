@@ -1,5 +1,5 @@
-"""MNIST and its like: what torchvision reads in the same files, every damage named, downloads
-checked, and the recipe trains."""
+"""Test MNIST and similar datasets against torchvision, with damaged files, verified downloads and a
+training."""
 
 import gzip
 import hashlib
@@ -31,7 +31,8 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def contents(counts: dict[str, int] = COUNTS) -> dict[str, bytes]:
-    """The four files by name: stripes as wide as the label, brighter from one image to the next."""
+    """Return the four files by name. Stripes are as wide as the label, and brighter from one image
+    to the next."""
     x = np.arange(28, dtype=np.uint8)
     files = {}
     for part, count in counts.items():
@@ -59,7 +60,7 @@ def torchvision_root(full, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(monkeypatch) -> dict[str, bytes]:
-    """Files of 200 and 50 images, where the real ones have 60,000 and 10,000."""
+    """Write files of 200 and 50 images. The real ones have 60,000 and 10,000."""
     monkeypatch.setattr(mnist, "PARTS", {"train": ("train", 200), "val": ("t10k", 50)})
     return contents({"train": 200, "t10k": 50})
 
@@ -224,7 +225,8 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
             gzip.compress(whole)[:50] + b"\0" * 50 + gzip.compress(whole)[100:],
             r"not a complete gzip file \(",
         ),
-        (packed, gzip.compress(whole + bytes(20_000_000), 1), r"found more"),  # a small bomb
+        # a small decompression bomb
+        (packed, gzip.compress(whole + bytes(20_000_000), 1), r"found more"),
     ):
         path.write_bytes(content)
         with pytest.raises(PrepError, match=message):
@@ -269,7 +271,7 @@ def md5_of(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
-    """The md5s of the generated files in place of MNIST's; then MNIST's own, which must refuse
+    """The test first uses the md5s of the generated files. MNIST's own md5s must then reject
     them."""
     served = {
         f"/m/{name}.gz": gzip.compress(content, 1, mtime=0) for name, content in small.items()
@@ -292,7 +294,7 @@ def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
         assert mnist.main([*command, "--url", f"{server.url}/m"]) == 0
         num_requests = len(server.requests)
         assert mnist.main([*command, "--url", f"{server.url}/m"]) == 0
-        assert len(server.requests) == num_requests, "what is there is not fetched again"
+        assert len(server.requests) == num_requests, "existing files must not be fetched again"
     assert open_split(tmp_path / "out", "train").num_samples == 200
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(
         f"{name}.gz" for name in small
@@ -318,7 +320,7 @@ def test_the_recipe_trains_on_it(small, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
     assert losses[0] == pytest.approx(np.log(10), abs=2e-3), (
-        "a zero head of ten classes starts at ln 10"
+        "a zero head of ten classes starts at a loss of ln 10"
     )
     assert len(losses) == 3
     assert [line["num_images"] for line in metrics(tmp_path / "run", "eval")] == [50]

@@ -1,4 +1,5 @@
-"""Images without classes: shards that say so, for prediction, which training refuses."""
+"""Test images without classes: the shards record that, prediction accepts them, and training
+rejects them."""
 
 import json
 import tarfile
@@ -48,7 +49,7 @@ def members(root: Path) -> dict[str, bytes]:
     return found
 
 
-def test_every_image_is_there_once_without_a_label(root):
+def test_every_image_is_stored_once_without_a_label(root):
     assert members(root) == {name.replace("/", "_"): data for name, data in IMAGES.items()}
     info = json.loads((root / "_info.json").read_text())
     assert (info["num_classes"], info["class_names"]) == (0, [])
@@ -58,7 +59,7 @@ def test_every_image_is_there_once_without_a_label(root):
     assert {label for _, label in (split[n] for n in range(len(split)))} == {-1}
 
 
-def test_verify_index_and_card_take_them(root, capsys):
+def test_verify_index_and_card_accept_them(root, capsys):
     assert verify.main([str(root), "--workers", "1", "--strict"]) == 0
     assert verify.main([str(root), "--workers", "1", "--strict", "--quick"]) == 0
     assert "24 images without labels: 24 in `train`." in (root / "dataset.md").read_text()

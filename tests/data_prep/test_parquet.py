@@ -1,5 +1,5 @@
-"""Parquet files of images, written by `datasets` and by pyarrow: shards with the same bytes and
-labels, each row once."""
+"""Test Parquet files of images from `datasets` and pyarrow: shards have the same bytes and labels,
+and each row once."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]
 
 
 def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n % 3) -> list[dict]:
-    """Every third image has no name."""
+    """Return rows, of which every third image has no name."""
     return [
         {
             "image": {"bytes": image_bytes(start + n), "path": f"{n}.jpg" if n % 3 else None},
@@ -33,7 +33,7 @@ def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n %
 
 
 def by_datasets(folder: Path, train: list[dict], num_files: int = 3, **others: list[dict]) -> Path:
-    """As `push_to_hub` lays them out."""
+    """Write the files that `push_to_hub` uploads."""
     kinds = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     )
@@ -59,7 +59,7 @@ def prepared(source: Path, out: Path, *flags: str) -> dict[str, Any]:
 
 
 def assert_rows(root: Path, split: str, listed: list[dict], labels: dict[Any, int]) -> None:
-    """The shards have these rows, each once, under the number of the row."""
+    """Assert that the shards have each of these rows once, with the row number as key."""
     found = stored(root, split)
     assert len(found) == len(listed)
     by_row = {int(key.partition("_")[0]): sample for key, sample in found.items()}
@@ -68,7 +68,7 @@ def assert_rows(root: Path, split: str, listed: list[dict], labels: dict[Any, in
     ]
 
 
-def test_what_datasets_wrote_is_stored_as_it_is(tmp_path):
+def test_files_written_by_datasets_are_stored_unchanged(tmp_path):
     train, test = rows(20), rows(7, 100)
     folder = by_datasets(tmp_path / "hub", train, test=test)
     info = prepared(folder, tmp_path / "out")
@@ -100,7 +100,7 @@ def test_train_alone_gives_a_fraction_of_each_class_to_val(tmp_path):
     }
 
 
-def test_a_test_split_whose_labels_are_secret_is_left_out(tmp_path, capsys):
+def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
     folder = by_datasets(tmp_path / "hub", rows(30), test=rows(5, 100, label=lambda _: -1))
     info = prepared(folder, tmp_path / "out")
     assert {split: found["num_samples"] for split, found in info["splits"].items()} == {
@@ -113,7 +113,7 @@ def test_a_test_split_whose_labels_are_secret_is_left_out(tmp_path, capsys):
 
 
 def test_class_names_of_the_readme(tmp_path):
-    """The hub's own conversion has a folder for each split, and no schema of `datasets`."""
+    """The hub's own conversion has a folder per split and no schema of `datasets`."""
     listed = rows(12)
     by_pyarrow(tmp_path / "hub" / "default" / "train" / "0000.parquet", listed)
     by_pyarrow(tmp_path / "hub" / "default" / "test" / "0000.parquet", rows(3, 50))
@@ -125,7 +125,7 @@ def test_class_names_of_the_readme(tmp_path):
         "          '0': no\n          '1': 'yes'\n          '2': maybe\n---\n# Data\n"
     )
     info = prepared(tmp_path / "hub", tmp_path / "out")
-    assert info["class_names"] == ["False", "yes", "maybe"]  # an unquoted no is YAML's false
+    assert info["class_names"] == ["False", "yes", "maybe"]  # in YAML an unquoted no means false
     assert_rows(tmp_path / "out", "train", listed, {0: 0, 1: 1, 2: 2})
 
 
@@ -147,7 +147,8 @@ def test_without_names_the_labels_are_the_names(tmp_path, values, names):
 
 
 def test_other_kinds_of_columns_beside_them(tmp_path):
-    """Boxes, as data sets of objects have them, and texts as pandas stores a category."""
+    """The other columns are boxes, as in detection datasets, and texts that pandas stores as a
+    category."""
     listed = [{**row, "objects": [{"names": "x", "box": [1, 2]}]} for row in rows(6)]
     whole = datasets.Dataset.from_list(listed).cast_column("image", datasets.Image())
     whole.to_parquet(tmp_path / "train.parquet")
@@ -283,7 +284,7 @@ def test_a_label_that_is_no_class(tmp_path, capsys):
     assert "labels outside the 3 classes: 9: correct them" in capsys.readouterr().err
 
 
-def test_what_is_there_instead_of_parquet_files_is_counted(tmp_path, capsys):
+def test_files_found_instead_of_parquet_files_are_counted(tmp_path, capsys):
     datasets.Dataset.from_list(rows(3)).save_to_disk(tmp_path / "in")
     assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert "no .parquet files (3 other files, no images: 2 .json, 1 .arrow)" in (

@@ -1,10 +1,10 @@
-"""The section "Data preparation" of docs/errors.md is true: each row is provoked with the real
-command on files of the true format.
+"""Test the section "Data preparation" of docs/errors.md: each row is provoked with the real command
+on files of the true format.
 
-A row's first cell names its scenario. In addition to text and exit status, what is left behind is
-checked: nothing for problems found before the first shard is written, otherwise complete shards;
-what "continues" is continued. Commands run in this process, except those that need a signal or
-another user, or that are run again.
+The first cell of a row names its scenario. Besides output and exit status, the test checks the
+remaining files. A problem found before the first shard is written must leave nothing. A later one
+must leave complete shards. If the row says "continues", the same command is run again. Commands run
+in this process unless they need a signal, another user or a second call.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _(place):
         filler = leave_free(disk, 900)
         place.out = disk / "shards"
         place.prepare("imagefolder", folder, "--num-shards", 6)
-        assert list(place.out.glob("*.tar")), "the shards that had room are there"
+        assert list(place.out.glob("*.tar")), "the shards that fitted on the disk must remain"
         whole_shards_only(place.out)
         filler.unlink()
         place.continues()
@@ -131,7 +131,7 @@ def _(place):
 def _(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
-        # an earlier test of this process may have loaded it
+        # an earlier test of this process may have imported it
         patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
         place.run("imagefolder", images(place), "--out", "s3://bucket/shards")
 
@@ -158,7 +158,7 @@ def _(place):
     )
 
 
-# ---- images, and what happens meanwhile ----------------------------------------------------------
+# ---- images, and events during the work ----------------------------------------------------------
 
 
 @scenario("an unreadable image: it is left out, reported and listed", begun=True)
@@ -198,7 +198,7 @@ def _(place):
 
 
 class Background:
-    """Shards of large images, which take a while, being written by two workers."""
+    """A command that writes shards of large images with two workers, which takes a while."""
 
     def __init__(self, place: Place):
         self.place = place
@@ -221,13 +221,13 @@ class Background:
         ]
         self.line = [*command("imagefolder"), *map(str, arguments)]
         piped = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        # on a busy machine it must not be done before we see its files
+        # The command must not finish before the test sees its files, even on a busy machine.
         self.process = subprocess.Popen(
             ["nice", "-n", "5", *self.line], cwd=REPOSITORY, env=environment(), text=True, **piped
         )
 
     def wait_for_shard(self) -> None:
-        """Until a shard is whole and the next ones are being written."""
+        """Wait until one shard is complete and the next ones are being written."""
         while not (
             list(self.place.out.glob("train-*.json"))
             and list(self.place.out.glob(".train-*.tar.*.tmp"))
@@ -236,13 +236,12 @@ class Background:
             time.sleep(0.001)
 
     def end(self) -> None:
-        """Wait for the end; what it did and printed is what counts."""
+        """Wait until the command ends; store its output, status and files."""
         self.place.stdout, self.place.stderr = "", self.process.communicate(timeout=240)[1]
         self.place.status = self.process.returncode
         self.place.after = snapshot(self.place.folder)
 
     def again(self) -> None:
-        """The same command, to the end."""
         done = subprocess.run(
             self.line,
             cwd=REPOSITORY,
@@ -257,14 +256,13 @@ class Background:
 
 @functools.cache
 def photograph() -> bytes:
-    """Large, of one colour."""
     return jpeg(np.full((1000, 1000, 3), 90, np.uint8))
 
 
 def stopped(place: Place, number: signal.Signals) -> None:
     background = Background(place)
     background.wait_for_shard()
-    # that the same command continues is shown in test_writer.py
+    # test_writer.py tests that the same command continues
     background.process.send_signal(number)
     background.end()
 
@@ -294,7 +292,7 @@ def _(place):
         signal.SIGKILL,
     )
     background.end()
-    # it is written last; what the killed worker left behind goes with the next command
+    # This file is written last. The next command removes the files that the killed worker left.
     for sidecar in place.out.glob("train-*.json"):
         assert (
             len(
@@ -315,7 +313,6 @@ IMAGE = jpeg(np.zeros((8, 8, 3), np.uint8))
 def shards_in(
     place: Place, name: str = "train-00000.tar", members: dict[str, bytes] | None = None
 ) -> Path:
-    """A folder with a shard that somebody else wrote."""
     folder = place.folder / "shards"
     folder.mkdir()
     (folder / name).write_bytes(tar_of((members or {"a.jpg": IMAGE, "a.cls": b"0"}).items()))
@@ -439,7 +436,7 @@ DATA_SET: dict[str, bytes] = {}
 
 
 def finished(place: Place) -> Path:
-    """A small data set, which is made once."""
+    """Return a small dataset, which is made only once."""
     if not DATA_SET:
         place.prepare("imagefolder", images(place), "--num-shards", 2)
         assert place.status == 0, place.stderr
@@ -501,7 +498,7 @@ def _(place):
     place.run("verify", place.out, "--workers", 1)
 
 
-# ---- the table and what happened -----------------------------------------------------------------
+# ---- the table and its scenarios -----------------------------------------------------------------
 
 
 ROWS = rows("Data preparation")
@@ -511,8 +508,7 @@ ROWS = rows("Data preparation")
 def place(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Place:
-    """A place of its own for everything, temporary files too; what waits for a network waits
-    shortly."""
+    """Return a folder for all files, including temporary ones, and shorten all network timeouts."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -535,7 +531,7 @@ def test_the_row_is_what_happens(row: Row, place: Place):
     if is_error:
         assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
         assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), (
-            f"more was printed behind it:\n{output}"
+            f"more was printed after it:\n{output}"
         )
     if row.what not in BEGUN:
         assert place.after == place.before, "files were written or changed"

@@ -1,5 +1,5 @@
-"""The lines in docs/data.md under "Read by others" are run as they stand, over shards of ours and
-of webdataset's writer."""
+"""Test the code in docs/data.md under "Read by others" on our shards and on those of
+webdataset's writer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def photo(number: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
-    """8 shards to train on and one of val; an image that cannot be read, so that there is a list of
-    these."""
+    """Write 8 training shards and one validation shard. One image is unreadable, so that a list of
+    unreadable images exists."""
     folder = tmp_path_factory.mktemp("others")
     for n in range(18):
         path = folder / "images" / ("cat", "dog")[n % 2] / f"{n}.jpg"
@@ -63,7 +63,7 @@ def expected(root: Path) -> list[tuple[tuple[int, int], int]]:
 
 
 def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int], int]]:
-    """(size of the image, label) of all training samples, by the line of the page."""
+    """Return (image size, label) of all training samples, read with the code of the page."""
     line = LINES[reader].replace("ROOT", str(root))
     if reader == "Hugging Face":
         import datasets
@@ -80,7 +80,7 @@ def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int],
     if reader == "timm":
         import timm.data
 
-        # Training repeats its shards without end; one pass in order shows the same samples.
+        # Training repeats its shards endlessly. One pass in order has the same samples.
         dataset = eval(
             line.replace("is_training=True, batch_size=64", "is_training=False, batch_size=1"),
             {"timm": timm},
@@ -114,7 +114,7 @@ def test_the_page_has_a_line_for_each():
     assert LINES.keys() == {"Hugging Face", "webdataset", "timm", "DALI"}
 
 
-def test_a_readme_that_is_there_stays(ours, tmp_path):
+def test_an_existing_readme_is_kept(ours, tmp_path):
     from data_prep.write.card_page import readme, write_readme
 
     info = {
@@ -124,7 +124,7 @@ def test_a_readme_that_is_there_stays(ours, tmp_path):
         }
     }
     assert '    - "x-train-0.tar"\n    - "x-train-1.tar"\n' in readme(info), (
-        "a pattern would take those of val, too"
+        "a pattern would also match the val shards"
     )
     (tmp_path / "README.md").write_text("mine")
     write_readme(Output(tmp_path), info)

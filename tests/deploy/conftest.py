@@ -1,5 +1,3 @@
-"""Pods of deploy/kube/ as processes of this host, with or without namespaces of their own."""
-
 from __future__ import annotations
 
 import os
@@ -13,7 +11,7 @@ from kubernetes_stand_in import Cluster, ip
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[Cluster]:
-    """Pods that are ordinary processes; two of them connect to each other on this host."""
+    """Return pods that are ordinary processes. Two of them connect to each other on this host."""
     cluster = Cluster(tmp_path, isolated=False)
     yield cluster
     cluster.close()
@@ -21,7 +19,7 @@ def cluster(tmp_path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def isolated_cluster(tmp_path) -> Iterator[Cluster]:
-    """Pods in namespaces of their own; needs root on Linux."""
+    """Return pods in their own namespaces, which need root on Linux."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vtprobe", "type", "bridge"], capture_output=True)

@@ -2,10 +2,10 @@
 
     python tests/deploy/extract_schemas.py JOBSET TRAINER PYTHON > tests/deploy/schemas.json
 
-JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), PYTHON an
-interpreter that has SkyPilot; all three have the Apache-2.0 licence. Descriptions are dropped, as
-are fields that deploy/ does not use. Objects are closed, so that a misspelt field is an error; an
-API server would silently drop it. The Job inside a JobSet stays open, because the tests check it
+JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), and PYTHON is an
+interpreter that has SkyPilot. All three have the Apache-2.0 license. Descriptions and fields that
+deploy/ does not use are dropped. Objects are closed, so that a misspelt field is an error; an API
+server would silently drop it. The Job inside a JobSet stays open, because the tests check it
 against Kubernetes' own schema.
 """
 
@@ -58,7 +58,8 @@ def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def extract(schema: Any, cut: tuple[str, ...]) -> Any:
-    """Return `schema` without descriptions and the properties in `cut`; its objects are closed."""
+    """Return `schema` with closed objects, without descriptions and without the properties in
+    `cut`."""
     if isinstance(schema, list):
         return [extract(item, cut) for item in schema]
     if not isinstance(schema, dict):
@@ -99,7 +100,6 @@ def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
 
 
 def main(jobset_repository: str, trainer_repository: str, python: str) -> dict[str, Any]:
-    """Return the schemas by kind, with their sources."""
     commit, crd = read(jobset_repository, JOBSET)
     sources = [f"kubernetes-sigs/jobset@{commit}:{JOBSET}"]
     schemas = {}

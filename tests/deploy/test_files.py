@@ -1,4 +1,4 @@
-"""The files of deploy/ are valid by the schemas and checkers of the programs that read them."""
+"""Test the files of deploy/ with the schemas and checkers of the programs that read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vit.config.io import load_config
 sys.path.insert(0, str(REPOSITORY / "launch"))
 job = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "launch" / "job.py")))
 sys.path.pop(0)
-KUBERNETES = "1.31"  # the oldest that docs/clusters.md names
+KUBERNETES = "1.31"  # the oldest version that docs/clusters.md names
 SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())["schemas"]
 [JOBSET] = documents("jobset.yaml")
 RUNTIME, TRAINJOB = documents("trainjob.yaml")
@@ -79,7 +79,7 @@ def test_jobs_follow_kubernetes_own_schema(spec):
 
 @pytest.mark.parametrize("spec", TRAINING_JOBS)
 def test_each_exit_status_of_a_job_has_its_action(spec):
-    """The action follows from the pod's exit status, or from its eviction."""
+    """The action depends on the pod's exit status and on whether it was evicted."""
 
     class Pod:
         name = "vit-node-0-1"
@@ -128,7 +128,7 @@ def test_the_grace_period_covers_the_time_that_torchrun_gives_a_save(spec):
 
 
 def test_our_commands_parse_the_arguments_in_the_files():
-    """The real command parses each argument list that a file passes to it."""
+    """The real command must parse each argument list that a file passes to it."""
     lines = [container_of(job_of(JOBSET["spec"]))["args"], TRAINJOB["spec"]["trainer"]["args"]]
     [line] = [line for line in SKY["run"].splitlines() if line.startswith("exec ")]
     for name, value in SKY["envs"].items():
@@ -152,7 +152,7 @@ def test_the_dockerfile_passes_hadolint():
 
 
 def test_the_image_contains_the_sources_of_the_wheel():
-    """Dockerfile.dockerignore admits what setup.py and pyproject.toml name."""
+    """Dockerfile.dockerignore must include all files that setup.py and pyproject.toml name."""
     ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     let_through = {line[1:] for line in ignore if line.startswith("!")}
     needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE"}

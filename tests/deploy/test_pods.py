@@ -1,5 +1,8 @@
-"""The pods of deploy/kube/ train on two nodes and are evicted, misconfigured and killed; a run that
-Kubernetes restarts ends with the weights of an undisturbed run."""
+"""Test the pods of deploy/kube/ on two nodes: they train, and are evicted, misconfigured and
+killed.
+
+A run that Kubernetes restarts must end with the weights of an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ OFTEN = ("log.every_steps=5", "checkpoint.every_steps=50", "eval.every_steps=100
 
 
 def training(folder: Path, shards: Path, *overrides: str, steps: int = STEPS) -> list[object]:
-    """Return the arguments of a training in `folder`/run."""
     config = write_config(folder, shards, steps=steps)
     return ["--config", config, f"run.dir={folder / 'run'}", *TINY, *OFTEN, *overrides]
 
@@ -35,8 +37,8 @@ def on_this_host() -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_path, on_this_host):
-    """After one SIGTERM to one pod both save the same step and exit with "again", and Kubernetes
-    does not count the restart."""
+    """After one SIGTERM to one pod, both pods save the same step and exit with the status for a
+    restart. Kubernetes does not count this restart."""
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
 
@@ -57,7 +59,7 @@ def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_users_mistake_fails_the_jobset_at_once(cluster, shards, tmp_path, on_this_host):
+def test_a_users_mistake_fails_the_jobset_immediately(cluster, shards, tmp_path, on_this_host):
     """Only the ranks can detect this mistake: 13 images cannot be divided between two ranks."""
     [jobset] = documents("jobset.yaml")
     arguments = training(tmp_path, shards, "data.global_batch_size=13")
@@ -72,9 +74,9 @@ def test_a_users_mistake_fails_the_jobset_at_once(cluster, shards, tmp_path, on_
 def test_pods_with_their_own_network_survive_evictions_and_kills(
     isolated_cluster, shards, tmp_path
 ):
-    """The port, names and variables are those of the file, except for the number of ranks of a pod.
-    In turn a pod is evicted while it waits for the other pod, is evicted and saves, is killed after
-    a newer checkpoint, and is killed before one, which Kubernetes counts."""
+    """Port, names and variables are those of the file, except for the number of ranks per pod. One
+    pod is evicted while it waits for the other, is evicted and saves, is killed after a newer
+    checkpoint, and is killed before one. Kubernetes counts only the last one."""
     cluster = isolated_cluster
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
@@ -101,7 +103,7 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
     assert ended.codes[1] == [75, 75], logs
     assert sorted(ended.codes[2]) == [75, 137], logs
     assert sorted(ended.codes[3]) == [75, 137], logs
-    # A Job first sees the killed pod, whose exit status does not mention the newer checkpoint.
+    # A Job sees the killed pod first, and its exit status does not mention the newer checkpoint.
     assert ended.actions == [ignored, ignored, "RestartJobSet", "RestartJobSet"], logs
     assert ended.codes[-1] == [0, 0], logs
     whole = tmp_path / "whole"
@@ -113,8 +115,8 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
 @pytest.mark.full
 @pytest.mark.slow
 def test_parts_of_a_data_set_are_written_by_their_completion_index(cluster, shards, tmp_path):
-    """The arguments are those of prep-job.yaml with another source and target; together the parts
-    are the complete data set."""
+    """The arguments are those of prep-job.yaml with another source and target. All parts together
+    must be the complete dataset."""
     [job] = documents("prep-job.yaml")
     [container] = job["spec"]["template"]["spec"]["containers"]
     [part] = [word for word in container["args"] if word.startswith("--shards=")]

@@ -1,4 +1,4 @@
-"""Which signals end a process at once, and which wait for the end of a step."""
+"""Test which signals end a process immediately and which wait for the end of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_time_limit_signals_always_wait_and_others_after_the_start():
         signals.remember_only()
         assert sent(signal.SIGTERM) == "SIGTERM"
         assert sent(signal.SIGINT) == "KeyboardInterrupt", (
-            "a second Ctrl-C ends the process at once"
+            "a second Ctrl-C must end the process immediately"
         )
     finally:
         signals.restore()

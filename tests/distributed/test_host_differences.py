@@ -1,4 +1,4 @@
-"""Differences between hosts are reported with the hosts and ranks that have them."""
+"""Test that a report of differences between hosts names the hosts and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Messages between ranks: threads over a real store, and real processes where they matter."""
+"""Test messages between ranks, which are threads with a real store, or real processes where they
+matter."""
 
 from __future__ import annotations
 
@@ -49,20 +50,19 @@ leave_world(world)
 
 
 def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run a script under torchrun to its end."""
     path = folder / "script.py"
     path.write_text(script)
     return run(path, ranks=ranks, timeout_s=240)
 
 
 def test_work_of_the_main_rank_may_outlast_the_time_out_of_collectives(tmp_path):
-    """Indexing a large data set does, and saving may."""
+    """Indexing a large dataset may take longer than the timeout, and so may saving."""
     done = launch(SLOW_MAIN, tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 has 0 and 7", "rank 1 has 10 and 7"]
 
 
-# ---- the protocol, rank by rank ---------------------------------------------------------------
+# ---- the protocol on each rank ----------------------------------------------------------------
 
 
 def words(ended: list[Any]) -> list[str]:
@@ -128,13 +128,13 @@ def test_a_bug_on_one_rank_ends_waiting_ranks():
 
 
 def test_a_later_mistake_of_another_rank_ends_ranks_that_are_ahead():
-    """One host does not see the data that the main rank's host sees."""
+    """One host does not have the data that rank 0's host has."""
 
     def function(world: World) -> None:
         try:
             world.main_first(lambda: open(__file__ if world.is_main else "nowhere").close())
         except OSError as error:
-            world.announce_end(str(error))  # like `run_command`
+            world.announce_end(str(error))  # as in `run_command`
             raise
         with world.fail_together():
             pass
@@ -160,7 +160,7 @@ def test_names_a_rank_that_does_not_arrive(monkeypatch):
 @pytest.mark.parametrize("silent", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
 def test_the_ranks_that_are_missing_are_found_by_halves(silent):
     store = dist.HashStore()
-    ranks = [rank for rank in range(8) if rank != 4]  # one is known to be lost
+    ranks = [rank for rank in range(8) if rank != 4]  # one rank is known to be lost
     silent = [ranks[place] for place in silent]
     for rank in set(ranks) - {*silent}:
         store.set(f"part 3 {rank}", "")
@@ -178,7 +178,7 @@ def test_hosts_must_see_the_same_data():
     )
 
 
-# ---- signals and deaths -----------------------------------------------------------------------
+# ---- signals and dead ranks -------------------------------------------------------------------
 
 WAIT = """
 import time
@@ -197,9 +197,9 @@ run_command(main)
 
 @contextmanager
 def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks without torchrun, all waiting; the store lives and dies with rank 0."""
+    """Start ranks without torchrun that all wait. The store runs in rank 0."""
     with socket.socket() as reserved:
-        # Bound all the time, so that no other process gets the port; rank 0 may listen on it.
+        # The port stays bound, so that no other process gets it. Rank 0 may still listen on it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -226,7 +226,7 @@ def end_of(process: subprocess.Popen[str]) -> tuple[str, int]:
 
 
 def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
-    """Each may be on a separate host, where no launcher would end it."""
+    """Each rank may be on a separate host, where no launcher would end it."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
     nothing = "before the first step: nothing to save\n"
@@ -234,13 +234,12 @@ def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
         ranks[1].send_signal(signal.SIGTERM)
         assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
         assert end_of(ranks[2]) == ("", 2)
-        ranks[0].send_signal(signal.SIGINT)  # in the function for which the other ranks waited
+        ranks[0].send_signal(signal.SIGINT)  # in the function for which the other ranks wait
         assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
 
 
 def test_a_waiting_rank_notices_a_killed_rank_of_its_host(tmp_path):
-    """As if rank 0 is killed while it saves: torchrun's SIGTERM does not end ranks that must
-    save."""
+    """Rank 0 is killed while it saves. torchrun's SIGTERM does not end ranks that must save."""
     script = tmp_path / "wait.py"
     waits = """
     with world.fail_together():
@@ -277,7 +276,7 @@ def test_a_waiting_rank_notices_that_the_main_rank_was_killed(tmp_path):
         assert end_of(ranks[1]) == (f"rank 1: {lost}; {reason}\n", 1)
 
 
-# ---- which device -----------------------------------------------------------------------------
+# ---- choosing the device ----------------------------------------------------------------------
 
 GOOD = HostDevices("node1", ranks=8, gpus=8, nvidia_gpus=8, said="")
 BROKEN = HostDevices(
@@ -364,9 +363,9 @@ def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_reported_loudly():
 
 def test_counts_gpus_on_the_bus_independently_of_the_driver(tmp_path):
     for name, vendor, kind in (
-        ("0000:00:02.0", "0x8086", "0x030000"),  # Intel's
+        ("0000:00:02.0", "0x8086", "0x030000"),  # an Intel GPU
         ("0000:17:00.0", "0x10de", "0x030200"),  # a 3D controller
-        ("0000:17:00.1", "0x10de", "0x040300"),  # its sound
+        ("0000:17:00.1", "0x10de", "0x040300"),  # its audio device
         ("0000:65:00.0", "0x10de", "0x030000"),
     ):
         folder = tmp_path / "sys/bus/pci/devices" / name
@@ -392,8 +391,9 @@ run_command(main)
 """
 
 
-def test_ranks_on_different_hosts_end_at_once_with_one_message(tmp_path):
-    """They would wait for each other for ten minutes, some over NCCL and some over gloo."""
+def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
+    """Otherwise they would wait for each other for ten minutes, some over NCCL and some over
+    gloo."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "torchrun's own"
     message = (
@@ -407,7 +407,7 @@ def test_ranks_on_different_hosts_end_at_once_with_one_message(tmp_path):
     assert lines[-2].strip() == f"traceback : {message}"
     assert set(lines[-1]) == {"="}
     assert "exitcode  : 2 " in done.stderr
-    assert done.stderr.count("exitcode  :") == 1, "other ranks are in torchrun's report"
+    assert done.stderr.count("exitcode  :") == 1, "messages of other ranks are in torchrun's report"
 
 
 @pytest.mark.parametrize(("norm", "sent"), [(nn.BatchNorm1d(4), True), (nn.LayerNorm(4), False)])
@@ -424,7 +424,7 @@ def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
 
 
 def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
-    """torch's own defaults, and values that a user's other code may have set before."""
+    """The test starts from torch's defaults and from values that a user may have set."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
@@ -435,4 +435,4 @@ def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     process_group.join_world("cpu")
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own setting wins"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own setting must win"

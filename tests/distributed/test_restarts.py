@@ -1,4 +1,5 @@
-"""torchrun restarts the ranks: an attempt must ignore what the previous one left in the store."""
+"""Test that ranks restarted by torchrun ignore the values that the previous attempt left in the
+store."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ LIMIT = timedelta(seconds=60)
 
 
 def attempt(store: dist.Store, size: int, late: int | None = None) -> list[dist.Store]:
-    """Return the store of each rank, as a thread; the rank `late` comes when all others are
+    """Return the store of each rank, which is a thread. The rank `late` joins when all others are
     waiting."""
     stores: dict[int, dist.Store] = {}
 

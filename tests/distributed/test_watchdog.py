@@ -1,4 +1,4 @@
-"""A stopped rank is found and named: with threads over a store, and in real trainings."""
+"""Test that a stopped rank is found and named, with threads over a store and in real trainings."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LIMIT_S = 60.0
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
-    """A rank that made its last of `count` marks `ago_s` ago, and sent its last beat `heard_s`
-    ago."""
+    """Return the watchdog's view of a rank that made its mark `count` `ago_s` ago and sent its last
+    heartbeat `heard_s` ago."""
     seen = _Seen(number=1, count=count, step=7, doing="in the step")
     return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
 
@@ -68,7 +68,7 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
         ),
         ([beat(9, 99), beat(8, 99, is_away=True)], None, ""),
         ([beat(9, 9999), beat(8, LONGEST_WAIT.total_seconds() + 1, is_away=True)], (1,), "rank 1"),
-        # A rank without a beat is still starting, which has a different limit.
+        # A rank without a heartbeat is still starting, which has a different limit.
         ([beat(9, 99), _Seen()], None, ""),
         ([beat(9, 99)] + [beat(8, 99)] * 6, (1, 2, 3, 4, 5, 6), "4 on h4 and 2 more has made"),
     ],
@@ -80,7 +80,7 @@ def test_finds_the_rank_that_is_behind(seen, ranks, message):
 
 
 def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[Verdict]:
-    """The verdicts about a working rank, unless it is `behind`, for `for_s`."""
+    """Return a watchdog's verdicts within `for_s`. The rank `behind` makes no progress."""
     verdicts = list[Verdict]()
     watch = Watch(world, limit_s, verdicts.append)
     watch.start()
@@ -95,7 +95,7 @@ def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> l
     return verdicts
 
 
-def test_all_ranks_learn_which_rank_is_behind():
+def test_all_ranks_report_the_rank_that_is_behind():
     heard = together(3, lambda world: watched(world, 1, limit_s=0.5, for_s=60))
     assert [[verdict.ranks for verdict in each] for each in heard] == [[(1,)]] * 3
     assert len({verdict.message for each in heard for verdict in each}) == 1
@@ -108,7 +108,7 @@ def test_does_not_end_ranks_that_move():
 
 
 def test_a_rank_that_stops_comparing_does_not_count_as_silent():
-    """After a rewind it opens its loader again, which may take as long as its storage does."""
+    """After a rewind the rank reopens its loader, which may take long."""
 
     def work(world: World) -> list[Verdict]:
         verdicts = watched(world, None, limit_s=0.5, for_s=0.2)
@@ -120,7 +120,7 @@ def test_a_rank_that_stops_comparing_does_not_count_as_silent():
 
 
 def test_time_during_a_suspend_does_not_count_as_silence(monkeypatch):
-    """As by Slurm's suspend, which stops all ranks; a rank that is silent afterwards is named."""
+    """Slurm's suspend stops all ranks. A rank that is silent afterwards must be named."""
     store = dist.HashStore()
     world = World(0, 2, torch.device("cpu"), store, ("first", "second"))
     watch = Watch(world, LIMIT_S, print)
@@ -137,8 +137,8 @@ def test_time_during_a_suspend_does_not_count_as_silence(monkeypatch):
 
 
 class Cable:
-    """Forward data between two sides of connections until the cable is pulled, then nothing,
-    without closing."""
+    """A proxy that forwards data until the cable is pulled. After that it forwards nothing, but
+    closes no connection."""
 
     def __init__(self, port: int):
         self._to = port
@@ -176,7 +176,7 @@ class Cable:
 
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_a_rank_without_a_store_ends_once_it_stops_moving(is_cut, monkeypatch):
-    """A pulled cable does not close a connection: a request to the store would never return."""
+    """A pulled cable does not close a connection, so a request to the store would never return."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cable = Cable(store.port)
     monkeypatch.setenv("MASTER_ADDR", "first")
@@ -192,7 +192,8 @@ def test_a_rank_without_a_store_ends_once_it_stops_moving(is_cut, monkeypatch):
         time.sleep(0.01)
     if is_cut:
         cable.pull()
-    for step in range(1, 20):  # it works during two limits: a slow store does not end the run
+    # The rank works for two limits, because a slow store must not end the run.
+    for step in range(1, 20):
         watch.mark(step, "in the step")
         time.sleep(0.1)
     assert verdicts.empty()
@@ -204,7 +205,7 @@ def test_a_rank_without_a_store_ends_once_it_stops_moving(is_cut, monkeypatch):
         )
         assert "; last at step 19, in the step: that host or the" in verdict.message
     else:
-        time.sleep(1.5)  # it has stopped although the store answers
+        time.sleep(1.5)  # the rank has stopped although the store answers
         assert verdicts.empty()
     cable.close()
     watch.close()
@@ -216,7 +217,7 @@ def shards(tmp_path_factory):
 
 
 def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path):
-    """SIGSTOP: a swapping host, a frozen cgroup, a debugger."""
+    """SIGSTOP simulates a swapping host, a frozen cgroup or a debugger."""
     config = write_config(tmp_path, shards, steps=3000)
     run = Background(config, tmp_path / "run", "run.hang_timeout_s=4", ranks=2, cold=True)
     run.wait_for_step(4)

@@ -1,4 +1,4 @@
-"""Exact evaluation: the same integers on any number of ranks, equal to a plain loop over the
+"""Test that evaluation gives the same counts on any number of ranks as a plain loop over the
 images."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     right = int((np.array(predicted) == labels).sum())
     assert (result["correct_top1"], result["top1"]) == (right, pytest.approx(100 * right / 23))
     assert result["loss"] == pytest.approx(loss / 23, rel=1e-4)
-    assert result["correct_top5"] == 23, "there are three classes"
+    assert result["correct_top5"] == 23, "the dataset has three classes"
     saved = np.load(trained_run / "predictions.npz")
     assert (saved["predictions"].tolist(), saved["labels"].tolist(), int(saved["step"])) == (
         predicted,
@@ -83,8 +83,8 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
 
 @pytest.mark.slow
 def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, shards):
-    """The predictions that three ranks saved are those that the one-rank command counts as
-    right."""
+    """The predictions saved by three ranks must be those that a one-rank command counts as
+    correct."""
     train(write_config(tmp_path, shards), tmp_path / "run", "train.ema_decay=null", ranks=3)
     saved = np.load(tmp_path / "run" / "predictions.npz")
     assert saved["labels"].tolist() == open_split(shards, "val").index["label"].tolist()
@@ -100,7 +100,9 @@ def test_the_record_and_the_command_agree(trained_run):
 
     last = metrics(trained_run, "eval")[-1]
     result = evaluate(trained_run)
-    assert result.keys() - last.keys() == {"top1_low", "top1_high"}, "which follow from the counts"
+    assert result.keys() - last.keys() == {"top1_low", "top1_high"}, (
+        "these values follow from the counts"
+    )
     assert {key: last[key] for key in result.keys() & last.keys()} == {
         key: result[key] for key in result.keys() & last.keys()
     }

@@ -1,4 +1,5 @@
-"""k-NN and the linear probe: equal to scikit-learn's, on any number of ranks, from the command."""
+"""Test k-NN and the linear probe against scikit-learn, on any number of ranks and from the command
+line."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ WORDS = ["--knn", "--k", "3,20", "--linear-probe", "--l2", "0.01", "--device", "
 
 
 def blobs(num: int, dim: int, num_classes: int, seed: int, spread: float = 1.5):
-    """Return features around a centre for each class, and labels."""
+    """Return features around a center for each class, and labels."""
     rng = np.random.default_rng(seed)
     centres = np.random.default_rng(7).normal(size=(num_classes, dim))
     labels = rng.integers(num_classes, size=num)
@@ -65,7 +66,8 @@ def test_the_nearest_are_those_of_all_pairs():
 
 
 def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegression:
-    """Its penalty is on the sum over images: C = 1 / (l2 N)."""
+    """Train scikit-learn's classifier, whose penalty applies to the sum over images: C = 1 / (l2
+    N)."""
     return LogisticRegression(C=1 / (l2 * len(labels)), tol=1e-8, max_iter=5000).fit(
         features, labels
     )
@@ -83,7 +85,7 @@ def test_the_linear_probe_has_scikit_learns_optimum(l2, monkeypatch):
     deviation = features.std(0)
     standard = (features - features.mean(0)) / np.where(deviation < 1e-9, np.inf, deviation)
     expected = theirs(standard, labels, l2)
-    # The gradient at the end is at most 1e-5, and l2 the least curvature.
+    # The final gradient is at most 1e-5, and l2 is the smallest curvature.
     assert np.abs(probe.weight.numpy() - expected.coef_).max() < 3e-5 / l2
     ours = linear_probe.logits_of(probe, scale, inputs).softmax(1).numpy()
     assert np.abs(ours - expected.predict_proba(standard)).max() < 1e-3
@@ -104,12 +106,11 @@ def test_chooses_the_penalty_that_is_best_on_held_out_images():
     assert min(right.values()) < max(right.values())
 
 
-# --- from the command -----------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of three steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     config = write_config(folder, shards, steps=3)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
@@ -128,7 +129,7 @@ def test_features_are_the_inputs_of_the_head(base, shards):
     ]
     tokens = trained.model.forward_features(trained.preprocess.normalize(torch.stack(pixels)))
     expected = trained.model.fc_norm(tokens[:, 0])
-    # fp16 has a significand of 11 bits.
+    # The significand of fp16 has 11 bits.
     assert torch.allclose(features_of_images.float(), expected, rtol=2**-11, atol=1e-6)
     logits = trained.model.head(expected)
     assert torch.allclose(logits, trained(trained.preprocess.normalize(torch.stack(pixels))))

@@ -1,4 +1,4 @@
-"""Draw random settings, ranks and kills together, for trainings of seconds."""
+"""Draw random settings, ranks and kills for trainings that take seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import make_shards, train
 from vit.data.shards.data_set import open_split
 
 CHANCE = 0.25
-"""Choices of each row of the tables below that can be drawn."""
+"""The probability that a row of the tables below is used."""
 BATCH = 12
 _NO_VIT = tuple(f"model.{name}=null" for name in ("embed_dim", "depth", "num_heads"))
 
@@ -108,7 +108,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""Choices for any model: name of a row -> the choices of which one is drawn."""
+"""The choices for any model: row name -> choices."""
 
 VIT: Choices = {
     "dropout": [
@@ -148,7 +148,7 @@ VIT: Choices = {
         ),
     ],
 }
-"""Choices only for the project's own ViT."""
+"""The choices that work only for the project's own ViT."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
@@ -159,8 +159,9 @@ GUESTS = [
 
 @dataclass(frozen=True)
 class Data:
-    """Files that drawn settings refer to: shards of 60 images, shards of 24 images of which one is
-    undecodable, and a run of the tests' ViT as a source of weights or as a teacher."""
+    """The files that drawn settings refer to: shards of 60 images, shards of 24 images of which one
+    cannot be decoded, and a run of the tests' ViT that serves as a source of weights or as a
+    teacher."""
 
     shards: Path
     spoiled: Path
@@ -169,8 +170,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of one rank or all ranks of an attempt with this number of ranks, `delay_s` after
-    `step` is in the record (-1: after the start). takes_folder: a run at a URL also loses its local
+    """A SIGKILL of one rank or all ranks of an attempt with this number of ranks, `delay_s` after
+    the metrics show `step` (-1: after the start). takes_folder: a run at a URL also loses its local
     folder."""
 
     ranks: int
@@ -182,9 +183,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Combination:
-    """Settings of a run, the kind of its place ("" for a folder, or "file" or "s3"), the ranks of
-    the uninterrupted run and of the last attempt, and the kills of the earlier attempts.
-    other_ranks: a second number of ranks that must give the same bits, or 0."""
+    """The settings of a run, its place ("" for a folder, "file" or "s3"), the ranks of the
+    uninterrupted run and of the last attempt, and the kills of earlier attempts. other_ranks: a
+    second number of ranks that must give the same bits, or 0."""
 
     settings: tuple[str, ...]
     place: str
@@ -195,7 +196,6 @@ class Combination:
 
 
 def make_data(folder: Path) -> Data:
-    """Make the files of `Data`."""
     shards = make_shards(folder)
     spoiled = make_shards(folder / "spoiled", num_train=24, num_val=3, seed=1)
     index = np.load(spoiled / "train.index.npy")
@@ -210,7 +210,7 @@ def make_data(folder: Path) -> Data:
 
 
 def draw(rng: random.Random, data: Data) -> Combination:
-    """Draw settings, which may contradict each other, ranks, a place and kills."""
+    """Draw settings that may contradict each other, ranks, a place and kills."""
     steps = rng.randrange(8, 21)
     lines: list[tuple[str, ...]] = [
         (f"data.global_batch_size={BATCH}", f"train.steps={steps}"),
@@ -247,7 +247,6 @@ def draw(rng: random.Random, data: Data) -> Combination:
 
 
 def _named(data: Data) -> Choices:
-    """The sources and bad images of drawn settings."""
     spoiled = str(data.spoiled)
     sources = [
         [{"split": "train[:60%]"}, {"split": "train[60%:]", "fraction": 0.5}],
@@ -265,7 +264,8 @@ def _named(data: Data) -> Choices:
 
 
 def _trained(data: Data) -> Choices:
-    """Settings that start from a trained model; only the project's own ViT has matching layers."""
+    """Return settings that start from a trained model. Only the project's own ViT has matching
+    layers."""
     teacher = f"distill.teacher={data.trained}"
     begin = f"init.checkpoint={data.trained}"
     return {

@@ -1,4 +1,5 @@
-"""Two hosts as namespaces of this machine, to test a cut cable and a power failure."""
+"""Fixtures that simulate two hosts as namespaces of this machine, to test a cut cable and a power
+failure."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def ip(*arguments: str) -> None:
 
 
 class Host:
-    """A host with its own name, network and process ids; it shares this machine's files."""
+    """A host with its own name, network and process ids. It shares this machine's files."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name
@@ -38,11 +39,10 @@ class Host:
 
     @property
     def log(self) -> Path:
-        """The output of its launcher and its rank."""
+        """Return the log file with the output of the host's launcher and rank."""
         return self._folder / f"{self.name}.log"
 
     def start(self, arguments: list[str], **variables: str) -> None:
-        """Run a command line on the host."""
         # The shell stays as process 1, which even SIGKILL does not end from inside.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
@@ -63,7 +63,6 @@ class Host:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str, timeout_s: float = 240) -> str:
-        """Wait until the host has printed `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.printed():
             assert self.status is None, f"{self.name} ended without {text!r}:\n{self.printed()}"
@@ -73,11 +72,10 @@ class Host:
 
     @property
     def status(self) -> int | None:
-        """The exit status of the launcher, None while it runs."""
+        """Return the exit status of the launcher, or None while it runs."""
         return None if self._family is None else self._family.process.poll()
 
     def end(self, timeout_s: float) -> int:
-        """Wait for the launcher and return its exit status."""
         assert self._family is not None
         try:
             return self._family.process.wait(timeout_s)
@@ -85,7 +83,7 @@ class Host:
             raise AssertionError(f"{self.name} has not ended:\n{self.printed()}") from None
 
     def kill(self) -> None:
-        """SIGKILL all processes of the host at once."""
+        """Send SIGKILL to all processes of the host at once."""
         if self._family is None:
             return
         for first in children(self._family.process.pid):
@@ -120,7 +118,7 @@ class TwoHosts:
         (folder / "hosts").write_text(table)
 
     def cut(self) -> None:
-        """Drop all packets silently: neither host gets an error."""
+        """Drop all packets silently, so that neither host gets an error."""
         ip("link", "set", f"{self._mark}n1", "down")
 
     def mend(self) -> None:
@@ -138,7 +136,6 @@ class TwoHosts:
     def train(
         self, config: Path, run_dir: Path, *overrides: str, launcher: tuple[str, ...] = ()
     ) -> None:
-        """Run torchrun with a rank on each host."""
         for host in self.hosts:
             host.start(
                 [
@@ -155,7 +152,7 @@ class TwoHosts:
         for host in self.hosts:
             host.close()
         for number in range(len(self.hosts)):
-            # Before the namespace is removed, which lives as long as its last process.
+            # Stop the hosts first, because a namespace lives as long as its last process.
             ip("link", "delete", f"{self._mark}n{number}")
             ip("netns", "delete", f"{self._mark}n{number}")
         ip("link", "delete", f"{self._mark}b")
@@ -163,7 +160,7 @@ class TwoHosts:
 
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    """Needs root on Linux."""
+    """Simulate two hosts, which needs root on Linux."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vhprobe", "type", "bridge"], capture_output=True)

@@ -1,9 +1,9 @@
-"""Check that memory, descriptors and threads of a process stay flat over the steps, evaluations and
-saves of one run, and over many starts in one process.
+"""Check that a process's memory, file descriptors and threads do not grow.
 
-The ranks are observed from outside (/proc) during the run. The first third warms up allocators,
-thread pools and library pages. A line is fitted to each number over the rest, and its rise is
-compared with a limit.
+They must stay constant over the steps, evaluations and saves of one run, and over many starts in
+one process. The ranks are observed through /proc during the run. The first third warms up
+allocators, thread pools and library pages. A line is fitted to each number over the rest, and its
+rise is compared with a limit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from faults.kills import Whole
 from processes import Background, call, environment, last_step
 
 LIMITS = {"MiB": 4.0, "descriptors": 1.5, "threads": 1.5}
-"""The largest rise of each number from the first look that counts to the last. A descriptor or
-thread leaked by each save would give hundreds; a leaked copy of this state, of 0.4 MiB, hundreds of
-MiB. An allocator keeps and returns one or two MiB."""
+"""The largest allowed rise of each number from the first look that counts to the last. If each save
+leaked a descriptor, a thread or a copy of this state (0.4 MiB), the rise would be hundreds. An
+allocator keeps and returns one or two MiB."""
 PAUSE_S = 0.25
-"""Seconds between two looks."""
+"""The seconds between two looks."""
 LONGEST_S = 3600.0
 STARTS = """
 import json, sys
@@ -43,7 +43,7 @@ for number in range(1, int(count) + 1):
 
 @dataclass(frozen=True)
 class Look:
-    """Measurements of a process. at: its step or start; MiB: of anonymous memory."""
+    """The measurements of a process. at: its step or start; MiB: of anonymous memory."""
 
     at: int
     MiB: float
@@ -52,7 +52,7 @@ class Look:
 
 
 def look(pid: int | str, at: int) -> Look:
-    """Return the present numbers of a process. Raises ProcessLookupError if it has ended."""
+    """Measure a process. Raises ProcessLookupError if it has ended."""
     folder = Path("/proc", str(pid))
     try:
         rows = (row.partition(":") for row in (folder / "status").read_text().splitlines())
@@ -77,7 +77,7 @@ def rises(looks: Sequence[Look]) -> dict[str, float]:
 
 
 def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
-    """Return a sentence about the looks after a third of `last`, and the faults."""
+    """Return a sentence about the looks after the first third of `last`, and the faults."""
     counted = [each for each in looks if each.at > last / 3]
     if len(counted) < 5:
         return "", [f"{len(counted)} looks are too few"]
@@ -92,7 +92,7 @@ def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
 
 def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], list[str]]:
     """Train all steps of `whole` in one attempt and observe its ranks; return a sentence about each
-    of them, and the faults."""
+    rank, and the faults."""
     run_dir = folder / "run"
     run = Background(whole.config, run_dir, *whole.settings, ranks=ranks, cold=True)
     run.wait_for_step(1)

@@ -1,13 +1,15 @@
-"""Kill and resume random combinations of settings at random moments: each must end with the bits of
-the uninterrupted run.
+"""Kill and resume random combinations of settings at random moments.
+
+Each run must end with the bits of the uninterrupted run.
 
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
-Each combination is drawn from its number, the seed, and the next one from the next number; a
-combination that the program rejects is drawn again. All tensors of the last checkpoint, its state,
-the weights, the predictions and the record are compared; with `train.exact_over_ranks` also with a
-run on another number of ranks. Each combination prints a line with the command that repeats it, and
-adds a line of JSON to `--out`. The runs of a combination that differs stay in `--folder`.
+Each combination is drawn from its own number: the first from the seed, the next one from the next
+number. If the program rejects a combination, another is drawn. All tensors of the last checkpoint,
+its state, the weights, the predictions and the metrics are compared. With `train.exact_over_ranks`
+a run on another number of ranks is compared too. For each combination the command prints a line
+with the command that repeats it, and appends a line of JSON to `--out`. If a combination differs,
+its runs remain in `--folder`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Moves the project's own folder to the front at the end, as in soak.py.
+# Moves the project's own folder to the front, as in soak.py.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -59,21 +61,21 @@ KINDS = ("train", "eval", "epoch", "norms", "fault", "rewind")
 MEASURED = re.compile(
     r"time|.*_s|seconds|loader_.*|data_wait_.*|images_per_s.*|mfu|peak_memory_gib"
 )
-"""Fields of the record that differ between any two runs."""
+"""The fields of metrics.jsonl that differ between any two runs."""
 NAMED_DIFFERENCES = 5
-"""The most characters of a printed line; JSON has all of them."""
+"""The most differences on a printed line. The JSON has all of them."""
 LONGEST_S = 900.0
-"""The time limit of an attempt: one that compiles takes minutes."""
+"""The time limit of an attempt. Attempts that compile take minutes."""
 
 
 class Refused(Exception):
-    """The program's reason for rejecting a combination."""
+    """The program rejected a combination, with its reason."""
 
 
 @dataclass
 class Result:
-    """The result of a combination. refused: the reasons for rejecting the draws before it;
-    differences: from the uninterrupted run."""
+    """The result of a combination. refused: the reasons for rejecting earlier draws; differences:
+    from the uninterrupted run."""
 
     seed: int
     combination: Combination
@@ -83,7 +85,6 @@ class Result:
     took_s: float = 0.0
 
     def line(self) -> str:
-        """The result as one printed line."""
         combination = self.combination
         ranks = " and ".join(
             str(each) for each in (combination.ranks, combination.other_ranks) if each
@@ -144,12 +145,12 @@ class Fuzz:
         done = run(
             "launch/train.py", *arguments, ranks=ranks or combination.ranks, timeout_s=LONGEST_S
         )
-        if done.returncode and not lines_of(run_dir):  # it was rejected before it began
+        if done.returncode and not lines_of(run_dir):  # rejected before it began
             raise Refused(_error(done.stderr))
         assert done.returncode == 0, f"uninterrupted, status {done.returncode}: {done.stderr}"
 
     def broken(self, folder: Path, result: Result) -> Result:
-        """Kill, resume and compare; also on another number of ranks if the bits must be equal."""
+        """Kill, resume and compare, also on another number of ranks if the bits must be equal."""
         combination = result.combination
         run_dir = folder / "run"
         place = self._place(combination, folder)
@@ -175,7 +176,7 @@ class Fuzz:
         return result
 
     def _place(self, combination: Combination, folder: Path) -> tuple[str, ...]:
-        """Settings for a run at a URL; its local folder is compared."""
+        """Return settings for a run at a URL, whose local folder is compared."""
         if not combination.place:
             return ()
         at = self.s3.new_bucket() if combination.place == "s3" else f"file://{folder / 'bucket'}"
@@ -206,7 +207,7 @@ class Fuzz:
         return bool(status)
 
 
-# ---- what is compared ----------------------------------------------------------------------------
+# ---- comparison ----------------------------------------------------------------------------------
 
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
@@ -230,10 +231,10 @@ def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
 
 
 def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
-    """The last checkpoint, the losses of images, the weights and the predictions: name -> digest or
-    value."""
+    """Return name -> digest or value of the last checkpoint, the losses of images, the weights and
+    the predictions."""
     contents: dict[str, Any] = dict(final_state(run_dir, steps))
-    # without the link that gives one of them timm's name, because a URL has no links
+    # omit the link that gives one file timm's name, because a URL has no links
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
         tensors = load_file(path)
         contents |= {
@@ -246,7 +247,7 @@ def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
 
 
 def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return the record's lines by kind and number, without measured values."""
+    """Return the lines of metrics.jsonl by kind and number, without measured values."""
     lines: dict[str, dict[str, Any]] = {}
     numbers = dict.fromkeys(KINDS, 0)
     for line in read_metrics(run_dir / METRICS_FILE):
@@ -259,7 +260,7 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """The last error that a program printed, from "error: " on."""
+    """Return the last error that a program printed, from "error: " on."""
     return text[text.rfind("error: ") :].strip()
 
 
@@ -267,7 +268,7 @@ def _error(text: str) -> str:
 
 
 def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -> list[Result]:
-    """Try one seed after another until the clock (`time.monotonic`) reaches the end."""
+    """Try one seed after another until the clock (`time.monotonic`) reaches `end`."""
     with redirect_stdout(sys.stderr):
         data = make_data(folder)
     config = folder / "fuzz.yaml"
@@ -288,7 +289,6 @@ def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -
 
 
 def read_command_line() -> argparse.Namespace:
-    """Parse the flags above."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -301,7 +301,6 @@ def read_command_line() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line above."""
     args = read_command_line()
     if args.folder is None:  # outside the session's temporary folder, which is removed at the end
         args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))

@@ -1,5 +1,7 @@
-"""SIGKILL, SIGTERM and SIGUSR1 in every phase: the same command again must end with the bits of an
-undisturbed run."""
+"""Send SIGKILL, SIGTERM and SIGUSR1 in every phase of a run.
+
+The same command must then continue the run to the bits of an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from vit.loggers.record import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
-"""Attempts to hit a phase at its drawn moment, each in a new folder."""
+"""The attempts to hit a phase at its drawn moment, each in a new folder."""
 
 
 class Whole:
-    """Shards, a config, and the final states of undisturbed runs on each number of ranks, made on
-    demand. settings: for each run, in addition to the config."""
+    """Shards, a config, and the final states of uninterrupted runs, which are trained on demand for
+    each number of ranks. settings: for each run, in addition to the config."""
 
     def __init__(
         self, folder: Path, shards: Path, *settings: str, steps: int = 24, batch: int = 12
@@ -45,7 +47,7 @@ class Whole:
         ]
 
     def state(self, ranks: int) -> dict[str, str]:
-        """The final state of the run on this number of ranks."""
+        """Return the final state of the run on this number of ranks."""
         if ranks not in self._states:
             run_dir = self.folder / f"whole{ranks}_{self.steps}"
             train(self.config, run_dir, *self.settings, ranks=ranks)
@@ -55,7 +57,7 @@ class Whole:
         return self._states[ranks]
 
     def faults_of(self, run_dir: Path, expected: dict[str, str] | None = None) -> list[str]:
-        """Return the faults at the end of a run in `run_dir`, including differences from `expected`
+        """Return the faults of a finished run in `run_dir`, including differences from `expected`
         if it is given."""
         faults = []
         if expected is not None:
@@ -78,15 +80,15 @@ class Whole:
         return [*faults, f"left over: {left}"] if left else faults
 
     def checksum(self, first: int, last: int) -> str:
-        """The checksum of the samples from `first` to `last` batch inclusive, as the record writes
-        it."""
+        """Return the checksum of the samples of batches `first` to `last` inclusive, as written to
+        metrics.jsonl."""
         rows = [sample for batch in self._batches[first : last + 1] for sample in batch]
         return f"{sum(map(mix, rows)) % 2**64:016x}"
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The way in which a run was broken, and the faults of its result."""
+    """A description of how a run was interrupted, and the faults of its result."""
 
     phase: Phase
     ranks: int
@@ -108,9 +110,9 @@ def broken_and_continued(
     s3: S3Server | None = None,
     ranks: int = 0,
 ) -> Broken:
-    """Train in `folder`, break the run in `phase` by signal `number`, train on, and compare.
+    """Train in `folder`, interrupt the run in `phase` by signal `number`, continue, and compare.
 
-    The victims are drawn: a random rank, all ranks, or, for SIGTERM, torchrun, which passes it on.
+    The signal goes to a random rank, to all ranks, or, for SIGTERM, to torchrun, which forwards it.
     The number of ranks is drawn if it is 0.
     """
     ranks = ranks or rng.choice([1, 2, 2, 2, 3])
@@ -140,7 +142,7 @@ class _Attempt:
     rng: random.Random
 
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
-        """Start the run and send the signal in its phase; return the victims, and the faults of how
+        """Start the run and send the signal in its phase; return the victims and the faults of how
         the run ended."""
         scale = 1.0
         for _ in range(TRIES):
@@ -161,7 +163,7 @@ class _Attempt:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
                 continue
             if self.phase != "upload" or number != signal.SIGKILL or victims == "one rank":
-                self.place.let_go()  # otherwise the signal would be lost on its way
+                self.place.let_go()  # the signal could otherwise not arrive
             return victims, self._wrong_with(run.end(), run.process.returncode, number, victims)
         raise AssertionError(f"{self.phase}: missed {TRIES} times")
 
@@ -170,7 +172,7 @@ class _Attempt:
         return Background(self.whole.config, self.run_dir, *settings, ranks=self.ranks)
 
     def _train_a_little(self) -> None:
-        """Train a few steps, so that the broken start is one that resumes."""
+        """Train a few steps, so that the interrupted start is a resume."""
         run = self._begin()
         run.wait_for_checkpoint(3)
         self._send(run, run.workers(), signal.SIGKILL, "all ranks")
@@ -180,7 +182,7 @@ class _Attempt:
         self, run: Background, pids: list[int], number: signal.Signals, victims: str = ""
     ) -> str:
         whom = ["one rank", "one rank", "all ranks"]
-        # torchrun forwards SIGTERM to its ranks, but dies of SIGUSR1
+        # torchrun forwards SIGTERM to its ranks, but dies from SIGUSR1
         whom += ["torchrun"] if number == signal.SIGTERM else []
         victims = victims or self.rng.choice(whom)
         if victims == "torchrun":
@@ -194,8 +196,8 @@ class _Attempt:
     def _wrong_with(
         self, output: str, status: int, number: signal.Signals, victims: str
     ) -> list[str]:
-        """Return the faults of the end. Before the first step there is nothing to save, and at the
-        report nothing to lose."""
+        """Return the faults of how the run ended. Before the first step nothing needs saving, and
+        during the report nothing can be lost."""
         if self.phase == "start":
             return []
         if number == signal.SIGKILL:

@@ -1,7 +1,7 @@
-"""Trainings on two ranks whose server fails in the middle must end as they do without the failure.
+"""Test that trainings on two ranks survive an outage of the server of their data.
 
-The cache holds two of three shards, so that blocks are fetched all the time. At step 4 all
-connections end, and for a while new ones are answered 503.
+They must end as without an outage. The cache holds two of three shards, so that blocks are always
+being fetched. At step 4 all connections are closed, and for a while new requests get status 503.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = 12
 
 @contextmanager
 def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
-    """The URL of `shards` behind a gate, on a web server or in a store."""
+    """Serve `shards` from a web server or a store behind a gate; yield the URL and the gate."""
     files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
     if kind == "http":
         with (
@@ -42,7 +42,7 @@ def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
 
 
 def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str]:
-    """Settings of a training whose cache holds two of the three shards."""
+    """Return the settings of a training whose cache holds two of the three shards."""
     room = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75
     return [
         f"data.root={url}",
@@ -55,8 +55,8 @@ def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str
 def trained_through(
     kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
 ) -> tuple[str, bool]:
-    """Train without and with an outage of `away_s`; return the latter's output, and whether both
-    ended equal."""
+    """Train without and with an outage of `away_s`; return the latter's output and whether both
+    ended with equal states."""
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):
         train(

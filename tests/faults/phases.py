@@ -1,18 +1,19 @@
-"""Break a run in a named phase, without any code in the run for it: the record, the run's folder,
-a server and /proc show the phase.
+"""Interrupt a run in a named phase, without any test code in the run.
+
+The phase is recognized from metrics.jsonl, the run's folder, a server and /proc.
 
     phase        it lasts while
-    start        the ranks live and the record has no `ready` line of this attempt
+    start        the ranks live and metrics.jsonl has no `ready` line of this attempt
     step         the newest line is that of a step after which nothing is due
     save         an unfinished file or folder of rank 0's thread is in the run's folder
-    upload       the server holds one of the run's objects back
-    evaluation   the record has the step after which it is due, but not its result
-    data wait    the server holds the data back, and the record stands still
-    report       the record has the end of the run, but the page does not exist
+    upload       the server suspends the upload of one of the run's objects
+    evaluation   metrics.jsonl has the step after which it is due, but not its result
+    data wait    the server suspends the data, and metrics.jsonl does not grow
+    report       metrics.jsonl has the end of the run, but the page does not exist
 
 After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase still lasts, the
-fault is sent to ranks that cannot leave it. Otherwise they continue until the phase's next
-occurrence.
+fault is sent to ranks that cannot leave it. Otherwise they continue until the next occurrence of
+the phase.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ Phase = Literal["start", "step", "save", "upload", "evaluation", "data wait", "r
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SAVE_EVERY_STEPS = 3
 EVALUATE_EVERY_STEPS = 6
-"""The steps of an epoch in `processes.write_config`."""
+"""The number of steps in an epoch of `processes.write_config`."""
 STILL_S = 0.3
-"""A run counts as waiting after this long without a new line in the record; a step takes a tenth of
-it."""
+"""The seconds without a new line in metrics.jsonl after which a run counts as waiting. A step takes
+a tenth of this."""
 LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
-"""The scale of the drawn delay before the fault, for phases of a warm run; it is halved each time
-the fault comes too late."""
+"""The scale of the random delay before the fault, in the phases of a warm run. It is halved each
+time the fault comes too late."""
 FOUND_WITHIN_S = 240.0
 
 
@@ -55,10 +56,10 @@ class Missed(Exception):
 
 @dataclass
 class Served:
-    """The source of a run's data and its destination, and how to hold either back.
+    """The source and destination of a run's data, and functions that suspend the server.
 
-    settings: for the run's command. `hold`: called once at the start of the attempt to be broken.
-    `is_held`: whether the server holds a request now. `let_go`: release all requests.
+    settings: for the run's command. `hold`: called once when the attempt to be interrupted starts.
+    `is_held`: whether the server suspends a request now. `let_go`: release all requests.
     """
 
     settings: tuple[str, ...] = ()
@@ -71,8 +72,8 @@ class Served:
 def served(
     phase: Phase, folder: Path, shards: Path, rng: random.Random, s3: S3Server | None = None
 ) -> Iterator[Served]:
-    """The server that a phase needs; `upload` requires one. The run's own folder is always `folder
-    / "run"`."""
+    """Start the server that a phase needs. The phase `upload` requires `s3`. The run's own folder
+    is always `folder / "run"`."""
     if phase == "upload":
         assert s3 is not None, "an upload needs a server"
         with _uploaded(s3, folder, rng) as source:
@@ -84,22 +85,22 @@ def served(
     elif phase == "report":
         yield Served(("log.report=true",))
     elif phase == "evaluation":
-        yield Served(("eval.batch_size=1",))  # so that the phase lasts
+        yield Served(("eval.batch_size=1",))  # makes the phase last longer
     else:
         yield Served()
 
 
 @contextmanager
 def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served]:
-    """A run at a URL whose server holds back one randomly drawn object."""
+    """Serve a run at a URL, and suspend the upload of one randomly drawn object."""
     with Way(s3.port) as proxy:
         url = f"{s3.new_bucket()}/runs/x"
-        left = [rng.randrange(1, 40)]  # of about 50 with saves in a run of 24 steps
+        left = [rng.randrange(1, 40)]  # of about 50 uploads with saves in a run of 24 steps
         is_saving = False
 
         def fault(method: str, path: str) -> str | None:
             nonlocal is_saving
-            # the first object of a save; config and record come at the start
+            # The first object of a save. The config and the first metrics are written at the start.
             is_saving |= "/samples/" in path
             if method != "PUT" or not is_saving or "lease.json" in path:
                 return None
@@ -123,8 +124,8 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
-    """Data behind a server that stops answering from a step on; the cache holds half of them, so
-    that blocks are fetched all the time."""
+    """Serve data that stop arriving at some step. The cache holds half of the data, so that blocks
+    are always being fetched."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
 
@@ -148,25 +149,25 @@ def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
     )
 
 
-# ---- what a run is doing -------------------------------------------------------------------------
+# ---- the state of a run --------------------------------------------------------------------------
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The record's complete lines, of all attempts."""
+    """Return the complete lines of metrics.jsonl from all attempts."""
     path = run_dir / METRICS_FILE
     rows = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(row) for row in rows]
 
 
 def unfinished(run_dir: Path) -> list[Path]:
-    """The unfinished files of a save or a page, also of a killed one."""
+    """Return the unfinished files of a save or a page, also of a killed one."""
     paths = [*run_dir.glob(".*.tmp"), *run_dir.glob("checkpoints/.tmp_*")]
     return [*paths, *run_dir.glob("*/.*.tmp")]
 
 
 @dataclass
 class Watched:
-    """An attempt of a run, observed from outside. num_starts: `start` lines before it."""
+    """An attempt of a run, observed from outside. num_starts: `start` lines of earlier attempts."""
 
     run: Background
     run_dir: Path
@@ -176,13 +177,12 @@ class Watched:
     _seen: tuple[int, float] = field(default=(0, 0.0))
 
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of this attempt; none before its `start` line."""
+        """Return the lines of this attempt, or none before its `start` line."""
         lines = lines_of(self.run_dir)
         starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
         return lines[starts[-1] :] if len(starts) > self.num_starts else []
 
     def is_in(self, phase: Phase) -> bool:
-        """Return whether the run is in the phase now."""
         if phase == "save" and not unfinished(self.run_dir):
             return False
         if phase == "upload":
@@ -208,7 +208,7 @@ class Watched:
         return steps[-1] % SAVE_EVERY_STEPS != 0 and not is_due and not unfinished(self.run_dir)
 
     def _stands_still(self, num_lines: int) -> bool:
-        """Return whether the record has had no new line for `STILL_S`."""
+        """Return whether metrics.jsonl has had no new line for `STILL_S`."""
         now = time.monotonic()
         if num_lines != self._seen[0]:
             self._seen = num_lines, now
@@ -217,11 +217,11 @@ class Watched:
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
         """Stop all ranks in the phase until the end of the block; yield their process ids. scale:
-        of the drawn delay. Raises Missed."""
+        of the random delay. Raises Missed."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)
-        pids = self.run.workers()  # early, because the search takes longer than a save
+        pids = self.run.workers()  # search early, because it takes longer than a save
         while True:
             self._wait_until(lambda: self.is_in(phase), phase, deadline)
             time.sleep(rng.uniform(0, LONGEST_S.get(phase, 0.0) * scale))
@@ -239,7 +239,7 @@ class Watched:
         while not is_there():
             if self.run.process.poll() is not None or time.monotonic() > deadline:
                 raise Missed(f"{phase}: not seen\n{self.run.end()}")
-            # a look takes processor time from the ranks
+            # each look takes CPU time from the ranks
             time.sleep(0.001 if phase == "save" else 0.004)
 
 
@@ -261,8 +261,8 @@ def stopped(pids: Iterable[int]) -> Iterator[None]:
 
 
 def _wait_until_stopped(pid: int) -> None:
-    """Wait until all threads are stopped: one in an uninterruptible system call such as fsync
-    completes it first."""
+    """Wait until all threads are stopped. A thread in an uninterruptible system call such as fsync
+    completes the call first."""
     deadline = time.monotonic() + FOUND_WITHIN_S
     while any(state not in "TtZX" for state in states_of_threads(pid).values()):
         assert time.monotonic() < deadline, f"process {pid} does not stop"

@@ -1,4 +1,5 @@
-"""Runs that continue after kills on a different number of ranks each time, and two runs at once."""
+"""Test runs that continue after kills on a different number of ranks each time, and two
+simultaneous runs."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on these numbers of ranks in turn. All attempts but the last are killed at
-    even distances, one rank or all of them. Return the faults.
+    """Train in `folder` on each of these numbers of ranks. All attempts but the last are killed at
+    regular intervals, one rank or all of them. Return the faults.
 
-    `whole` runs exactly over ranks; otherwise only its batches are compared.
+    If `whole` is exact over ranks, the bits are compared, otherwise only the batches.
     """
     run_dir = folder / "run"
     for number, ranks in enumerate(numbers[:-1], 1):
@@ -46,7 +47,7 @@ def two_at_once(whole: Whole, folder: Path) -> list[str]:
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)
     arguments = ["--config", whole.config, f"run.dir={folders[0]}", *TINY, *whole.settings]
-    with stopped(jobs[0].workers()):  # the job outlasts a third one that waits for its end
+    with stopped(jobs[0].workers()):  # the job lasts longer than the third run that waits for it
         third = run("launch/train.py", *arguments, ranks=2)
     faults = []
     if third.returncode == 0 or "in use by a live run" not in third.stderr:

@@ -1,22 +1,24 @@
-"""Break runs many times: each part prints one line, and the exit status is 1 if one of them
-failed. Under an hour on two cores.
+"""Interrupt runs many times.
+
+Each part prints one line, and the exit status is 1 if a part failed. The whole takes less than an
+hour on two cores.
 
     python tests/faults/soak.py [--count 100] [--parts kills signals ...] [--seed 0]
 
-    kills      `count` times SIGKILL of a random rank, or of all, in a random phase
+    kills      SIGKILL of a random rank, or of all, in a random phase, `count` times
     signals    SIGTERM and SIGUSR1 in each phase, count / 50 times
-    stops      SIGSTOP of a rank, of a loader worker and of the thread that writes, for 60 s each
+    stops      SIGSTOP of a rank, of a loader worker and of the saver thread, for 60 s each
     ranks      a run on 4, 2, 3 and 1 ranks, with kills: plain (its batches) and exact (its bits)
-    jobs       two runs at once on this node, and a third into the folder of the first
+    jobs       two runs at once on this node, and a third in the folder of the first
     steps      memory, descriptors and threads of two ranks over 10 * `count` saves
     starts     the same of one process over `count` starts
     outage     the server of the data is away for `--away-minutes` (http, S3)
     exits      count / 5 finished runs on two ranks, each with status 0
     secrets    tests/project/test_secrets.py
 
-To save time, killed and compared runs are forks of interpreters that have imported torch; `steps`,
-`starts` and `exits` need real interpreters. A part that fails lists the cases and keeps the
-folder with their runs.
+To save time, killed and compared runs are forks of interpreters that have imported torch. `steps`,
+`starts` and `exits` need real interpreters. A part that fails lists the cases and keeps the folder
+with their runs.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-# Put the project's own folder first: tests/data_prep has the name of a package, and an editable
+# Put the project's own folder first. tests/data_prep has the name of a package, and an editable
 # installation is searched last.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
@@ -56,12 +58,12 @@ STOPPED_FOR_S = 60.0
 
 
 class Failed(Exception):
-    """A failed part; its message has one fault a line."""
+    """A part failed. The message has one fault per line."""
 
 
 @dataclass(frozen=True)
 class Soak:
-    """A folder for all runs, their shards, and the values of the command line."""
+    """The shards, a folder for all runs, and the values of the command line."""
 
     folder: Path
     shards: Path
@@ -71,7 +73,6 @@ class Soak:
     seed: int
 
     def new_folder(self, name: str) -> Path:
-        """Make a folder for a case."""
         path = self.folder / name.replace(" ", "_")
         path.mkdir()
         return path
@@ -79,7 +80,6 @@ class Soak:
     # ---- the parts: each returns its line, or raises Failed --------------------------------------
 
     def kills(self) -> str:
-        """SIGKILL in random phases."""
         rng = random.Random(self.seed)
         # each phase once before any is repeated
         drawn = [phase for _ in range(-(-self.count // len(PHASES))) for phase in PHASES]
@@ -91,7 +91,6 @@ class Soak:
         return f"SIGKILL of a random rank or all in a random phase ({numbers}): {tally}"
 
     def signals(self) -> str:
-        """SIGTERM and SIGUSR1 in each phase."""
         numbers = (signal.SIGTERM, signal.SIGUSR1)
         times = max(self.count // 50, 1)
         cases = [(phase, number) for phase in PHASES for number in numbers] * times
@@ -114,8 +113,8 @@ class Soak:
         return _tally(len(cases), faults, "weights and optimizer bit-equal, sample checksums exact")
 
     def stops(self) -> str:
-        """SIGSTOP, all three at once: they wait for most of the time."""
-        self.whole.state(2)  # made once, before threads ask for it
+        """Send SIGSTOP in all three cases in parallel, because they mostly wait."""
+        self.whole.state(2)  # made once, before threads need it
         with ThreadPoolExecutor(len(stops.TARGETS)) as pool:
             futures = {
                 target: pool.submit(
@@ -135,7 +134,6 @@ class Soak:
         return f"SIGSTOP for {STOPPED_FOR_S:.0f} s of {', '.join(stops.TARGETS)}: {tally}"
 
     def ranks(self) -> str:
-        """4 -> 2 -> 3 -> 1."""
         faults = []
         for name, settings in (("plain", ()), ("exact", ranks.EXACT)):
             whole = Whole(self.folder, self.shards, *settings, steps=48, batch=24)
@@ -148,7 +146,6 @@ class Soak:
         return f"4 -> 2 -> 3 -> 1 ranks, killed in between, plain and exact: {tally}"
 
     def jobs(self) -> str:
-        """Two runs at once."""
         times = max(self.count // 20, 1)
         faults = [
             fault
@@ -159,7 +156,7 @@ class Soak:
         return f"two jobs at once on one node: {tally}"
 
     def steps(self) -> str:
-        """Memory over many saves of one run."""
+        """Measure memory over many saves."""
         saves = 10 * self.count
         whole = Whole(self.folder, self.shards, steps=3 * saves)
         sentences, faults = flat.over_steps(whole, self.new_folder("steps"))
@@ -167,12 +164,11 @@ class Soak:
         return f"{saves} saves, {saves // 2} evaluations, {3 * saves} steps in one go: {tally}"
 
     def starts(self) -> str:
-        """Memory over many starts in one process."""
+        """Measure memory over many starts."""
         sentence, faults = flat.over_starts(self.whole, self.new_folder("starts"), self.count)
         return f"{self.count} starts in one process: {_tally(1, faults, sentence)}"
 
     def outage(self) -> str:
-        """The server of the data fails for a while."""
         away_s = 60 * self.away_minutes
         faults = []
         for kind in ("http", "s3"):
@@ -183,8 +179,8 @@ class Soak:
         return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
 
     def exits(self) -> str:
-        """Whole runs: an interpreter that ends with threads of gloo has a race that only exits can
-        show."""
+        """Finish whole runs. An interpreter that ends with threads of gloo has a race that only
+        exits can show."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []
@@ -207,7 +203,7 @@ class Soak:
 
 
 def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
-    """Return the end of a part's line. Raises Failed if there are faults."""
+    """Return the end of a part's line. Raises Failed for faults."""
     if faults:
         raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
     return f"{num_cases}/{num_cases} {result}" if num_cases > 1 else result
@@ -223,7 +219,6 @@ PARTS: dict[str, Callable[[Soak], str]] = {
 
 
 def read_command_line() -> argparse.Namespace:
-    """Parse the flags above."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -240,7 +235,6 @@ def read_command_line() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line above."""
     args = read_command_line()
     if args.folder is None:  # outside the session's temporary folder, which is removed at the end
         args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))

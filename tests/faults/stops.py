@@ -1,9 +1,9 @@
-"""Stop a rank, a loader worker or the writing thread for a while: the run must continue to the same
+"""Stop a rank, a loader worker or the saver thread for a while: the run must continue to the same
 bits.
 
-SIGSTOP stops a process with all of its threads. The writing thread is stopped alone, as by a disk
-that does not answer, with the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT):
-training continues to the next save, and waits there.
+SIGSTOP stops a process with all of its threads. The saver thread is stopped alone, as by a disk
+that does not answer, with the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
+Training then continues to the next save, where it waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stopped_and_continued(
 ) -> list[str]:
     """Train on two ranks in `folder`, stop `target` (of `TARGETS`) for a while, and compare.
 
-    Returns the faults. The run must come to a halt in that time, except for a worker, which another
+    Returns the faults. The run must halt in that time, unless `target` is a worker, which another
     worker may replace. Raises PermissionError if threads may not be traced.
     """
     run_dir = folder / "run"
@@ -75,8 +75,8 @@ def stopped_and_continued(
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """Return the faults of the next `for_s`: the record must stand still, and the run must not
-    end."""
+    """Return the faults of the next `for_s`, in which metrics.jsonl must not grow and the run must
+    not end."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)
@@ -86,7 +86,7 @@ def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[
 
 
 def _newest_thread(pid: int) -> int:
-    """The writing thread of rank 0: each save starts a new thread after all others."""
+    """Return the saver thread of rank 0. Each save starts a new thread after all others."""
 
     def began_at(thread: int) -> int:
         return int((stat_of(pid, thread) or ["0"] * 20)[19])

@@ -1,4 +1,4 @@
-"""The wall clock is set during a run; durations must come from a monotonic clock."""
+"""Test that setting the wall clock during a run has no effect on durations."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
 
 
 def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
-    """A clock that was ahead must not keep a block: without a new access time it would always be
-    evicted last."""
+    """If a clock was ahead, its block must not stay forever. Without a new access time it would
+    always be evicted last."""
     cache = BlockCache(tmp_path / "cache", 1.0)
     (tmp_path / "cache" / "set").mkdir()
     assert cache.fetch("set/a.block", lambda: Fetched(b"abcd", [4])) == b"abcd"
@@ -128,8 +128,8 @@ def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, config):
-    """Set the clock for both ranks and for torchrun, whose rendezvous has its own clocks and
-    time-outs."""
+    """The clock is set for both ranks and for torchrun, whose rendezvous has its own clocks and
+    timeouts."""
     steps = ("train.steps=100", "checkpoint.every_steps=25", "eval.every_steps=100")
     train(config, tmp_path / "whole", *steps, ranks=2)
     (tmp_path / "shim.c").write_text(SHIM)
@@ -162,7 +162,7 @@ def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, conf
 
 
 def set_clock(off: Path, seconds: int) -> None:
-    """Change the clock's file atomically, because a file that is being written reads as empty."""
+    """Change the clock's file atomically, because a partly written file reads as empty."""
     new = off.with_name("new")
     new.write_text(str(seconds))
     os.replace(new, off)

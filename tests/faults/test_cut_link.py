@@ -1,5 +1,5 @@
-"""Two hosts of which one is cut off, switched off or slow, with the real torchrun, in namespaces of
-this machine."""
+"""Test two hosts of which one is cut off, switched off or slow, with the real torchrun in
+namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 STEPS = 200
 SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
 ENDS_WITHIN_S = 150.0
-"""Torchrun's time-out of 30 s and the project's, and the starts of a loaded machine."""
+"""The time limit: torchrun's timeout of 30 s, the project's own, and starts on a loaded machine."""
 
 
 def wait_for_step(run_dir, step: int, timeout_s: float = 240) -> None:
@@ -29,7 +29,7 @@ def config(tmp_path, shards):
 
 @pytest.fixture
 def whole(tmp_path, config):
-    """The state of a run whose two ranks are on one host."""
+    """Return the final state of a run whose two ranks are on one host."""
     train(config, tmp_path / "whole", *SPARSE, ranks=2)
     return final_state(tmp_path / "whole", STEPS)
 
@@ -77,7 +77,7 @@ def test_restarts_of_torchrun_continue_once_the_cable_is_back(two_hosts, tmp_pat
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["killed", "switched off"])
 def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, config, is_cut):
-    """Killed processes close their connections; a host without power sends nothing."""
+    """Killed processes close their connections, but a host without power sends nothing."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
@@ -91,7 +91,7 @@ def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, confi
 
 
 def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
-    """No process is left that could report the loss, so the other host must end on its own."""
+    """No remaining process can report the loss, so the other host must end on its own."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")

@@ -1,5 +1,5 @@
-"""A process's memory, descriptors and threads do not grow with its steps and starts; and the check
-detects a leak."""
+"""Test that a process's memory, descriptors and threads do not grow with its steps and starts, and
+that the check detects a leak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from processes import TINY, run_here, write_config
     ],
 )
 def test_a_leak_is_seen_through_the_noise(leak, named):
-    """A leak of one descriptor in ten saves, and of 50 KiB a save, an eighth of the state."""
+    """The leaks are one descriptor in ten saves, and 50 KiB per save, an eighth of the state."""
     rng = np.random.default_rng(0)
     looks = [
         Look(
@@ -51,7 +51,7 @@ def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_p
         run_here("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *steps)
         gc.collect()
         looks.append(look("self", number))
-    # Compare later starts only: leftovers of other tests in this process disappear once.
+    # Compare later starts only, because leftovers of other tests in this process disappear once.
     for numbers in ([each.descriptors for each in looks], [each.threads for each in looks]):
         assert any(after <= before for before, after in pairwise(numbers)), numbers
     (run_dir / "checkpoints" / ".tmp_step_00000012").mkdir()

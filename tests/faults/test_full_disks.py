@@ -1,10 +1,9 @@
-"""Each writer on a disk that is full, or fills up during the work.
+"""Test each writer on a disk that is full or becomes full.
 
-One printed line names the place. A file with its final name is whole, either the old or the new
-one; no half-written file is left; and with room the same call succeeds. Writers whose full disks
-are tested elsewhere: checkpoints and weights (tests/checkpoint/test_saver.py), the cache of blocks
-(tests/data/storage), `--check` (tests/extras/planner/check), shards
-(tests/data_prep/test_prep_errors.py).
+One printed line must name the file. A file with its final name must be complete, either old or new,
+and no partial file may remain. With free space the same call must succeed. Other tests cover
+checkpoints and weights (tests/checkpoint/test_saver.py), the block cache (tests/data/storage),
+`--check` (tests/extras/planner/check) and shards (tests/data_prep/test_prep_errors.py).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from vit.weights.programs import Subject
 ALONE = World(0, 1, torch.device("cpu"))
 FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
 PAGE_KIB = 4
-"""The size of a page: a file takes whole pages, and the smallest has one."""
+"""The page size. A file takes whole pages, and the smallest file takes one."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def mounted(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(mounted, tmp_path) -> Iterator[Path]:
-    """An empty disk of 4 MiB."""
+    """Mount an empty disk of 4 MiB."""
     yield mounted
     for path in mounted.iterdir():
         if path.is_dir():
@@ -83,7 +82,7 @@ class Writer(NamedTuple):
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None
     names: str = ""
-    """The file that the message must name; "" for the folder."""
+    """The file that the message must name, or "" for the folder."""
     notes: str = ""
     """A JSON file that contains times."""
 
@@ -156,7 +155,7 @@ def results(folder: Path) -> None:
 
 
 def fetched(folder: Path) -> None:
-    """A run at a URL, read through the cache on this disk."""
+    """Return a run at a URL that is read through the cache on this disk."""
     local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
     place_at_url = Path(os.environ["PLACE_WITH_ROOM"])
     (place_at_url / "weights").mkdir(exist_ok=True)
@@ -203,7 +202,7 @@ WRITERS = {
 
 
 def whole_files(folder: Path, notes: str) -> dict[str, str]:
-    """Digests of all files but `notes`, which must be JSON."""
+    """Return digests of all files but `notes`, which must be valid JSON."""
     digests = snapshot(folder)
     if digests.pop(notes, None) is not None:
         json.loads((folder / notes).read_text())
@@ -233,7 +232,7 @@ REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
 def test_reports_a_full_disk_keeps_files_whole_and_works_with_room(
     name, disk, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # matplotlib would write the present time
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # matplotlib would write the current time
     monkeypatch.setenv("PLACE_WITH_ROOM", str(tmp_path))
     writer = WRITERS[name]
     whole = tmp_path / "whole" / "place"
@@ -266,7 +265,7 @@ def test_reports_a_full_disk_keeps_files_whole_and_works_with_room(
         place.mkdir()
 
 
-# ---- what a run writes while it goes on ----------------------------------------------------------
+# ---- files that a run writes while it trains -----------------------------------------------------
 
 
 def test_writes_a_record_line_again_after_the_disk_was_full(disk):
@@ -294,7 +293,7 @@ def test_writes_a_record_line_again_after_the_disk_was_full(disk):
 
 
 def test_locks_a_run_on_a_full_disk(disk):
-    """A run must be locked even if the lock file has no room for its owner's name."""
+    """A run must be locked even if the disk has no space for its owner's name in the lock file."""
     folder = disk / "run"
     folder.mkdir()
     leave_free(disk, 0)
@@ -305,7 +304,7 @@ def test_locks_a_run_on_a_full_disk(disk):
 
 
 def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
-    """Without the outcome a launcher would start a finished run again and again."""
+    """Without the outcome, a launcher would restart a finished run again and again."""
     monkeypatch.setenv(OUTCOME_VARIABLE, str(disk / "outcome"))
     leave_free(disk, 0)
     for word in ("stopped", "finished"):

@@ -1,4 +1,4 @@
-"""Combinations of `tests/faults/fuzz.py`, and its report of two runs that differ."""
+"""Test combinations of `tests/faults/fuzz.py`, and its report of two runs that differ."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from servers import S3Server
 
 @pytest.fixture
 def data(shards) -> Data:
-    """Data without the files that these combinations do not need."""
+    """Return data without the files that these combinations do not need."""
     return Data(shards, shards, shards)
 
 
 @pytest.mark.full
 def test_a_combination_is_killed_and_resumed_to_the_bits_of_the_uninterrupted_run(data, tmp_path):
-    """Exact runs of Muon that rewind after spikes, on three ranks and on two."""
+    """The combination is an exact run of Muon that rewinds after spikes, on three ranks and on
+    two."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
     drawn = draw(random.Random(0), data)
@@ -47,7 +48,7 @@ def test_a_combination_is_killed_and_resumed_to_the_bits_of_the_uninterrupted_ru
 
 
 def test_reports_two_runs_that_differ_in_one_setting(config, tmp_path):
-    """Differences must be reported in tensors and in the record's lines."""
+    """Differences must be reported in tensors and in the lines of metrics.jsonl."""
     for name, rate in (("one", 1e-3), ("other", 1.1e-3)):
         train(config, tmp_path / name, "train.steps=6", f"optim.lr={rate}")
     assert not differences(tmp_path / "one", tmp_path / "one", 6)

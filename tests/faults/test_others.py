@@ -1,4 +1,4 @@
-"""Paused processes and threads, changed numbers of ranks, and two jobs at once."""
+"""Test paused processes and threads, changed numbers of ranks, and two jobs at once."""
 
 from __future__ import annotations
 

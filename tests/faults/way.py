@@ -1,4 +1,4 @@
-"""A proxy to a real S3 server, on which a test decides the outcome of each request."""
+"""A proxy to a real S3 server that lets a test decide the outcome of each request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from servers import forget_clients
 
 
 class Way:
-    """A proxy to an S3 server with faults; the environment names it as the server.
+    """A proxy to an S3 server that injects faults. The environment names it as the server.
 
-    `fault`: called with method and path of each request in the order of arrival. It returns None
-    for a good one, a status with S3's code ("503 SlowDown") to answer, "cut" for a connection that
-    ends in the middle of the body, or "hold" to wait until `held` is let go. `requests`: all that
-    arrived.
+    `fault`: called with method and path of each request in order of arrival. It returns None for a
+    successful request, a status with S3's code ("503 SlowDown"), "cut" for a connection that ends
+    in the middle of the body, or "hold" to wait until `let_go` is set. `requests`: all requests.
     """
 
     def __init__(self, port: int):
@@ -49,7 +48,7 @@ class Way:
         forget_clients()
 
     def is_good(self) -> None:
-        """Stop all faults from now on."""
+        """Stop all faults."""
         self.fault = lambda method, path: None
 
 
@@ -57,7 +56,6 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing about clients that were killed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -1,5 +1,3 @@
-"""Mark the tests of this folder `gpu`, and skip them with a reason on a machine without a GPU."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,7 +9,8 @@ WITHOUT = "needs a GPU: `make gpu-check` on a machine that has one tries all of 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Look for the GPU once instead of in each test, so that other machines lose no time."""
+    """Skip the tests of this folder on a machine without a GPU. The GPU is searched only once, so
+    that other machines lose no time."""
     gpu_items = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in gpu_items:
         item.add_marker(pytest.mark.gpu)

@@ -1,7 +1,7 @@
-"""Promises about GPUs: the parts of `make gpu-check` that need no long training.
+"""Test the parts of `make gpu-check` that need no long training.
 
 All of these tests need a GPU. tests/extras/planner/benchmark/test_guarantees.py proves on a CPU
-that each promise can fail.
+that each check can fail.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BUDGET_S = 500.0
 
 @pytest.mark.parametrize("part", ["slots", "equality", "waits", "graphs", "memory"])
 def test_the_promise_is_kept(part):
-    """Run in a separate program, because other tests initialise CUDA in this process, and a process
-    forked after that cannot use a GPU."""
+    """The check runs in a separate program. Other tests initialize CUDA in this process, and a
+    process forked after that cannot use a GPU."""
     line = [sys.executable, str(CHECK), "--only", part]
     done = subprocess.run(line, capture_output=True, text=True, timeout=BUDGET_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`train.deterministic` configures torch, CPUs compute the same bits with it, and all operations
+"""Test `train.deterministic`: torch is configured, CPUs compute the same bits, and all operations
 that we use have a deterministic form."""
 
 from __future__ import annotations
@@ -63,13 +63,16 @@ def test_it_configures_the_libraries_before_cuda_starts():
         ":16:8",
         "Ring",
     ]
-    assert settings(True, CUBLAS_WORKSPACE_CONFIG=":0:0")[4] == ":4096:8", "torch would refuse it"
+    assert settings(True, CUBLAS_WORKSPACE_CONFIG=":0:0")[4] == ":4096:8", (
+        "torch would reject this operation"
+    )
     assert settings(False)[:3] == [False, False, False]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_cpus_compute_the_same_bits_with_it(config, tmp_path, precision):
-    """The run uses dropout, drop path, mixing, an average (`write_config`), erasing and flips."""
+    """The run uses dropout, drop path, mixing, averaged weights (`write_config`), erasing and
+    flips."""
     overrides = (
         f"train.precision={precision}",
         "augment.erasing_prob=0.5",
@@ -91,7 +94,7 @@ def test_a_resumed_run_may_switch_it_on(config, tmp_path):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """Enable deterministic algorithms as `join_world` does, for one test."""
+    """Enable deterministic algorithms for one test, as `join_world` does."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)
     yield
@@ -148,7 +151,8 @@ def test_no_operation_of_the_backward_pass_lacks_an_ordered_form(fields, determi
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_an_operation_without_an_ordered_form_is_detected(deterministic, monkeypatch):
-    """One operation is only on torch's page; torch itself raises for the other without a GPU."""
+    """One operation is only on torch's page. For the other torch itself raises an error without a
+    GPU."""
     image = torch.zeros(1, 3, 8, 8, requires_grad=True)
     with Launches("cpu") as counted:
         torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear").sum().backward()

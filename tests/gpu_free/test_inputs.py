@@ -1,4 +1,4 @@
-"""Augmentation turns pixels into the model's inputs and targets without a wait for the GPU, in
+"""Test that augmentation computes the model's inputs and targets without waiting for the GPU, for
 every setting."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_every_setting_is_tried():
 
 
 def changes_colour(config: AugmentConfig) -> bool:
-    """Return whether the config refuses grey images (vit/config/checks.py)."""
+    """Return whether the config rejects grayscale images (vit/config/checks.py)."""
     policies = config.three_augment or config.randaugment_layers or config.auto_augment
     return bool(policies or any(config.color_jitter))
 

@@ -1,4 +1,4 @@
-"""The number of operations that a step launches, part by part, does not grow unnoticed.
+"""Test that the number of operations that each part of a step launches does not grow unnoticed.
 
 In eager mode a GPU executes a small model's operations faster than the host launches them, so each
 operation costs time. These tests count on a CPU, which gets the same operations.
@@ -29,12 +29,12 @@ from vit.training.step_result import Slot
 
 DEPTH = 4
 ROOM = DEPTH - 1
-"""The tolerance in operations: less than one more operation in each block."""
+"""The tolerance in operations, which is less than one more operation in each block."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
-"""Operations of a ViT of the recipes' form with `DEPTH` blocks in bf16, with clipping and an
-average. `rest` is the remainder of a step of one micro-batch without augmentation. Four operations
-of it compute the margins of the rows; the losses add none, because they go to the host with the
-sums. Two operations of the update add the norm and the verdict on it to the sums."""
+"""The operations of a ViT in the form of the recipes, with `DEPTH` blocks in bf16, clipping and
+averaged weights. `rest` is the remainder of a step of one micro-batch without augmentation. Four of
+its operations compute the margins of the rows. The losses add none, because they are copied to the
+host with the sums. Two operations of the update add the norm and the verdict to the sums."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 
@@ -93,7 +93,7 @@ def test_a_step_launches_no_more_operations_than_stated(part, launched):
         parts = ("inputs", "forward", "backward", "update")
         number = launched["step"].total() - sum(launched[other].total() for other in parts)
     assert number <= EXPECTED[part] + ROOM, (
-        f"{part}: {number} operations, but EXPECTED states {EXPECTED[part]}; remove the new ones or"
+        f"{part}: {number} operations, but EXPECTED states {EXPECTED[part]}; remove new ones or"
         f" explain them there: {counted}"
     )
 

@@ -1,4 +1,4 @@
-"""The forward pass of every model option on a fake GPU, which needs no hardware."""
+"""Test the forward pass of every model option on a fake GPU, without hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of this folder detect faults: one that is planted in any part of a step is an error."""
+"""Test that the tests of this folder detect a fault that is planted in any part of a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Update, average, metrics and evaluation on a fake GPU, which needs no hardware.
+"""Test the update, averaged weights, metrics and evaluation on a fake GPU, without hardware.
 
-The backward pass does not run on it; the tests set gradients of the right shapes instead.
+The backward pass does not run on a fake GPU, so the tests set gradients of the right shapes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def test_counting_waits_for_the_gpu_only_at_the_end():
 
 
 def also_scored(split: Split) -> list[EvalSet]:
-    """Return a set with two of the classes, and one with two right classes for each image."""
+    """Return an evaluation set with two of the classes, and one with two right classes for each
+    image."""
     both = torch.zeros(split.num_samples, 2, dtype=torch.int64)
     return [EvalSet("two", split, torch.tensor([2, 0])), EvalSet("real", split, None, both)]
 

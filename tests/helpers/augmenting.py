@@ -1,4 +1,4 @@
-"""Pictures, keys and tables for the tests of augmentation."""
+"""Pictures, keys and augmentation tables for tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """A table for `first` and the following rows: originals of 300 x 200 pixels, no mixing."""
+    """Return a table for `first` and the following rows, for images of 300 x 200 pixels without
+    mixing."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
 
@@ -57,13 +58,13 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """An `Augment` of ten classes that returns grey levels, because its normalisation is the
-    identity."""
+    """Return an `Augment` of ten classes whose normalization is the identity, so that it returns
+    gray levels."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
 
 def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Integer levels of (B, C, H, W) uint8 images after `table` was applied."""
+    """Return integer levels of (B, C, H, W) uint8 images to which `table` was applied."""
     labels = torch.zeros(len(images), dtype=torch.int64)
     inputs, _ = on_pixels(config, images.shape[1])(
         torch.from_numpy(images), labels, torch.from_numpy(table)
@@ -74,8 +75,8 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(
     config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
 ) -> np.ndarray:
-    """Integer levels of images after operation number `op` of a config's first layer. Strength and
-    place are one value for all images or one for each."""
+    """Return integer levels of images after operation number `op` of a config's first layer.
+    Strength and position are one value for all images or one for each."""
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
     for op_column in table_layout(config).op_columns:
@@ -89,7 +90,7 @@ def one_op(
 def at_strengths(
     config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]
 ) -> Iterator[np.ndarray]:
-    """`one_op` for each strength, in one batch."""
+    """Apply `one_op` at each strength, in one batch."""
     levels = one_op(
         config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images))
     )
@@ -103,8 +104,8 @@ def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def photographs() -> np.ndarray:
-    """(7, 3, 40, 120): waves and edges, low contrast, dark, bright, noise, one flat channel, one
-    flat image."""
+    """Return images (7, 3, 40, 120): waves and edges, low contrast, dark, bright, noise, one flat
+    channel, and one flat image."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]
     waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128

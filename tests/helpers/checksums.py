@@ -1,8 +1,8 @@
-"""Short digests of files, so that a failed comparison names files and does not print their
+"""Short digests of files, so that a failed comparison names the files instead of printing their
 contents.
 
-Also images that were bad before indexing: their bytes are changed, and the index gets the checksum
-of the changed bytes.
+Also makes images that were bad before indexing, by changing both their bytes and the checksum in
+the index.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vit.data.shards.tar import crc32c
 
 
 def digest(content: bytes) -> str:
-    """A digest that differs for different bytes."""
     return f"{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The digest of each file below `folder` by its relative path; "folder" for each folder."""
+    """Return the digest of each file below `folder` by its relative path, and "folder" for each
+    folder."""
     return {
         str(path.relative_to(folder)): "folder" if path.is_dir() else digest(path.read_bytes())
         for path in folder.rglob("*")
@@ -30,8 +30,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:
-    """Write the checksums of the samples' present bytes into the index file, as if it had been made
-    from them."""
+    """Write the checksums of the samples' current bytes into the index file, as if the index had
+    been made from them."""
     path = Path(split.root) / f"{split.name}.index.npy"
     rows = np.load(path)
     for sample in samples:

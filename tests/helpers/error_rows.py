@@ -1,5 +1,5 @@
-"""The tables of docs/errors.md for tests that provoke their rows, and prefixes that make commands
-fail."""
+"""The tables of docs/errors.md for tests that provoke their rows, and command prefixes that cause
+failures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ NEEDS_MOUNT = "needs Linux and the right to mount a file system"
 
 
 class Row(NamedTuple):
-    """A row of a table: the mistake, the lines that are printed, with <placeholders>, and the exit
-    status."""
+    """A row of a table: the mistake, the printed lines with <placeholders>, and the exit status."""
 
     what: str
     printed: str
@@ -33,7 +32,7 @@ class Row(NamedTuple):
 
 
 def rows(heading: str) -> list[Row]:
-    """The rows under a `##` heading of the page and the headings below it."""
+    """Return the rows under a `##` heading of the page and its subheadings."""
     section = re.split(r"^## (.+)\n", DOCUMENT.read_text(), flags=re.MULTILINE)
     text = dict(zip(section[1::2], section[2::2], strict=True))[heading]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
@@ -49,13 +48,14 @@ def rows(heading: str) -> list[Row]:
 
 
 def pattern_of(printed: str) -> str:
-    """The text as a pattern: a <placeholder> stands for one or more characters of its line."""
+    """Return the text as a regular expression. A <placeholder> matches one or more characters of
+    its line."""
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Digests of all files below `folder`, without the run's lock, which only names its last
-    process."""
+    """Return digests of all files below `folder`, except for the run's lock, which only names its
+    last process."""
     return {
         str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
@@ -63,19 +63,20 @@ def snapshot(folder: Path) -> dict[str, str]:
     }
 
 
-# ---- what a command can be started under ---------------------------------------------------------
+# ---- prefixes for commands -----------------------------------------------------------------------
 
 
 def python(code: str) -> tuple[object, ...]:
-    """A prefix that runs `code` and then becomes the command after it."""
+    """Return a prefix that runs `code` and then becomes the command after it."""
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 
-# Two capabilities let root ignore permission bits. Without them root is refused like any user.
 WITH_SHORT_FILES = python(
     "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 )
-"""A limit below the size of a checkpoint: writing one fails in the middle, as on a full disk."""
+"""A limit below the size of a checkpoint, so that a write fails in the middle, as on a full
+disk."""
+# Two capabilities let root ignore permission bits, so they are dropped.
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
     " c in (1, 2)]"
@@ -84,7 +85,7 @@ WITHOUT_PRIVILEGES = python(
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
-    """A mounted file system of 8 MiB, or of the size in the mount `options`."""
+    """Mount a file system of 8 MiB, or of the size in the mount `options`."""
     place.mkdir()
     if (
         sys.platform != "linux"
@@ -113,8 +114,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with its own config. It runs commands and keeps the last one's output and file
-    changes."""
+    """A folder with its own config. It runs commands, and stores the output and the file changes of
+    the last one."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -166,32 +167,30 @@ class Place:
         )
 
     def own_shards(self) -> Path:
-        """A copy of the shards that a scenario may damage."""
+        """Return a copy of the shards that a scenario may damage."""
         root = shutil.copytree(self.shards, self.folder / "shards")
         self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
         return root
 
 
 class Scenarios:
-    """Scenarios for the rows of "Training and evaluation": `@scenario("first cell of the row")`
+    """The scenarios for the rows of "Training and evaluation": `@scenario("first cell of the row")`
     registers a function of a `Place`.
 
-    Besides text and exit status, each row's leftovers are checked. A mistake that is detected
-    before the start must leave nothing; a later one only whole files.
+    Besides output and exit status, the remaining files are checked. A mistake that is detected
+    before the start must leave nothing, and a later one only complete files.
     """
 
     def __init__(self) -> None:
         self.of: dict[str, Callable[[Place], None]] = {}
         self.begun: set[str] = set()
-        """Rows about a training that had begun."""
+        """The rows about a training that had begun."""
         self.slow: set[str] = set()
-        """Rows that take more than five seconds."""
+        """The rows that take more than five seconds."""
 
     def __call__(
         self, problem: str, *, begun: bool = False, slow: bool = False
     ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
-        """Register the scenario of the row `problem`."""
-
         def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
             assert problem not in self.of, f"{problem}: twice"
             self.of[problem] = function
@@ -202,7 +201,6 @@ class Scenarios:
         return register
 
     def rows(self) -> list[Any]:
-        """The rows that are registered, for `parametrize`."""
         return [
             pytest.param(
                 row, id=row.what, marks=[pytest.mark.slow] if row.what in self.slow else []
@@ -222,7 +220,7 @@ class Scenarios:
             assert "Traceback" not in output
             assert len(re.findall(r"^(rank \d+: )?error: ", output, re.MULTILINE)) == 1, output
             assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), (
-                f"more was printed behind it:\n{output}"
+                f"more was printed after it:\n{output}"
             )
         if row.what not in self.begun:
             assert place.after == place.before, "files were written or changed"
@@ -232,6 +230,6 @@ class Scenarios:
             "files from before the command have changed"
         )
         left_over = [name for name in place.after if name.endswith(".tmp") or "/.tmp_" in name]
-        assert not left_over, "half-written files were left"
+        assert not left_over, "partial files were left"
         for checkpoint in complete_checkpoints(place.run_dir):
             read_info(checkpoint, verify=True)

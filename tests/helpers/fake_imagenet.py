@@ -1,13 +1,13 @@
-"""A small ImageNet: the official files in their true formats, with real WordNet ids and images of
-a few pixels.
+"""A small ImageNet: the official files in their true formats, with real WordNet ids and images of a
+few pixels.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-Images are made once, and then written in the requested layout. As in the original, the order of the
-kit's ids (ILSVRC2012_ID) differs from that of the WNIDs, numbers in the names have gaps and no
-fixed width, and validation images are not in the order of their classes.
+Images are made once, and then written in the requested layout. As in the original, the kit's ids
+(ILSVRC2012_ID) are not in the order of the WNIDs, numbers in the names have gaps and no fixed
+width, and validation images are not in the order of their classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Fake:
     """Images by their original names, such as n01440764_18.JPEG."""
 
     wnids: list[str]
-    """Sorted: a label is a position here."""
+    """The sorted WNIDs. A label is an index into them."""
     train: dict[str, dict[str, bytes]]
     """{wnid: {name: encoded image}}"""
     val: dict[str, bytes]
@@ -45,7 +45,7 @@ class Fake:
     """{wnid: ILSVRC2012_ID}, from 1"""
 
     def labels(self, split: str) -> dict[str, int]:
-        """{key: label}"""
+        """Return {key: label}."""
         if split == "val":
             return {name[:-5]: self.wnids.index(wnid) for name, wnid in self.val_wnids.items()}
         return {
@@ -55,7 +55,7 @@ class Fake:
         }
 
     def images(self, split: str) -> dict[str, bytes]:
-        """{key: encoded image}"""
+        """Return {key: encoded image}."""
         named = (
             self.val
             if split == "val"
@@ -78,8 +78,8 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """The kinds of odd files among ImageNet's images, all to be named .JPEG; only "truncated" is
-    unreadable."""
+    """Return the kinds of unusual files among ImageNet's images, which are all named .JPEG. Only
+    "truncated" is unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
@@ -102,8 +102,8 @@ def make_fake(
     odd: bool = False,
     seed: int = 0,
 ) -> Fake:
-    """Images of the first classes. With `odd`, the last training image of each of the first classes
-    is odd, one kind a class."""
+    """Return images of the first classes. With `odd`, the last training image of each of the first
+    classes is unusual, with one kind per class."""
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
     wnids = WNIDS[:num_classes]
@@ -143,7 +143,7 @@ def make_fake(
 
 
 def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
-    """A tar as GNU tar makes it, padded to 10 KiB."""
+    """Return a tar as GNU tar writes it, padded to 10 KiB."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, data in files:
@@ -156,7 +156,6 @@ def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def write_train_tar(fake: Fake, path: Path) -> Path:
-    """The tar that holds one tar a class."""
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as outer:
         for wnid, images in fake.train.items():
             data = tar_of(images.items())
@@ -167,7 +166,7 @@ def write_train_tar(fake: Fake, path: Path) -> Path:
 
 
 def write_inner_tars(fake: Fake, folder: Path) -> Path:
-    """One tar a class, as inside the official tar."""
+    """Write the tars of the classes, which the official tar contains."""
     folder.mkdir(parents=True)
     for wnid, images in fake.train.items():
         (folder / f"{wnid}.tar").write_bytes(tar_of(images.items()))
@@ -175,14 +174,12 @@ def write_inner_tars(fake: Fake, folder: Path) -> Path:
 
 
 def write_val_tar(fake: Fake, path: Path) -> Path:
-    """The flat tar of validation images."""
     path.write_bytes(tar_of(fake.val.items()))
     return path
 
 
 def meta_mat(fake: Fake) -> bytes:
-    """`meta.mat` of the development kit: classes by ILSVRC2012_ID, then the groups they belong
-    to."""
+    """Return `meta.mat` of the development kit: classes by ILSVRC2012_ID, then their groups."""
     from scipy.io import savemat
 
     dtype = [
@@ -236,7 +233,7 @@ def meta_mat(fake: Fake) -> bytes:
 
 
 def devkit_files(fake: Fake) -> dict[str, bytes]:
-    """Files of the development kit by their paths in its archive."""
+    """Return the files of the development kit by their paths in its archive."""
     truth = "".join(f"{fake.ids[fake.val_wnids[name]]}\n" for name in sorted(fake.val))
     return {
         "readme.txt": b"Development kit of a small ImageNet\n",
@@ -246,7 +243,6 @@ def devkit_files(fake: Fake) -> dict[str, bytes]:
 
 
 def write_devkit(fake: Fake, path: Path) -> Path:
-    """ILSVRC2012_devkit_t12.tar.gz."""
     with tarfile.open(path, "w:gz", format=tarfile.GNU_FORMAT) as tar:
         for name, data in devkit_files(fake).items():
             member = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/{name}")
@@ -256,7 +252,6 @@ def write_devkit(fake: Fake, path: Path) -> Path:
 
 
 def write_archives(fake: Fake, folder: Path) -> Path:
-    """The three official files."""
     folder.mkdir(parents=True, exist_ok=True)
     write_train_tar(fake, folder / "ILSVRC2012_img_train.tar")
     write_val_tar(fake, folder / "ILSVRC2012_img_val.tar")
@@ -264,11 +259,10 @@ def write_archives(fake: Fake, folder: Path) -> Path:
     return folder
 
 
-# ---- what others made of them --------------------------------------------------------------------
+# ---- layouts of other tools ----------------------------------------------------------------------
 
 
 def write_files(files: Iterable[tuple[str, bytes]], folder: Path) -> Path:
-    """A folder that holds `files`."""
     for name, data in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -276,17 +270,15 @@ def write_files(files: Iterable[tuple[str, bytes]], folder: Path) -> Path:
 
 
 def write_devkit_folder(fake: Fake, folder: Path) -> Path:
-    """The development kit, unpacked."""
     return write_files(devkit_files(fake).items(), folder)
 
 
 def write_flat_val(fake: Fake, folder: Path) -> Path:
-    """The validation images in one folder."""
+    """Write the validation images to one folder."""
     return write_files(fake.val.items(), folder)
 
 
 def torchvision_files(fake: Fake) -> dict[str, bytes]:
-    """train/<wnid>/ and val/<wnid>/."""
     files = {
         f"train/{wnid}/{name}": data
         for wnid, images in fake.train.items()
@@ -296,7 +288,6 @@ def torchvision_files(fake: Fake) -> dict[str, bytes]:
 
 
 def write_torchvision_tree(fake: Fake, folder: Path) -> Path:
-    """train/<wnid>/ and val/<wnid>/."""
     return write_files(torchvision_files(fake).items(), folder)
 
 
@@ -309,8 +300,8 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """All files of imagenet-object-localization-challenge, with the rows of its tables in random
-    order."""
+    """Return all files of imagenet-object-localization-challenge, with the rows of its tables in
+    random order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
         for wnid, images in fake.train.items()
@@ -340,12 +331,11 @@ def kaggle_files(fake: Fake) -> dict[str, bytes]:
 
 
 def write_kaggle_tree(fake: Fake, folder: Path) -> Path:
-    """Kaggle's archive, unpacked."""
+    """Write Kaggle's archive, unpacked."""
     return write_files(kaggle_files(fake).items(), folder)
 
 
 def write_zip(files: dict[str, bytes], path: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
-    """A zip of these files."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
@@ -355,8 +345,8 @@ def write_zip(files: dict[str, bytes], path: Path, compression: int = zipfile.ZI
 def write_parquets(
     fake: Fake, folder: Path, num_train: int = 3, num_val: int = 2, rows_per_group: int = 7
 ) -> Path:
-    """data/train-*-of-*.parquet and data/validation-*: rows {image: {bytes, path}, label} in no
-    order of classes; file names contain the WNID."""
+    """Write data/train-*-of-*.parquet and data/validation-* with rows {image: {bytes, path}, label}
+    in random order. File names contain the WNID."""
     import pyarrow
     import pyarrow.parquet
 
@@ -458,4 +448,4 @@ LAYOUTS = {
     for name, function in sorted(globals().items())
     if name.startswith("as_")
 }
-"""All layouts above by name: each must give the same shards."""
+"""All layouts above by name. Each must give the same shards."""

@@ -1,12 +1,12 @@
-"""End every process that a test starts, including those in other sessions, as torchrun makes them,
-and also if pytest itself is killed.
+"""End every process that a test starts.
 
+This includes processes in other sessions, which torchrun makes, and works even if pytest is killed.
 Every process of a test has a mark in its environment. Children inherit it, whatever their session
 or parent. `Family` gives its process a unique mark and ends all processes that have it. Processes
-also inherit the test's name, which pytest puts into the environment; if the test fails, they are
-ended. No process may be left at the end of the session. A guard, a small process beside pytest,
-does the same if pytest is killed. Only Linux shows the environment of processes; on other systems a
-`Family` ends only its own process.
+also inherit the test's name, which pytest puts into the environment. If the test fails, its
+processes are ended. No process may be left when the session ends. A small guard process beside
+pytest does the same if pytest is killed. Only Linux shows the environment of processes. On other
+systems a `Family` ends only its own process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from proc import all_pids, command_line, environment_of, stat_of
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
 ENDS_WITHIN_S = 60.0
-"""Time for helper processes (multiprocessing's, W&B's) to notice that their program has ended, and
-to exit."""
+"""The time limit for helper processes (multiprocessing's, W&B's) to notice that their program has
+ended, and to exit."""
 _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
-    """Live processes whose mark begins with `mark`, except this one: process id -> command line and
-    test. `name` selects the processes of that test."""
+    """Return live processes, except this one, whose mark begins with `mark`: process id -> command
+    line and test. `name` selects the processes of that test."""
     processes = {}
     for pid in all_pids():
         variables = environment_of(pid)
@@ -49,15 +49,15 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
         if int(parent) == os.getpid() and re.search(
             "multiprocessing.(resource_tracker|forkserver) import", line
         ):
-            continue  # it lives as long as this process
+            continue  # the helper lives as long as this process
         if state != "Z" and (not name or test == name):
             processes[pid] = f"{line[:200]} [{test}]"
     return processes
 
 
 def kill(mark: str, name: str = "") -> None:
-    """SIGKILL all processes that `bearing` lists until none is left: a process may start another
-    one during the search."""
+    """Send SIGKILL to all processes that `bearing` lists until none is left, because a process may
+    start another one during the search."""
     deadline = time.monotonic() + ENDS_WITHIN_S
     while processes := bearing(mark, name):
         for pid in processes:
@@ -71,7 +71,7 @@ def kill(mark: str, name: str = "") -> None:
 
 
 def left_over(mark: str) -> dict[int, str]:
-    """Return the processes that still have `mark` after the time in which helpers exit."""
+    """Return the processes that still have `mark` after the time limit for helpers."""
     deadline = time.monotonic() + ENDS_WITHIN_S
     while (processes := bearing(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -79,12 +79,12 @@ def left_over(mark: str) -> dict[int, str]:
 
 
 class Family:
-    """A process and its descendants, which live until the end of the block; takes the arguments of
+    """A process and its descendants, which live until the end of the block. Takes the arguments of
     `subprocess.Popen`.
 
-    If the process lives at the block's end, or an exception left the block, all of them are killed
-    at once. If the process has ended, its children must exit soon; otherwise AssertionError names
-    them.
+    If the process is alive when the block ends, or if the block raised an exception, all of them
+    are killed. If the process has ended, its children must exit soon; otherwise an AssertionError
+    names them.
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str], **options: Any):
@@ -105,8 +105,8 @@ class Family:
         assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """Return stdout and stderr after the process has ended. Children that outlive it hold its
-        streams open; they get only the remaining time."""
+        """Return stdout and stderr after the process has ended. Children that outlive it keep its
+        streams open, and get only the remaining time."""
         deadline = time.monotonic() + timeout_s
         while True:
             had_ended = self.process.poll() is not None
@@ -115,8 +115,8 @@ class Family:
                     timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0)
                 )
             except subprocess.TimeoutExpired:
-                # Before the wait: the next call closes the streams of a process that ended in its
-                # last moment.
+                # Check before waiting, because the next call closes the streams of a process that
+                # has just ended.
                 if had_ended:
                     raise AssertionError(
                         f"{self.process.args!r} has ended and left {bearing(self.mark)}"
@@ -125,7 +125,6 @@ class Family:
                     raise
 
     def kill(self) -> None:
-        """End all of them at once."""
         self.process.kill()
         kill(self.mark)
         self.process.wait()
@@ -135,34 +134,34 @@ class Family:
 
 
 def inherited() -> dict[str, str]:
-    """The environment for a process. Other threads start processes for several tests at a time, so
-    theirs get no test's name."""
+    """Return the environment for a process. Other threads start processes for several tests at a
+    time, so theirs get no test name."""
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
     # a copy of the names, because pytest sets and deletes its variable in the main thread
     names = [name for name in list(os.environ) if name not in hidden]
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
 
-# ---- for conftest.py -----------------------------------------------------------------------------
+# ---- functions for conftest.py -------------------------------------------------------------------
 
 
 def begin_session() -> None:
     """Mark the processes that this pytest, or this worker of pytest-xdist, will start, and start
     the guard."""
-    # A shell's `&` ignores SIGINT. Processes of tests would inherit that, and Ctrl-C is tested.
+    # A shell's `&` ignores SIGINT, which processes of tests would inherit. But some tests send
+    # Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
     folder = _own_temporary_folder()
-    # not isolated (-I), because it imports its neighbours
+    # not isolated (-I), because it imports modules from its folder
     command = [sys.executable, "-ESs", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def _own_temporary_folder() -> str:
-    """Make and return the folder that replaces /tmp for this session and for all processes of its
-    tests.
+    """Create a folder that replaces /tmp for this session and for all processes of its tests.
 
     Programs leave folders in /tmp: W&B if it is killed, torchrun always.
     """
@@ -176,7 +175,7 @@ def _own_temporary_folder() -> str:
 
 
 def end_session() -> list[str]:
-    """End the processes that are left; return a line about each one that should have ended."""
+    """End the remaining processes; return a line about each one that should have ended."""
     left = [f"{pid}: {line}" for pid, line in left_over(os.environ[MARK]).items()]
     kill(os.environ[MARK])
     return left
@@ -188,7 +187,7 @@ def end_of_failed_test() -> None:
 
 
 def _guard(pid: int, mark: str, folder: str) -> None:
-    """Wait for the end of pytest; then end all processes with `mark`, and remove the folder."""
+    """Wait until pytest ends, then end all processes with `mark` and remove the folder."""
     while os.getppid() == pid:
         time.sleep(0.5)
     kill(mark)

@@ -11,7 +11,7 @@ from vit.data.image_format import ImageFormat
 
 
 class Numbered(Batches):
-    """Batches whose rows hold the batch's number; there are no images to decode."""
+    """Batches whose rows contain the batch's number, without images to decode."""
 
     def __init__(self, num_rows: int = 300, side: int = 4, pause_s: float = 0.0):
         self.layout = BatchLayout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2)

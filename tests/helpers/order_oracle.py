@@ -1,7 +1,7 @@
-"""The order of samples, computed from its description one sample at a time with Python's integers
-and lists: no numpy, and no code of the product.
+"""Compute the order of samples from its description, one sample at a time.
 
-Only `orders`, which draws the cases to compare, makes the product's `Order`.
+Only Python's integers and lists are used: no numpy and none of the tested code. Only `orders`,
+which draws the cases to compare, makes a real `Order`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def feistel(n: int, key: int, value: int) -> int:
 
 
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
-    """All batches of (sample, copy) of one shuffle: an epoch, or as many epochs as there are copies
-    in the form `batch`."""
+    """Return all batches of (sample, copy) of one shuffle: an epoch, or in the form `batch` as many
+    epochs as there are copies."""
     n = order.num_samples
     block = order.block_samples
     seed = order.seed
@@ -89,7 +89,6 @@ def orders(
     repeats: tuple[int, ...] = (1, 2, 3, 4),
     forms: tuple[RepeatForm, ...] = ("batch", "sampler"),
 ) -> Order:
-    """Orders of up to some hundred samples."""
     num_lanes = draw(st.sampled_from(lanes))
     aug_repeats = draw(st.sampled_from(repeats))
     form: RepeatForm = draw(st.sampled_from(forms)) if aug_repeats > 1 else "batch"
@@ -101,7 +100,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """The same order as another process would make it."""
+    """Return the same order as another process would make it."""
     o = order
     sizes = (
         o.num_samples,
@@ -117,7 +116,7 @@ def anew(order: Order) -> Order:
 def pairs(
     order: Order, position: int, start: int = 0, stop: int | None = None
 ) -> list[tuple[int, int]]:
-    """(sample, copy) of rows [start, stop) of the batch at `position`."""
+    """Return (sample, copy) of rows [start, stop) of the batch at `position`."""
     ids, copies = order.rows_and_copies(
         position, start, order.global_batch_size if stop is None else stop
     )

@@ -1,5 +1,5 @@
-"""A folder for a scenario of tests/data_prep/test_prep_errors.py: it runs commands of data_prep and
-records their leftovers."""
+"""A folder for a scenario of tests/data_prep/test_prep_errors.py. It runs commands of data_prep and
+records the remaining files."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ _catalogues = ExitStack()
 
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """`open_catalogue`, whose folder and descriptor stay open until the end of the test."""
+    """Call `open_catalogue`; keep its folder and descriptor open until the test ends."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
 
 def close_catalogues() -> None:
-    """Remove the catalogues that `new_catalogue` has opened."""
     _catalogues.close()
 
 
 class Place:
-    """A folder for one scenario. It runs commands of data_prep and keeps the last one's output and
-    changes."""
+    """A folder for one scenario. It runs commands of data_prep, and stores the output and the
+    changes of the last one."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -55,7 +54,7 @@ class Place:
     def run(
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
-        """Run `python -m data_prep.<module>`; with `alone` or a prefix in its own process."""
+        """Run `python -m data_prep.<module>`, in its own process with `alone` or a prefix."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -76,12 +75,12 @@ class Place:
         self.after = snapshot(self.folder)
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
-        """Run a source's command, which writes to `out`."""
+        """Run the command of a source, which writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
-        """Check that a second call of the same command completes the data set; the first call's
-        output is kept for later checks."""
+        """Check that a second call of the same command completes the dataset. The first call's
+        output remains for later checks."""
         first_call = dict(self.__dict__)
         self.again()
         assert self.status == 0, self.stderr
@@ -94,14 +93,14 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Check that each tar can be read to its end and is the one that its sidecar describes. With
-    `complete`, none may be missing."""
+    """Check that each tar can be read to its end and matches its sidecar. With `complete`, none may
+    be missing."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
-        "half-written files were left"
+        "partial files were left"
     )
     for tar in out.glob("*.tar"):
         sidecar = read_sidecar(tar)
-        assert sidecar is not None, f"{tar.name} without a sidecar"
+        assert sidecar is not None, f"{tar.name} has no sidecar"
         assert len(scan_tar(tar, left_out=left_out(tar))) == sidecar["num_samples"]
         assert tar.stat().st_size == sidecar["bytes"]
     if complete:
@@ -132,7 +131,7 @@ def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scena
     return register
 
 
-# ---- what is prepared ----------------------------------------------------------------------------
+# ---- sources to prepare --------------------------------------------------------------------------
 
 
 @functools.cache
@@ -141,14 +140,13 @@ def imagenet() -> Fake:
 
 
 def official(place: Place, fake: Fake | None = None) -> Path:
-    """The three official files in a folder."""
     return as_official(fake or imagenet(), place.folder)[0]
 
 
 def images(
     place: Place, classes: tuple[str, ...] = ("cat", "dog"), each: int = 12, side: int = 24
 ) -> Path:
-    """Class folders of noise."""
+    """Write class folders of noise images."""
     rng = np.random.default_rng(0)
     for name, number in itertools.product(classes, range(each)):
         path = place.folder / "images" / name / f"{number}.jpg"

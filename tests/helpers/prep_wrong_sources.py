@@ -261,7 +261,7 @@ def _(place: Place) -> None:
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Return the zip with `size` as the stated size of a member in its table."""
+    """Return the zip with `size` as the declared size of a member in its table."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -294,8 +294,8 @@ def _(place: Place) -> None:
 
 
 def idx_files(place: Place, **contents: bytes) -> Path:
-    """Files with correct labels of MNIST, and images that depend on the first word of their names;
-    empty without it."""
+    """Return files with correct labels of MNIST, and with images that depend on the first word of
+    their names, or empty files without it."""
     folder = place.folder / "mnist"
     folder.mkdir()
     for name in MNIST:
@@ -357,7 +357,6 @@ def _(place: Place) -> None:
 
 
 def animals() -> dict[str, bytes]:
-    """Animals-10 with twelve images a class."""
     data = jpeg(np.zeros((20, 20, 3), np.uint8))
     return {f"raw-img/{folder}/{number}.jpeg": data for folder in ENGLISH for number in range(12)}
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def all_pids() -> list[int]:
-    """Process ids of all processes, including zombies."""
+    """Return the ids of all processes, including zombies."""
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of a process's children: for a rank, its loader workers."""
+    """Return the ids of a process's children. A rank's children are its loader workers."""
     return [
         int(child)
         for thread in _threads(pid)
@@ -24,40 +24,39 @@ def children(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """The command line, with a space between two arguments."""
     return " ".join(_words(pid, "cmdline"))
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that the process had at its start."""
+    """Return the environment with which the process was started."""
     return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """The lines of `status`: name -> value."""
+    """Return the lines of `status`: name -> value."""
     rows = (row.partition(":") for row in _read(pid, "status").decode().splitlines())
     return {name: value.strip() for name, _, value in rows}
 
 
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
-    """The fields of `stat` after the name, of the process or of one of its threads: state (R, S, D,
-    T, Z ...), parent, and so on (proc(5), from field 3)."""
+    """Return the fields of `stat` after the name, of the process or of one of its threads: state
+    (R, S, D, T, Z ...), parent, and so on (proc(5), from field 3)."""
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
 
 
 def state_of(pid: int) -> str:
-    """R, S, D, T, Z ...; "" if it has ended."""
+    """Return R, S, D, T, Z ..., or "" if the process has ended."""
     return (stat_of(pid) or [""])[0]
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """Return whether the process runs, which a zombie does not."""
     return state_of(pid) not in ("", "Z", "X")
 
 
 def states_of_threads(pid: int) -> dict[int, str]:
-    """Thread id -> R, S, D, T ..."""
+    """Return thread id -> R, S, D, T ..."""
     fields = {thread: stat_of(pid, thread) for thread in _threads(pid)}
     return {
         thread: fields_of_thread[0]

@@ -1,7 +1,7 @@
-"""Helpers for tests with real processes: tiny shards, torchrun, kills.
+"""Helpers for tests with real processes: tiny shards, torchrun and kills.
 
-Runs are small on purpose (a dimension of 32, images of 16 px), so that starting Python takes most
-of the time. The behaviour under test does not depend on size.
+Runs are small (a dimension of 32, images of 16 px), because the tested behavior does not depend on
+size. Most of the time is Python's start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.weights.save import SEAL
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
-"""The folder that contains launch/; in an installed package it is inside the package
+"""The folder that contains launch/. An installed package contains it
 (tests/project/test_wheel.py)."""
 TINY = [
     "model.embed_dim=32",
@@ -62,7 +62,7 @@ def make_shards(
     size: tuple[int, int] = (24, 20),
     seed: int = 0,
 ) -> Path:
-    """Write shards of noise around one colour a class with the real writer. Return their root."""
+    """Write shards of noise around one color per class with the real writer. Return their root."""
     rng = np.random.default_rng(seed)
     for split, total in (("train", num_train), ("val", num_val)):
         for number in range(total):
@@ -91,8 +91,8 @@ def make_shards(
 def write_config(
     folder: Path, root: Path, name: str = "tiny.yaml", *, steps: int = 12, batch: int = 12
 ) -> Path:
-    """Write a config that trains on `root` with dropout, drop path, mixing and an average, so that
-    a resume restores all of them."""
+    """Write a config that trains on `root` with dropout, drop path, mixing and averaged weights, so
+    that a resume must restore all of them."""
     path = folder / name
     path.write_text(f"""
 model: {{drop_path_rate: 0.2, proj_drop_rate: 0.1}}
@@ -108,7 +108,8 @@ eval: {{every_steps: 6}}
 
 
 def environment() -> dict[str, str]:
-    """This process's environment with one thread a process and without variables of W&B."""
+    """Return this process's environment with one thread per process and without variables of
+    W&B."""
     variables = {
         key: value
         for key, value in inherited().items()
@@ -121,7 +122,7 @@ def environment() -> dict[str, str]:
 def command(
     script: str, *arguments: object, ranks: int = 1, python: str = sys.executable
 ) -> list[str]:
-    """The command line of a script under torchrun, or of plain Python for `ranks` 0."""
+    """Return the command line of a script under torchrun, or of plain Python if `ranks` is 0."""
     launcher = (
         [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         if ranks
@@ -136,7 +137,7 @@ def call(
     cwd: Path = REPOSITORY,
     timeout_s: float = 240,
 ) -> subprocess.CompletedProcess:
-    """Run a command line to the end, its family with it; stdout and stderr as text."""
+    """Run a command line and its child processes to the end; return stdout and stderr as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
         stdout, stderr = family.communicate(timeout_s)
@@ -153,12 +154,12 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; return stdout and stderr as text.
 
-    The interpreters are warm (tests/helpers/warm_python.py), including torchrun's and its ranks';
-    `cold` starts them as a user would.
+    The interpreters are warm (tests/helpers/warm_python.py), including torchrun's and its ranks'.
+    With `cold` they start as for a user.
     """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
-    env["PYTHON_EXEC"] = python  # torchrun's name for it
+    env["PYTHON_EXEC"] = python  # torchrun's name for the interpreter
     return call(
         command(script, *arguments, ranks=ranks, python=python), env, cwd or REPOSITORY, timeout_s
     )
@@ -166,8 +167,7 @@ def run(
 
 @contextmanager
 def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
-    """Give this process the arguments and path that a process running `script` with `arguments`
-    has."""
+    """Give this process the arguments and path of a process that runs `script` with `arguments`."""
     argv = sys.argv
     path = list(sys.path)
     sys.argv = [script, *map(str, arguments)]
@@ -180,8 +180,8 @@ def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
 
 
 def run_here(script: str, *arguments: object) -> None:
-    """Run a command of launch/ in this process, which has imported torch already; an exit status of
-    2 becomes a ValueError."""
+    """Run a command of launch/ in this process, which has already imported torch. Instead of exit
+    status 2, ValueError is raised."""
     with _typed(script, arguments):
         runpy.run_path(str(COMMANDS / script))["main"]()
 
@@ -238,7 +238,7 @@ class Background:
         self.process = self._family.process
 
     def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until the record has reached `step`."""
+        """Wait until metrics.jsonl has reached `step`."""
         deadline = time.monotonic() + timeout_s
         while last_step(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -246,7 +246,8 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until the record lists a checkpoint at `step` or later, which is then complete."""
+        """Wait until metrics.jsonl lists a checkpoint at `step` or later, which is then
+        complete."""
         deadline = time.monotonic() + timeout_s
         while last_checkpoint(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -269,31 +270,31 @@ class Background:
         return seen.decode()
 
     def trainers(self) -> list[int]:
-        """Process ids of the ranks, rank 0 first. torchrun gives each its own session, so they are
-        identified by the family tree, or by the mark if they are warm."""
+        """Return the process ids of the ranks, rank 0 first. torchrun gives each rank its own
+        session. So ranks are identified by the family tree, or by the mark if they are warm."""
         pids = bearing(self._family.mark) if self._warm else children(self.process.pid)
         lines = {pid: command_line(pid) for pid in pids if pid != self.process.pid}
         ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
         return sorted(ranks, key=_rank_of)  # process ids wrap around
 
     def workers(self) -> list[int]:
-        """Process ids that do the work of `trainers`: the same ids, or the forks of warm ones,
-        which SIGSTOP stops. Ranks that have not started yet are omitted."""
+        """Return the process ids that do the work of `trainers`: the same ids, or the forks of warm
+        ones, which SIGSTOP stops. Ranks that have not started yet are omitted."""
         pids = []
         for pid in self.trainers():
-            with suppress(OSError, ValueError):  # it is not forked yet
+            with suppress(OSError, ValueError):  # not forked yet
                 pids.append(warm_python.fork_of(pid) if self._warm else pid)
         return pids
 
     def kill_all(self) -> None:
-        """SIGKILL torchrun and every rank at once: for processes this equals a power cut."""
+        """Send SIGKILL to torchrun and every rank at once. For processes this equals a power
+        cut."""
         for pid in [*self.trainers(), self.process.pid]:
             with suppress(ProcessLookupError):  # it has ended, and torchrun has waited for it
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
     def end(self, timeout_s: float = 240) -> str:
-        """Wait for the end; return the output."""
         try:
             return self.process.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired:
@@ -306,14 +307,14 @@ def _rank_of(pid: int) -> int:
 
 
 def last_step(run_dir: Path) -> int:
-    """The newest step in the record, -1 without one."""
+    """Return the newest step in metrics.jsonl, or -1 without one."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
 
 
 def last_checkpoint(run_dir: Path) -> int:
-    """The step of the newest checkpoint in the record, -1 without one."""
+    """Return the step of the newest checkpoint in metrics.jsonl, or -1 without one."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
@@ -321,13 +322,13 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The tensor's bytes; also for bfloat16, which numpy does not support."""
+    """Return the tensor's bytes, also for bfloat16, which numpy does not support."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def final_state(run_dir: Path, step: int) -> dict[str, str]:
-    """Digests of all tensors of the checkpoint at `step` and of the losses of all images, for
-    bitwise comparison."""
+    """Return digests of all tensors of the checkpoint at `step` and of the losses of all images,
+    for bitwise comparison."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
     assert losses, "a run keeps them by default"
@@ -335,12 +336,12 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Rewrite a file of weights without its hash, as another program would."""
+    """Rewrite a weight file without its hash, as another program would."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:
-    """The record's lines of one kind."""
+    """Return the lines of one kind in metrics.jsonl."""
     return [
         line
         for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
@@ -349,7 +350,6 @@ def metrics(run_dir: Path, kind: str) -> list[dict]:
 
 
 def jpeg(pixels: np.ndarray) -> bytes:
-    """(H, W, 3) uint8 as a JPEG file."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=92)
     return buffer.getvalue()

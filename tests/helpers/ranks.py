@@ -13,8 +13,8 @@ from vit.distributed.process_group import World
 
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """Return the result or the exception of `function` on each of `size` ranks, which are threads
-    with a shared store."""
+    """Run `function` on each of `size` ranks, which are threads with a shared store; return each
+    result or exception."""
     store = dist.HashStore()  # in memory; tests with processes use a store behind a socket
     ended: list[Any] = [None] * size
 

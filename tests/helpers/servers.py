@@ -1,5 +1,5 @@
 """Real servers on 127.0.0.1: HTTP with faults that a test lists beforehand, a Hugging Face hub for
-its own client, FTP and S3; and a cable between client and server that a test can cut."""
+its own client, FTP and S3, and a connection that a test can cut."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moto.server import ThreadedMotoServer
 
 
 class LocalServer:
-    """A server in threads of this process, from the beginning of a block to its end."""
+    """A server in threads of this process that runs until the end of the block."""
 
     def __init__(self, server: ThreadingHTTPServer | socketserver.ThreadingTCPServer):
         self._server = server
@@ -50,21 +50,22 @@ class WebServer(LocalServer):
     """A web server for `files` ({"/path": bytes}) with ranges and ETags until the block ends.
 
         with WebServer({"/a.bin": data}) as server:
-            server.cuts = [1000, 5000]     # the first two answers to GET end after this many bytes
+            server.cuts = [1000, 5000]     # the first two responses to GET end after this many
+    bytes
             download(f"{server.url}/a.bin", path)
 
-    `statuses`: sent in place of the file, one for each GET; `ranges`: False for a server that
-    ignores Range; `lengths`: False for one that does not send sizes; `claimed_length`: sent in
-    place of the true one; `hang_after`: an answer pauses after this many bytes until this is None
-    again; `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go
-    do; `fails_each`: one in this many GETs is answered with 503, and the next time one is cut in
-    its middle; `delay_s`: before each answer; `retry_after`: sent with each status; `away_until_s`
-    (of time.monotonic): 503 until then; `wrong_ranges`: this many answers send a range that was not
-    requested; `endless`: answers never end; `drip`: (bytes, seconds), send this many bytes, then
-    pause; `tags`: sent with answers in turn, as mirrors do. `login` ("user:password"), `header`
-    (name, value), `signature` (a query): without it the answer is 401, or 403 for a signature.
-    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each request,
-    `headers` their headers.
+    `statuses`: sent in place of the file, one for each GET. `ranges`: False for a server that
+    ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: sent in
+    place of the true length. `hang_after`: a response pauses after this many bytes until the value
+    is None. `whole_if_empty`: an empty file gets 200 instead of 416, as from servers in Go.
+    `fails_each`: one in this many GETs gets 503, and one is cut in the middle the next time.
+    `delay_s`: before each response. `retry_after`: sent with each status. `away_until_s` (of
+    time.monotonic): 503 until then. `wrong_ranges`: this many responses have a range that was not
+    requested. `endless`: responses never end. `drip` (bytes, seconds): pause after this many bytes.
+    `tags`: sent with responses in rotation, as by mirrors. `login` ("user:password"), `header`
+    (name, value), `signature` (a query): requests without it get 401, or 403 for a signature.
+    `redirects`: path -> address. `requests`: (method, path, Range or None) of each request.
+    `headers`: their headers.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -204,8 +205,8 @@ class _FileHandler(BaseHTTPRequestHandler):
 class HubServer(LocalServer):
     """A hub with `repositories` (name -> {file: bytes}), each at one commit, until the block ends.
 
-    `gated`: repositories that refuse every reader. `licences`: name -> the licence on the card.
-    `requests` has the path of each request, `downloads` the files that were sent.
+    `gated`: repositories that refuse every reader. `licences`: name -> the license on the card.
+    `requests`: the path of each request. `downloads`: the files that were sent.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -234,7 +235,7 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Answer below /api/models/OWNER/REPO, and /OWNER/REPO/resolve/REVISION/FILE."""
+        """Respond below /api/models/OWNER/REPO, and /OWNER/REPO/resolve/REVISION/FILE."""
         path = unquote(urlparse(self.path).path)
         self.hub.requests.append(path)
         is_api = path.startswith("/api/models/")
@@ -304,7 +305,7 @@ class _HubHandler(BaseHTTPRequestHandler):
 
 class FtpServer(LocalServer):
     """An FTP server for `files` ({"/folder/name": bytes}) until the block ends. It accepts any user
-    and knows no versions of files.
+    and has no versions of files.
 
     `commands_each`: a connection ends after this many commands.
     """
@@ -317,7 +318,6 @@ class FtpServer(LocalServer):
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
 
     def listing(self, folder: str) -> bytes:
-        """The reply to MLSD."""
         inside = [
             (path.rsplit("/", 1)[1], data)
             for path, data in self.files.items()
@@ -330,7 +330,7 @@ class _FtpHandler(socketserver.StreamRequestHandler):
     ftp: FtpServer
 
     def handle(self) -> None:
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # how ABOR comes
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # how ABOR arrives
         with suppress(ConnectionError):  # the client leaves when it has the bytes that it needs
             self._say("220 ready")
             start = 0
@@ -364,11 +364,11 @@ class _FtpHandler(socketserver.StreamRequestHandler):
 
 
 _NUMBERS = itertools.count()
-"""Numbers for bucket names, because the servers of one process share their buckets."""
+"""The numbers for bucket names, because the servers of one process share their buckets."""
 
 
 class S3Server:
-    """An S3 server in this process. Until the block ends, the environment holds its address and
+    """An S3 server in this process. Until the block ends, the environment contains its address and
     credentials, also for child processes."""
 
     def __init__(self) -> None:
@@ -402,13 +402,12 @@ class S3Server:
         self._server.stop()
 
     def new_bucket(self) -> str:
-        """Make a bucket; return its URL."""
         name = f"bucket-{next(_NUMBERS)}"
         boto3.client("s3").create_bucket(Bucket=name)
         return f"s3://{name}"
 
     def objects(self, url: str) -> dict[str, bytes]:
-        """All objects of a bucket by key, as Amazon's own client sees them."""
+        """Return all objects of a bucket by key, as Amazon's own client sees them."""
         client = boto3.client("s3")
         bucket = url.split("/")[2]
         entries = client.list_objects_v2(Bucket=bucket).get("Contents", [])
@@ -419,8 +418,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Give the environment the keys of a user with only these actions, and let the server check
-        credentials, until the block ends."""
+        """Put the keys of a user with only these actions into the environment, and let the server
+        check credentials, until the block ends."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -454,14 +453,14 @@ class S3Server:
 
 
 def forget_clients() -> None:
-    """Drop fsspec's clients: it keeps one for each kind of URL, with the address and the
+    """Drop fsspec's clients. It keeps one for each kind of URL, with the address and the
     credentials of its first use."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Gate:
-    """A port that leads to `port` of this machine. While it is `closed`, connections end, and new
-    ones get only an answer 503."""
+    """A port that forwards to `port` of this machine. While it is `closed`, connections end, and
+    new ones get only status 503."""
 
     def __init__(self, port: int):
         self._behind = port
@@ -487,7 +486,6 @@ class Gate:
                 end.shutdown(socket.SHUT_RDWR)
 
     def open(self) -> None:
-        """Let connections through again."""
         self.closed = False
 
     def _serve(self) -> None:
@@ -529,9 +527,9 @@ class Gate:
 def cable(
     port: int, *, carries: int, then: str, times: int = 1
 ) -> Iterator[tuple[int, threading.Event]]:
-    """A port that leads to `port` of this machine. Each of the first `times` connections stops
-    after `carries` bytes to the server and sets the event: `then` it is "cut", or it "hangs". Later
-    connections are good."""
+    """Forward a port to `port` of this machine. Each of the first `times` connections stops after
+    `carries` bytes to the server and sets the event. It is `then` "cut", or it "hangs". Later
+    connections have no fault."""
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
     over = threading.Event()

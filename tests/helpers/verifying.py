@@ -1,4 +1,4 @@
-"""Data sets to verify, ways to alter them, and the problems in a report."""
+"""Datasets to verify, ways to alter them, and the problems in a report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
 
 
 def foreign(folder: Path, *shards: Sequence[tuple[str, bytes]], split: str = "train") -> Path:
-    """Shards of another tool, indexed by `data_prep.index`."""
+    """Write shards of another tool and index them with `data_prep.index`."""
     folder.mkdir(exist_ok=True)
     for number, members in enumerate(shards):
         write_tar(folder / f"{split}-{number:03d}.tar", members)
@@ -80,7 +80,6 @@ def pair(key: str, data: bytes, label: int) -> list[tuple[str, bytes]]:
 
 
 def problems_in(report: str) -> list[str]:
-    """The lines of a report's problems."""
     return re.findall(
         r"(?m)^    (\S.*)$",
         report[report.index("PROBLEMS") : (report + "Notes").index("Notes")].split("\n\n")[0],

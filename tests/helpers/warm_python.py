@@ -1,15 +1,15 @@
-"""An interpreter that starts in a tenth of a second: a fork of a server that has already imported
-torch and this project.
+"""An interpreter that starts in a tenth of a second, because it is a fork of a server that has
+already imported torch and this project.
 
-Most commands of tests work for one second after importing torch for three. `python()` is the path
+Most commands in tests work for one second after importing torch for three. `python()` is the path
 of a program that takes the arguments of `python [-u] SCRIPT ...`, `python -m MODULE ...` and
 `python -c CODE ...`. It runs as its own process with the caller's arguments, environment, folder
-and streams; exit status and signals pass through. Tests use `sys.executable` if they need a real
+and streams. Exit status and signals pass through. Tests use `sys.executable` if they need a real
 start: for versions, missing packages, limits of a process, or the parents of processes. A real
 interpreter also starts if a variable that Python, torch or the project reads during import differs
-from its value at the server's start.
+from its value in the server.
 
-The program sends its streams over a socket to the server, which forks. The program stays until the
+The program sends its streams over a socket to the server, which forks. The program runs until the
 fork ends, and the fork is killed if the program is.
 """
 
@@ -101,8 +101,8 @@ _starting = threading.Lock()
 
 def python(environment: dict[str, str]) -> str:
     """Return the path of the program. The server starts at the first call, with `environment`, and
-    runs until `stop`. The path is the real interpreter's where a process that has used system
-    libraries cannot fork safely."""
+    runs until `stop`. On systems where a process that has used system libraries cannot fork safely,
+    the path is that of the real interpreter."""
     if sys.platform != "linux":
         return sys.executable
     with _starting:
@@ -112,7 +112,7 @@ def python(environment: dict[str, str]) -> str:
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
             program.chmod(0o755)
-            # it serves all tests
+            # the server is shared by all tests
             env = {key: value for key, value in environment.items() if key != families.NAME}
             server = subprocess.Popen(
                 [sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True
@@ -124,14 +124,13 @@ def python(environment: dict[str, str]) -> str:
 
 
 def fork_of(pid: int) -> int:
-    """The process that does the work of `pid`, which runs the program; children belong to this
-    process."""
+    """Return the process that does the work of `pid`, which runs the program. Children belong to
+    this process."""
     folder, _ = _started[0]
     return int(Path(folder, str(pid)).read_text())
 
 
 def stop() -> None:
-    """End the server and its forks."""
     while _started:
         folder, server = _started.pop()
         server.terminate()
@@ -155,15 +154,15 @@ def _early(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _receive(client: socket.socket) -> tuple[Request, list[int]]:
-    """A request and the client's stdin, stdout and stderr."""
+    """Return a request and the client's stdin, stdout and stderr."""
     head, streams, _, _ = socket.recv_fds(client, 4, 3)
     with client.makefile("rb") as file:
         return ast.literal_eval(file.read(int.from_bytes(head, "big")).decode()), streams
 
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
-    """Fork for each request until SIGTERM or the end of the parent. Returns None in the server; in
-    a fork, its request and streams."""
+    """Fork for each request until SIGTERM or the end of the parent. Returns None in the server, and
+    in a fork its request and streams."""
     expected = _early(dict(os.environ))
     parent = os.getppid()
     clients: dict[int, socket.socket] = {}
@@ -186,7 +185,7 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 client = listener.accept()[0]
                 try:
                     request, streams = _receive(client)
-                except (OSError, SyntaxError):  # it was killed
+                except (OSError, SyntaxError):  # the fork was killed
                     client.close()
                     continue
                 if _early(request[1]) != expected:
@@ -213,7 +212,7 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 selector.unregister(key.fileobj)
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
             client = clients.pop(done[0])
-            # First, because sending to a client that has exited fails, and the next client may get
+            # Do this first. Sending to a client that has exited fails, and the next client may get
             # its number.
             with suppress(KeyError):
                 selector.unregister(client)
@@ -238,7 +237,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             sys.path[0] = folder
-            sys.modules.pop(arguments[1], None)  # or runpy warns of it
+            sys.modules.pop(arguments[1], None)  # otherwise runpy warns
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -260,7 +259,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    # Exit as Python does, but without taking all modules apart, which would copy shared memory.
+    # Exit as Python does, but without destroying all modules, which would copy shared memory.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -287,4 +286,4 @@ if __name__ == "__main__":
         _become(*accepted)
     # If pytest was killed, no other process removes the socket.
     shutil.rmtree(sys.argv[1], ignore_errors=True)
-    os._exit(0)  # without taking the frozen modules apart
+    os._exit(0)  # exit without destroying the frozen modules

@@ -1,4 +1,4 @@
-"""The disk space of a run is known before it begins."""
+"""Test that the disk space of a run is estimated correctly before the run starts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
     ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
 )
 def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards, tmp_path):
-    """The estimate must match the saved files."""
     path = tmp_path / "config.yaml"
     folder = tmp_path / "run"
     path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
@@ -69,7 +68,7 @@ def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards,
     [((), 3), (("log.sample_losses=2",), 1), (("log.sample_losses=0",), 0)],
 )
 def test_the_losses_of_images_are_counted_for_each_epoch_begun(config, settings, num_epochs):
-    """12 of 60 images in a batch, 5 steps an epoch; the third epoch is incomplete."""
+    """The batch has 12 of 60 images, so an epoch has 5 steps. The third epoch is incomplete."""
     run_config = tiny(config, "train.epochs=null", "train.steps=11", *settings)
     plan, _ = make_plan(run_config, 60, 1)
     assert plan.steps_per_epoch == 5
@@ -88,7 +87,6 @@ def _npy(values: np.ndarray) -> bytes:
 
 
 def test_counts_the_checkpoints_on_disk_at_a_time(config):
-    """One more than are kept, unless the run ends first."""
     for steps, num_kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
         settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={num_kept}")
         plan, _ = make_plan(settings, 60, 1)
@@ -96,7 +94,7 @@ def test_counts_the_checkpoints_on_disk_at_a_time(config):
 
 
 def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
-    """After a finished set of checkpoints and weights, only one checkpoint more needs space."""
+    """If all kept checkpoints and weights exist, only one more checkpoint needs space."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)

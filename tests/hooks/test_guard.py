@@ -1,4 +1,4 @@
-"""A run with wrong labels in one batch: the guard skips the update, stops the run, or rewinds and
+"""Test the guard on a batch with wrong labels: it skips the update, stops the run, or rewinds and
 skips the batch."""
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from vit.training.step_result import NON_FINITE, SPIKE, StepValues
 
 STEPS = 24
 BAD_STEP = 16
-"""Counted from 0."""
+"""The step of the bad batch, counted from 0."""
 BATCH = 12
 SAVED_BEFORE = 12
-"""The newest checkpoint at the time of the bad batch."""
+"""The step of the newest checkpoint before the bad batch."""
 SETTINGS = (
     *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
     "model.drop_path_rate=0",
@@ -73,7 +73,7 @@ def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
 
 
 def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Guard:
-    """A guard on a rank that writes no record."""
+    """Return a guard on a rank that writes no metrics."""
     loaded = load_config(config, [*TINY, *settings])
     return Guard(loaded, state, ONE, Record(folder, loaded.log, False, total_steps=99))
 
@@ -90,8 +90,7 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
         late = guard.limits(step)
         if step >= 2:
             guard.judge(step - 1, values_of(losses[step - 1], norms[step - 1]))
-            # After a pause of training the host has read one step more; the limits must not depend
-            # on it.
+            # Limits must not change if the host has read one more step, as after a pause.
             assert guard.limits(step) == late
         else:
             guard.judge(0, values_of(losses[0], norms[0])) if step else None
@@ -103,7 +102,7 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
             deviation = median_abs_deviation(window, scale="normal")
             assert limit == pytest.approx(np.median(window) + 4 * deviation, rel=1e-4)
     again = guard_of(config, tmp_path, RunState(**json.loads(json.dumps(asdict(state)))), *settings)
-    assert again.limits(60) == guard.limits(60), "of a checkpoint"
+    assert again.limits(60) == guard.limits(60), "the limits must not change through a checkpoint"
     assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, (
         "equal values have no deviation to estimate"
     )
@@ -132,7 +131,7 @@ def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_pat
     guard = Guard(loaded, RunState(), ONE, record, batches)
     for step in range(border + 12):
         of_this_size = step if step < border else step - border
-        # Eight steps, of which the last but one is the newest that was read.
+        # The host has read all but the last of the eight steps in the window.
         assert (guard.limits(step) is not None) == (of_this_size >= 9), step
         guard.judge(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
 
@@ -176,8 +175,8 @@ def test_actions_after_each_verdict(precision, settings, values, expected, confi
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config for one epoch of shards whose class is the colour, except for wrong labels in one
-    batch."""
+    """Return a config for one epoch of shards whose color gives the class, except for wrong labels
+    in one batch."""
     folder = tmp_path_factory.mktemp("planted")
     root = folder / "shards"
     root.mkdir()
@@ -203,7 +202,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that rewound."""
+    """Return a run that rewound."""
     folder = tmp_path_factory.mktemp("rewound") / "run"
     train(planted, folder, *SETTINGS, *REWIND)
     return folder
@@ -246,14 +245,15 @@ def test_the_samples_in_the_record_are_those_of_the_batch(finished, planted, cap
 
 @pytest.mark.parametrize("is_noted", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_kill_around_a_rewind_does_not_change_the_result(is_noted, finished, planted, tmp_path):
-    """A kill leaves the checkpoint to which the run rewound, and no newer one."""
     shutil.copytree(finished, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > SAVED_BEFORE:
             shutil.rmtree(folder)
     info = tmp_path / "run" / "checkpoints" / f"step_{SAVED_BEFORE:08d}" / "checkpoint.json"
     content = json.loads(info.read_text())
-    assert content["passed_over"], "the skipped batches must be noted before any step is repeated"
+    assert content["passed_over"], (
+        "the skipped batches must be recorded before any step is repeated"
+    )
     if not is_noted:
         info.write_text(json.dumps(sealed({**content, "passed_over": [], "rewinds": 0})))
     train(planted, tmp_path / "run", *SETTINGS, *REWIND)
@@ -271,7 +271,9 @@ def test_skipping_the_update_equals_skipping_the_batch(planted, tmp_path):
     passed_over = final_state(tmp_path / "back", STEPS)
     for prefix in ("model.", "optim."):
         assert not differing(skipped, passed_over, prefix)
-    assert differing(skipped, passed_over, "ema."), "the average moves towards unchanged weights"
+    assert differing(skipped, passed_over, "ema."), (
+        "averaged weights must move towards the unchanged weights"
+    )
 
 
 @pytest.mark.full
@@ -288,7 +290,7 @@ def test_a_run_stops_before_the_update_and_resumes_with_another_action(planted, 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, planted, tmp_path):
-    """Real kills, with workers, accumulation and evaluations within the window."""
+    """The run has workers, gradient accumulation and evaluations within the window."""
     settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
     settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
     train(planted, tmp_path / "whole", *settings, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Training's messages about waits for data, from a loader of known speed."""
+"""Test training's messages about waits for data, with a loader of known speed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_training_reports_waits_for_data_and_records_the_loaders_rate(
 def test_garbage_is_collected_at_log_lines_only():
     assert gc.isenabled()
     _collect_garbage()
-    assert gc.get_freeze_count() == 0, "without the block garbage is collected as usual"
+    assert gc.get_freeze_count() == 0, "without the block, garbage is collected as usual"
     with collect_garbage_at_log_lines():
         assert not gc.isenabled()
         _collect_garbage()
@@ -114,7 +114,7 @@ def test_garbage_is_collected_at_log_lines_only():
         assert set_aside > 0
         born = [[] for _ in range(10_000)]
         _collect_garbage()
-        # Other threads may have freed some of the objects that were set aside.
+        # Other threads may have freed some of the frozen objects.
         assert gc.get_freeze_count() < set_aside + len(born) // 2, "once"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
@@ -126,7 +126,8 @@ def test_garbage_is_collected_at_log_lines_only():
 
 
 def test_waits_of_all_ranks_are_summed_up():
-    """Each step waits for its slowest rank; the rank that is slow most often must be named."""
+    """Each step waits for its slowest rank. The message must name the rank that is slow most
+    often."""
 
     def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
         waits = Waits()
@@ -153,8 +154,8 @@ def test_waits_of_all_ranks_are_summed_up():
     ],
 )
 def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
-    """If all wait for one rank, only that rank's slow part counts; the other rank's part takes more
-    time."""
+    """If all ranks wait for one rank, only the slow part of that rank counts, even if another
+    rank's part takes more time."""
 
     def tally(name: str, seconds: float) -> Tally:
         return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}
@@ -199,7 +200,7 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
 
 
 def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
-    """The other ranks wait for it in the sum of the gradients, not for their own data."""
+    """The other ranks wait for it in the all-reduce, not for their own data."""
     run_dir = tmp_path / "run"
     settings = [
         "train.steps=1000000",
@@ -226,17 +227,16 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
         assert line["loader_slowest"]["rank"] == line["data_wait_rank"]
         for name in TALLIED:
             assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
-                "of all ranks, and of one of them"
+                "totals of all ranks must include those of the slowest"
             )
-    # All ranks read as much as the slowest one; their own seconds depend on how busy the machine
-    # is.
+    # All ranks read as much as the slowest one. Their own times depend on how busy the machine is.
     read_bytes = sum(line["loader_read_bytes"] for line in lines)
     assert read_bytes > 1.3 * sum(line["loader_slowest"]["read_bytes"] for line in lines) > 0
     assert sum(line["loader_slowest"]["decode_s"] for line in lines) > 0
     assert max(line["loader_worker_mib"] for line in lines) > 1
     assert [line["loader_replaced"] for line in lines] == [0] * len(lines)
     assert (slowest["data_wait_rank"], slowest["data_wait_host"]) == (2, socket.gethostname())
-    assert slowest["data_wait_max_s"] > 6.9, "at least until it was reported"
+    assert slowest["data_wait_max_s"] > 6.9, "the wait must last at least until it was reported"
     assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
     pattern = (
         r"data-bound: \d+% of the time was spent waiting for images of rank 2 on .* s\); its"

@@ -1,5 +1,5 @@
-"""Memory and cores of a host, read from copies of the kernel's files, and the preflight's notes
-about them."""
+"""Test the memory and cores that are read from copies of the kernel's files, and the notes about
+them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 
 
 def machine(root: Path, files: dict[str, object]) -> Path:
-    """A folder that holds the kernel's `files`: path -> content."""
+    """Return a folder that contains the kernel's `files`: path -> content."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,8 +53,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 40 * GIB),
-        # version 2, with the limit in the group above this one; inactive file cache can be
-        # reclaimed
+        # version 2, with the limit in the parent group; inactive file cache can be reclaimed
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -69,7 +68,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB,
         ),
-        (  # version 2 in a container: the group's name is the host's, its files are at the mount
+        (  # version 2 in a container: the group has the host's name, and its files are at the mount
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "0::/docker/0123",
@@ -229,13 +228,13 @@ def test_a_cache_that_is_too_small(config, shards, tmp_path):
         == notes(remote_root, "data.cache_gib=1", "data.block_samples=8")
         == ""
     )
-    assert "set data.block_samples=64" in notes(small), "a mounted folder"
+    assert "set data.block_samples=64" in notes(small), "the folder is a mount"
     assert notes("data.cache_dir=null") == ""
 
 
 def test_reports_whether_memory_suffices(config, tmp_path):
-    """The message and the record have the same numbers; eight ranks on a host need eight times as
-    much."""
+    """The message and metrics.jsonl have the same numbers. Eight ranks on a host need eight times
+    as much."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
     report = check(tiny(config, "data.num_workers=2"), enough)
     assert report.numbers["free_memory_gib"] == 3.0
@@ -313,7 +312,7 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
 
 
 def test_a_container_with_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
-    """Docker's default is 64 MiB, and NCCL's own error comes only at the first collective."""
+    """Docker's default is 64 MiB, and NCCL raises its own error only at the first collective."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
     assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -328,7 +327,7 @@ def test_a_container_with_too_little_shared_memory_for_nccl(config, tmp_path, mo
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
-    """In a separate process, because a lowered hard limit cannot be raised again."""
+    """The test uses a separate process, because a lowered hard limit cannot be raised again."""
     code = """
 import resource, sys
 from vit.system.host import raise_open_files
@@ -361,7 +360,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
     match = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
     assert start["preflight"]["cores"] == int(match[1])
-    # Fewer than the batches, so that some are made after the first step, however late it is.
+    # There are fewer slots than batches, so that some batches are made after the first step,
+    # however late it is.
     assert start["preflight"]["batch_slots"] == 20
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 4
@@ -369,8 +369,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
 
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
-    """Two steps of ViT-B in bf16 take minutes on such a CPU, which looks like a hang. Limits on
-    torch's instructions make any CPU one."""
+    """On such a CPU two steps of ViT-B in bf16 take minutes, which looks like a hang. Limits on
+    torch's instructions simulate the CPU."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"
@@ -395,7 +395,7 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
 
 
 def test_notes_a_drop_path_that_drops_nothing(config, tmp_path, capfd):
-    """A drop path of one block drops nothing; it is not rejected, because checkpoints of the first
+    """A drop path of one block drops nothing. It is not rejected, because checkpoints of the first
     release may have it."""
     for number, (settings, expected) in enumerate(
         (

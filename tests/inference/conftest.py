@@ -1,5 +1,3 @@
-"""Fixtures: a run of a few steps, and a folder of unusual files to classify."""
-
 from __future__ import annotations
 
 import io
@@ -14,7 +12,7 @@ from processes import TINY, run_here, write_config
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of three steps on three classes."""
+    """Train for three steps on three classes."""
     folder = tmp_path_factory.mktemp("tiny")
     config = write_config(folder, shards, steps=3)
     settings = [*TINY, f"run.dir={folder / 'run'}", "train.ema_decay=null"]

@@ -1,5 +1,5 @@
-"""`launch/predict.py` on unusual files predicts each image as `vit.load` does, in the order of the
-arguments, and names the files that it cannot read."""
+"""Test that `launch/predict.py` predicts each image as `vit.load` does, in the order of the
+arguments, and names unreadable files."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def test_many_images_are_summed_up_by_class(tiny_run, shards, tmp_path, capfd):
 
 
 def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
-    """A truncated tar and a link to itself count as one problem each; all other images are read."""
+    """A truncated tar and a link to itself count as one problem each. All other images must be
+    read."""
     image = (odd_files / "a" / "cmyk.jpg").read_bytes()
     (tmp_path / "z").mkdir()
     for name in ("a.jpg", "z/b.jpg"):
@@ -197,7 +198,7 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 
 def test_file_names_cannot_control_the_terminal():
-    """Control characters are escaped; letters of all languages stay readable."""
+    """Control characters must be escaped, but letters of all languages stay readable."""
     assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
     assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 

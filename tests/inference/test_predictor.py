@@ -1,4 +1,5 @@
-"""`vit.load` returns the model of a run, and preprocesses images exactly as its evaluation does."""
+"""Test that `vit.load` returns the model of a run, and preprocesses images exactly as its
+evaluation does."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
         images = encoded[at : at + len(inputs)]
         preprocessed = trained.preprocess(*images)
         assert torch.equal(preprocessed, inputs[: len(images)])
-        # Kernels may sum in another order if the layout differs.
+        # Kernels may sum in another order if the memory layout differs.
         assert preprocessed.stride() == inputs.stride()
         if len(images) == len(inputs):
             assert torch.equal(trained(preprocessed), logits)

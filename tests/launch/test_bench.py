@@ -1,4 +1,4 @@
-"""`launch/bench.py` as users call it: on a CPU, with a tiny model."""
+"""Test `launch/bench.py` on a CPU with a tiny model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bench(config: Path, *arguments: object, ranks: int = 0):
 
 @pytest.fixture
 def no_data(tmp_path: Path) -> Path:
-    """A recipe whose data do not exist on this machine."""
+    """Return a recipe whose data does not exist on this machine."""
     path = tmp_path / "recipe.yaml"
     path.write_text(f"""
 model: {{drop_path_rate: 0.1}}
@@ -95,7 +95,7 @@ def test_reduces_a_batch_that_takes_too_long(no_data):
 
 
 def test_the_reduced_batch_divides_by_copies_and_lanes(config):
-    """Copies and lanes must divide the batch: of 1, 2, 3, 4, 6 and 12 images only 4 and 12 are
+    """Copies and lanes must divide the batch size: of 1, 2, 3, 4, 6 and 12 images only 4 and 12 are
     possible."""
     lanes = ("data.aug_repeats=4", "data.num_lanes=1", "augment.mixup_alpha=0")
     unmixed = ("augment.cutmix_alpha=0", "augment.mix_group_size=4")
@@ -153,7 +153,7 @@ def test_reports_a_mistake_in_one_line(arguments, message, no_data, monkeypatch)
 
 @pytest.mark.full
 def test_measures_the_configs_and_the_largest_micro_batch_that_fits(no_data):
-    """The GPU's out-of-memory error for more than four images is imitated; the rest is real."""
+    """The GPU's out-of-memory error for more than four images is simulated. The rest is real."""
     imitation = """
 import runpy, sys, torch, vit.model
 from vit.extras.planner.benchmark import bench

@@ -1,5 +1,4 @@
-"""`launch/eval.py` as users type it, in this process: a run by its path, and data with different
-classes."""
+"""Test `launch/eval.py` in this process, with a run by its path and data with different classes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from vit.weights.files import read_weights
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of three steps on three classes."""
+    """Train for three steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     run_here(
         "launch/train.py",
@@ -34,7 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """The same images under the names of colours."""
+    """Copy the images to classes that are named after colors."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("colours") / "shards")
     info = json.loads((root / "_info.json").read_text())
     (root / "_info.json").write_text(json.dumps({**info, "class_names": ["red", "green", "blue"]}))
@@ -42,7 +41,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 def evaluated(capfd, *arguments: object) -> tuple[dict, str]:
-    """Return the object on stdout, and the messages on stderr."""
+    """Return the JSON object on stdout and the messages on stderr."""
     capfd.readouterr()
     run_here("launch/eval.py", *arguments, "--num-workers", 0, "--device", "cpu", "--json")
     printed = capfd.readouterr()
@@ -85,7 +84,9 @@ def test_data_of_other_classes_are_reported(base, colours, capfd):
     first = lines.index(f"note: {result['note']}")
     assert lines[first + 1].endswith("23 images at 16x16")
     assert lines[first + 2].startswith("  top-1 ")
-    assert not any("top-1" in line for line in lines[:first]), "the note comes before the numbers"
+    assert not any("top-1" in line for line in lines[:first]), (
+        "the note must come before the numbers"
+    )
 
 
 def test_fewer_classes_of_the_same_names_are_reported_as_such(base, tmp_path, capfd):
@@ -141,7 +142,7 @@ def test_checks_all_weights_before_evaluating_the_first(base, tmp_path, capfd):
 
 
 def changed(base: Path, path: Path, name: str, value: float, number: int = 1) -> Path:
-    """The weights of `base` with the first `number` values of one tensor replaced."""
+    """Return the weights of `base` with the first `number` values of one tensor replaced."""
     source = base / "weights" / "last.safetensors"
     with safe_open(source, framework="pt") as file:
         metadata = as_by_another_program(file.metadata())

@@ -1,5 +1,5 @@
-"""Evaluation sets: each is as exact as the validation split, is found by name, and is named in all
-results."""
+"""Test evaluation sets: each is as exact as the validation split, is found by name, and is named in
+all results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ NAMES = [f"class{label}" for label in range(3)]
 
 
 class ByColour(nn.Module):
-    """Logits of 12 classes that depend only on the image, so that a plain loop can compute them."""
+    """A model with 12 classes whose logits depend only on the mean color, so that a plain loop can
+    compute them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,6 @@ class ByColour(nn.Module):
 
 
 def renamed(root: Path, folder: Path, names: list[str]) -> Path:
-    """The same shards with different class names."""
     copy = shutil.copytree(root, folder)
     info = json.loads((copy / "_info.json").read_text())
     (copy / "_info.json").write_text(json.dumps({**info, "class_names": names}))
@@ -68,7 +68,6 @@ def opened(root: Path, sets: dict, names: list[str] = NAMES, num_classes: int = 
 
 
 def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str, EvalSet]]:
-    """Return the results of `ByColour` by set, and the sets."""
     config = config_of(root, sets)
     results = {}
     sets_by_name = {}
@@ -87,7 +86,7 @@ def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str,
 
 
 def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
-    """Logits of each validation image, computed by the model, and labels."""
+    """Return the model's logits for each validation image, and the labels."""
     config = config_of(root, {})
     split = open_split(root, "val")
     model = ByColour()
@@ -108,7 +107,8 @@ def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def model_classes() -> list[str]:
-    """Twelve classes of a model, among which the shards' classes have different positions."""
+    """Return twelve classes of a model, among which the shards' classes have different
+    positions."""
     names = [f"other{number}" for number in range(12)]
     names[7], names[2], names[11] = NAMES
     return names
@@ -117,7 +117,7 @@ def model_classes() -> list[str]:
 def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(
     shards, model_classes, tmp_path
 ):
-    """Computed in a plain loop: the subset of ImageNet-A's protocol, and all outputs."""
+    """A plain loop computes both the class subset of ImageNet-A's protocol and all outputs."""
     logits, labels = logits_of(shards)
     other = renamed(shards, tmp_path / "a", NAMES)
     sets = {"own": {"root": str(other)}, "all": {"root": str(other), "classes": "all"}}
@@ -146,7 +146,8 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
     rows = [[] if i % 4 == 0 else sorted({int(own[i]), i % 3}) for i in range(len(keys))]
     by_key = tmp_path / "by_key.json"
     by_key.write_text(json.dumps(dict(zip(keys, rows, strict=True))))
-    # As ReaL's: ordered by the numbers at the ends of the keys, which is not the shards' order.
+    # ReaL's labels are ordered by the numbers at the ends of the keys, not in the order of the
+    # shards.
     ordered = sorted(range(len(keys)), key=lambda i: int(keys[i].rpartition("_")[2]))
     assert ordered != list(range(len(keys)))
     in_order = tmp_path / "real.json"
@@ -169,7 +170,7 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
 
 
 def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
-    """ImageNet-V2's folders: 0, 1, 2, ... 11, whose order as text differs."""
+    """ImageNet-V2's folders are named 0, 1, 2, ... 11, whose order as text differs."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
     names = sorted(f"class{label}" for label in range(12))  # like the shards' labels
     for label, name in enumerate(names):
@@ -216,7 +217,7 @@ def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_reports_unknown_classes_of_all_sets_at_once(shards, tmp_path):
+def test_reports_unknown_classes_of_all_sets_together(shards, tmp_path):
     foreign = renamed(shards, tmp_path / "f", ["class0", "lynx", "class2"])
     numbers = renamed(shards, tmp_path / "n", ["0", "1", "999"])
     sets = {
@@ -264,7 +265,7 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):
 
 
 def set_words(shards: Path, folder: Path) -> list[str]:
-    """Settings of two more sets, one of which chooses the best weights."""
+    """Return the settings of two more sets, one of which chooses the best weights."""
     split = open_split(shards, "val")
     labels = {split.key(i): [int(split.index["label"][i]), 0][i % 2 :] for i in range(22)}
     path = folder / "real.json"
@@ -274,7 +275,7 @@ def set_words(shards: Path, folder: Path) -> list[str]:
 
 
 def results_of(run_dir: Path) -> list[dict]:
-    """The record's lines of evaluations without their times."""
+    """Return the evaluation lines of metrics.jsonl without their times."""
     dropped = ("time", "seconds", "images_per_s", "data_wait_s")
     lines = {line["step"]: line for line in metrics(run_dir, "eval")}
     return [{k: v for k, v in lines[s].items() if k not in dropped} for s in sorted(lines)]
@@ -282,7 +283,7 @@ def results_of(run_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of six steps with two more sets."""
+    """Return a run of six steps with two more sets."""
     folder = tmp_path_factory.mktemp("sets")
     arguments = set_words(shards, folder)
     config = write_config(folder, shards, steps=6)

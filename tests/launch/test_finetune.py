@@ -1,5 +1,5 @@
-"""Fine-tuning as users type it: `launch/eval.py --finetune`, on one rank and two, stopped and
-resumed, and for new classes."""
+"""Test fine-tuning with `launch/eval.py --finetune`, on one and two ranks, stopped and resumed, and
+for new classes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_other_classes_get_a_new_head_and_no_accuracy_before(base, tmp_path):
     assert result["num_images"] == 8
     assert "before" not in result
     assert metrics(tmp_path / "tuned", "train")[0]["loss"] == pytest.approx(np.log(4), abs=1e-3), (
-        "a zero head over four classes"
+        "a zero head of four classes has a loss of ln 4"
     )
 
 
@@ -165,7 +165,9 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_resumes(base, tmp
     assert "run the same command to continue" in output
     assert (tmp_path / "tuned" / "stopped_early").exists()
     assert finetune(base, tmp_path, shards, steps=60).returncode == 0
-    assert final_state(tmp_path / "tuned", 60) == final_state(whole / "tuned", 60), "bit for bit"
+    assert final_state(tmp_path / "tuned", 60) == final_state(whole / "tuned", 60), (
+        "equal bit for bit"
+    )
     assert len(metrics(tmp_path / "tuned", "start")) == 2
 
 

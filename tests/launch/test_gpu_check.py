@@ -1,4 +1,5 @@
-"""The program behind `make gpu-check`, without a GPU: it reports that, or runs at a small size."""
+"""Test the program behind `make gpu-check` without a GPU: it reports that, or runs at a small
+size."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
 
 
 def test_a_failed_part_sets_the_exit_status():
-    """With no time left each part takes too long."""
+    """With no time left, each part takes too long."""
     arguments = ("--device", "cpu", "--small", "--only", "slots", "--minutes", "1e-6")
     done = run("launch/gpu_check.py", *arguments)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -53,7 +54,6 @@ def test_a_failed_part_sets_the_exit_status():
 @pytest.mark.slow
 @pytest.mark.full
 def test_runs_all_parts_at_a_small_size(tmp_path):
-    """Five minutes on two loaded cores."""
     arguments = ("--device", "cpu", "--small", "--minutes", "60", "--out", tmp_path)
     done = run("launch/gpu_check.py", *arguments, timeout_s=1500)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`launch/job.py` as a scheduler starts it: its exit status describes the attempt."""
+"""Test that the exit status of `launch/job.py` tells a scheduler how the attempt ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Details of the training command; its messages about mistakes are tested in
+"""Test details of the training command. Its messages about mistakes are tested in
 tests/project/errors."""
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def test_two_ranks_report_a_mistake_once(config, tmp_path):
         assert ours.count(expected) == 1
         assert report.count("exitcode") == report.count(expected) == 1
         last = report.splitlines()[-2:]
-        assert (expected in last[0], set(last[1])) == (True, {"="}), "ours is the last of its words"
+        assert (expected in last[0], set(last[1])) == (True, {"="}), (
+            "our message must be the last line of the report"
+        )
         assert not (tmp_path / "refused").exists(), "a rejected run left files"
 
 
@@ -135,7 +137,9 @@ def test_print_config_without_data_assumes_and_reports_imagenets_size(capsys, mo
     run_here(
         "launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere"
     )
-    assert "(weights, optimizer), 2 are kept" in capsys.readouterr().out, "the demo has no average"
+    assert "(weights, optimizer), 2 are kept" in capsys.readouterr().out, (
+        "the demo has no averaged weights"
+    )
 
 
 def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatch):
@@ -160,7 +164,7 @@ def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatc
     "overrides", [["train.ema_decay=null"], ["train.ema_decay=0.9"], ["optim={name: sgd}"]]
 )
 def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shards):
-    """Apart from the header of safetensors."""
+    """The header of safetensors is not included."""
     config = write_config(tmp_path, shards, steps=2)
     settings = [
         *TINY,
@@ -180,7 +184,6 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shard
 
 
 def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, shards, capfd):
-    """28 steps with the defaults: more than one line, and a note that the run was not evaluated."""
     config = write_config(tmp_path, shards, steps=28)
     settings = [setting for setting in TINY if "log.every" not in setting]
     run_here(
@@ -222,7 +225,6 @@ def test_a_finished_run_started_again_opens_no_wandb_run(tmp_path, shards, monke
 
 
 def test_torchrun_gets_the_error_of_a_command_that_cannot_start(tmp_path):
-    """In torchrun's own format."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.4.1+cpu"\n')
     error_file = tmp_path / "error.json"

@@ -1,4 +1,4 @@
-"""`launch/plan.py` as users call it."""
+"""Test `launch/plan.py`."""
 
 from __future__ import annotations
 

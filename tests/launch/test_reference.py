@@ -1,4 +1,4 @@
-"""The reference pages, which are generated from the code, and `launch/explain.py`."""
+"""Test the reference pages, which are generated from the code, and `launch/explain.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch/visualize.py` as users type it: every subcommand writes and names its file, or prints the
+"""Test that every subcommand of `launch/visualize.py` writes and names its file, or prints the
 reason."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from processes import TINY, run_here, write_config
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of three steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     config = write_config(folder, shards, steps=3)
     settings = [*TINY, f"run.dir={folder / 'run'}", "eval.every_steps=3"]

@@ -1,6 +1,6 @@
-"""A step with recomputed activations gives the same bits as one that stores them.
+"""Test that a step with recomputed activations gives the same bits as one that stores them.
 
-The saved memory: tests/extras/planner/test_memory.py. Graphs: tests/test_compile.py.
+tests/extras/planner/test_memory.py tests the saved memory, and tests/test_compile.py the graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_batch(seed: int, rows: int = 8) -> Batch:
 
 
 def weights_after(model: nn.Module, precision: str = "fp32", in_ddp: bool = False) -> list[Tensor]:
-    """The weights after two steps of two micro-steps each."""
+    """Return the weights after two steps of two micro-batches each."""
     step = plain_step(
         model,
         DistributedDataParallel(model, gradient_as_bucket_view=True) if in_ddp else model,

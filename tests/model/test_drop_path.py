@@ -1,8 +1,5 @@
-"""Drop path by subsets against the formula of a block, and against the exact mean over all draws.
-
-By masks: test_model.py in this folder. Graphs: tests/test_compile.py. A resumed run:
-tests/test_train.py.
-"""
+"""Test drop path by subsets against the formula of a block, and against the exact mean over all
+draws."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 
 
 def small(depth: int = 2, **fields) -> VisionTransformer:
-    """A model without zeros in its weights; a head of zeros would hide all other parts."""
+    """Return a model without zeros in its weights. A head of zeros would hide all other parts."""
     torch.manual_seed(0)
     sizes = {"embed_dim": 8, "num_heads": 2, "depth": depth}
     model = create_model("vit_ti8", 16, 3, **sizes, **fields)
@@ -86,7 +83,7 @@ def test_kept_rows_have_the_formula_and_the_others_pass_unchanged(precision, fie
 
 
 def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean logits over the rows, and the gradient of the rows' mean loss, flat."""
+    """Return the mean logits over the rows, and the flat gradient of the rows' mean loss."""
     logits = model(x)
     loss = logits.square().sum(1).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -94,7 +91,8 @@ def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_means(rate: float) -> tuple[Tensor, Tensor]:
-    """`outcomes` of one image, summed over all ways to drop, each with its probability."""
+    """Return the `outcomes` of one image, summed over all ways to drop, each weighted by its
+    probability."""
     model = small().eval()
     branches = [branch for block in model.blocks for branch in (block.attn, block.mlp)]
     factors = [0.0] * len(branches)
@@ -111,8 +109,8 @@ def exact_means(rate: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["subset", "mask"])
 def test_mean_outputs_and_gradients_are_those_of_all_draws(form):
-    """64 equal images draw like 64 different ones. Means over independent passes are within 5
-    standard errors of the exact ones, estimated from the passes."""
+    """Means over independent passes of 64 equal images must be within 5 standard errors of the
+    exact ones."""
     rate = 0.375
     passes = 60
     model = small(**{**SUBSET, "drop_path_form": form}, drop_path_rate=rate)
@@ -124,7 +122,9 @@ def test_mean_outputs_and_gradients_are_those_of_all_draws(form):
         # Rounding only: gradients of keys' biases are mathematically zero.
         allowed = 5 * error + 1e-4 * expected.abs().max()
         assert ((stacked.mean(0) - expected).abs() < allowed).all()
-        assert error.max() < 0.1 * expected.abs().max(), "too wide to notice a wrong factor"
+        assert error.max() < 0.1 * expected.abs().max(), (
+            "the errors are too large to reveal a wrong factor"
+        )
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])

@@ -1,5 +1,5 @@
-"""A model takes images of other sizes: its results for them are right, and its own size is
-unaffected."""
+"""Test a model on images of other sizes: the results must be right, and those for its own size must
+not change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_others(**fields) -> nn.Module:
 )
 @pytest.mark.parametrize("size", OTHERS)
 def test_logits_and_gradients_are_those_of_timms_dynamic_img_size(fields, size):
-    """timm also resamples in each forward pass, with torch's own resize, so the gradient passes
+    """timm also resamples in each forward pass, with torch's own resize, so the gradient flows
     through it to the positions."""
     model = with_others(**fields)
     theirs = timm.create_model(
@@ -51,7 +51,7 @@ def test_logits_and_gradients_are_those_of_timms_dynamic_img_size(fields, size):
         gradients = torch.autograd.grad(logits.square().sum(), [parameters[n] for n in names])
         results.append([logits.detach(), *gradients])
     for name, ours, expected in zip(["logits", *names], *results, strict=True):
-        # float32: sums of some hundred products
+        # The tolerance is that of float32 sums of some hundred products.
         assert relative_difference(ours, expected) < 1e-5, name
 
 
@@ -97,10 +97,10 @@ def test_positions_are_the_same_to_rounding_as_those_of_the_file_reader_in_any_p
         hook = model.pos_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         model(images((48, 40)) * 0)
         hook.remove()
-    # of black images: the output is positions and a bias
+    # For black images the output is positions and a bias.
     shown = seen[0][:, 1:] - model.patch_embed.proj.bias
-    # bfloat16 would round positions to 3 digits; only the patches' product, 0 and a bias, is
-    # rounded
+    # bfloat16 would round positions to 3 digits. Only the patches' product, 0 and a bias, is
+    # rounded.
     bias_rounding = model.patch_embed.proj.bias.abs().max() * 2**-8
     assert (shown - expected[:, 1:]).abs().max() <= bias_rounding + 1e-5
 

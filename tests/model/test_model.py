@@ -1,5 +1,4 @@
-"""The model against independent implementations of the same equations: timm, torchvision, and brute
-force."""
+"""Test the model against independent implementations: timm, torchvision, and brute force."""
 
 import math
 
@@ -35,8 +34,8 @@ CONFIGURATIONS = {
 
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
-    """timm's model, sharing the memory of `weights`. Its attention consists of matmul and softmax;
-    the project's is a fused kernel."""
+    """Return timm's model, which shares the memory of `weights`. Its attention uses matmul and
+    softmax, and ours a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)
@@ -110,8 +109,8 @@ def test_state_dict_logits_and_gradients_equal_timm(fields):
 
 
 def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
-    """Weights made at 224 pixels and used at other sizes by the project and by timm: size ->
-    relative difference of the logits."""
+    """Return size -> relative difference between our logits and timm's for weights of 224 pixels at
+    other sizes."""
     model = randomise(create_model(name, **fields))
     weights = model.state_dict()
     fields = {
@@ -123,8 +122,8 @@ def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
     for size in sizes:
         with torch.device("meta"):
             resized = VisionTransformer(size, **fields)
-        # Block weights are shared and only positions are new memory, so H/14 fits into a small
-        # machine.
+        # All sizes share the block weights, and only the positions need new memory. So H/14 fits on
+        # a small machine.
         resized.load_state_dict(
             {**weights, "pos_embed": torch.zeros(resized.pos_embed.shape)}, assign=True
         )
@@ -151,7 +150,8 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "fields"),
-    # L and H at full width, but with few of their equal blocks: 2.5 GB of weights took two minutes
+    # L and H have full width but few of their equal blocks, because 2.5 GB of weights took two
+    # minutes.
     [
         ("vit_b16", [224, 384, (192, 288)], {}),
         ("vit_l16", [224, 384, (192, 288)], {"depth": 6}),
@@ -295,7 +295,7 @@ def test_accepts_any_number_of_channels(in_chans):
 
 @pytest.mark.parametrize("fields", [{}, {"representation_size": 24}, {"global_pool": "avg"}])
 def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
-    """Logits rounded to bf16 would tie, and the class number would decide."""
+    """Otherwise logits rounded to bf16 would tie, and the class number would decide."""
     model = randomise(VisionTransformer(image_size=64, **TINY, **fields))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -304,7 +304,9 @@ def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
             assert model.blocks[0].attn.qkv(torch.zeros(1, 64)).dtype == torch.bfloat16
             tokens = model.forward_features(images)
             logits = model(images)
-        assert torch.equal(logits, model.forward_head(tokens.float())), "the head computes in fp32"
+        assert torch.equal(logits, model.forward_head(tokens.float())), (
+            "the head must compute in fp32"
+        )
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())
     assert relative_difference(logits, exact) < 0.05
@@ -344,7 +346,7 @@ def test_ddp_and_fsdp2_compute_the_same_as_the_bare_model(tmp_path):
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])]
 )
 def test_compiled_model_computes_the_same(backend):
-    """Compiled as one graph. tests/test_train.py compares compiled blocks."""
+    """The model is compiled as one graph. tests/test_train.py compares compiled blocks."""
     model = randomise(VisionTransformer(image_size=32, **TINY))
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, fullgraph=True, backend=backend)

@@ -1,4 +1,4 @@
-"""Impossible settings of a model are rejected with values that work."""
+"""Test that impossible settings of a model are rejected with values that work."""
 
 import pytest
 import torch
@@ -88,8 +88,8 @@ def test_rejects_impossible_parts_and_suggests_working_ones(fields, message):
     ],
 )
 def test_rejected_rotations_would_have_no_effect(fields, more):
-    """Without the check, the angles would silently be those of the model without the setting, or
-    0."""
+    """Without the check, the angles would silently be those of the model without the setting,
+    or 0."""
     values = {"rope_temperature": None, "rope_reg_temperature": None, "reg_tokens": 0, **more}
     rope = RotaryEmbedding(
         *(values["rope_temperature"], values["rope_reg_temperature"], None, "axial", (3, 4)),
@@ -117,8 +117,8 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
 
 
 def test_reports_settings_that_a_timm_model_lacks_with_the_remedy():
-    """A config for a ViT with a changed model.name: all unsuitable settings are reported at
-    once."""
+    """The config for a ViT has another model.name. All unsuitable settings must be reported
+    together."""
     fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
     with pytest.raises(ValueError, match="resnet18") as caught:
         create_model("timm/resnet18", 32, 10, **fields)
@@ -130,7 +130,7 @@ def test_reports_settings_that_a_timm_model_lacks_with_the_remedy():
     create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
 
 
-def test_reports_all_arguments_that_a_timm_model_rejects_at_once():
+def test_reports_all_arguments_that_a_timm_model_rejects_together():
     with pytest.raises(ValueError, match="poolformer_s12 has no depth, num_heads: set "):
         create_model("timm/poolformer_s12", 32, 10, depth=2, num_heads=2)
     assert create_model("timm/poolformer_s12", 32, 10).image_size == (32, 32)

@@ -1,5 +1,5 @@
-"""Parts beyond the paper's ViT: equal to timm's with the same weights, fully initialised, and
-correctly decayed and counted."""
+"""Test the model parts that the ViT paper lacks: they equal timm's with the same weights, and are
+initialized, decayed and counted correctly."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = [
     {"no_embed_class": True, "pos_embed": "none"},
     {"no_embed_class": True, "global_pool": "avg", "class_token": False},
 ]
-"""Pairs of parts that are rejected, because class token and registers have no positions in them."""
+"""Pairs of parts that are rejected, because their class token and registers have no positions."""
 
 
 def images(rows: int = 3) -> torch.Tensor:
@@ -55,7 +55,7 @@ def images(rows: int = 3) -> torch.Tensor:
 
 
 def gated(layer):
-    """timm's gated MLP as `mlp_layer`: its own activation, not the model's GELU."""
+    """Return timm's gated MLP with its own activation."""
     return lambda *args, act_layer, **fields: layer(*args, **fields)
 
 
@@ -88,8 +88,7 @@ def test_names_logits_and_gradients_equal_timm(ours, theirs):
     assert list(model.state_dict()) == list(guest.state_dict())
     assert guest.no_weight_decay() - {"dist_token"} <= model.no_weight_decay()
     guest.load_state_dict(model.state_dict())
-    # Only rounding differs: the same products, with attention as separate operations or in a
-    # different kernel.
+    # Attention runs as separate operations or in a different kernel, so results differ by rounding.
     names = ["logits", *dict(model.named_parameters())]
     for name, mine, other in zip(names, outcomes(model), outcomes(guest), strict=True):
         assert relative_difference(mine, other) < 2e-5, name
@@ -121,7 +120,7 @@ ROTARY = {
 
 
 def as_eva(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the project's weights under the names of timm's Eva."""
+    """Return our weights with the names of timm's Eva."""
     return {
         name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): value
         for name, value in weights.items()
@@ -196,8 +195,8 @@ def test_dinov3_equals_transformers():
 
 
 def test_norms_of_patches_are_a_norm_of_pixels_and_one_of_embeddings():
-    """Against the formula in its source: patches cut by unfold, LayerNorm, linear layer,
-    LayerNorm."""
+    """The formula in its source cuts patches with unfold, then applies LayerNorm, a linear layer,
+    and LayerNorm."""
     embed = randomise(VisionTransformer(SIZE, **TINY, dual_patch_norm=True)).patch_embed
     patches = torch.nn.functional.unfold(images(), 8, stride=8).transpose(1, 2)
     pixels = nn.functional.layer_norm(
@@ -238,8 +237,8 @@ def test_initial_values_have_the_spread_of_their_sources():
 
 
 def test_initialises_all_parts():
-    """A model of the meta device gets uninitialised memory; here NaN replaces its random
-    contents."""
+    """A model on the meta device gets uninitialized memory. The test replaces its random contents
+    by NaN."""
     for first, second in itertools.combinations_with_replacement(PARTS.values(), 2):
         fields: dict[str, object] = {**second, **first}
         if fields in WITHOUT_EFFECT:
@@ -287,14 +286,14 @@ def test_operations_are_those_of_the_closed_form():
     def expected(num_patches: int) -> int:
         n = 4 + num_patches
         block = 2 * n * dim * 4 * wide + 4 * n * n * wide + 3 * 2 * n * dim * hidden
-        # Keys and values of patches; for the query alone: its projection, attention, output
-        # projection, MLP.
+        # Keys and values are computed for patches. The query has its own projection, attention,
+        # output projection and MLP.
         pool = 2 * num_patches * dim * 2 * dim + 4 * num_patches * dim + 2 * dim * 2 * dim
         pool += 2 * 2 * dim * hidden
         return 2 * patches * pixels * dim + 2 * block + pool + 2 * dim * 10
 
     assert flops_per_image(model) == expected(patches)
-    # The query is the same for all images, and is projected once.
+    # The query is the same for all images, so it is projected once.
     shared = 2 * dim * dim
     assert flops_per_image(model, 4) == expected(patches // 2) - shared * 3 // 4
 
@@ -312,7 +311,7 @@ def test_so400m_has_the_same_shape_as_timms():
 
 @pytest.mark.parametrize("rope_type", [None, "axial", "dinov3"])
 def test_drops_random_patches_in_training_and_none_in_evaluation(rope_type):
-    """The result equals that of a model that sees only these patches, at their positions."""
+    """The result must equal that of a model that sees only these patches, at their positions."""
     fields = {"patch_drop_rate": 0.4, "rope_type": rope_type, "reg_tokens": 2}
     model = randomise(VisionTransformer(SIZE, **TINY, **fields))
     plain = randomise(VisionTransformer(SIZE, **TINY, **{**fields, "patch_drop_rate": 0.0}))
@@ -367,7 +366,6 @@ def test_subsets_of_samples_keep_the_rotations_of_their_samples(patch_drop_rate)
     "fields", [{"qk_norm": True, "norm_layer": "rmsnorm"}, {"rope_type": "axial"}]
 )
 def test_the_residual_path_is_fp32_under_autocast(fields):
-    """Also without added positions or prefix tokens."""
     model = randomise(
         VisionTransformer(
             SIZE, **TINY, **fields, pos_embed="none", class_token=False, global_pool="avg"
@@ -417,7 +415,7 @@ def test_models_in_docs_recipes_have_as_many_weights_as_timms(name, theirs, fiel
 
 @pytest.mark.parametrize("source", ["timm", "jax"])
 def test_initial_weights_have_the_spread_of_timms(source):
-    """Compares deviation and largest value of each parameter, over ten draws together."""
+    """The deviation and the largest value of each parameter are compared over ten draws."""
     fields = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 
     def draws(create: Callable[[], nn.Module]) -> dict[str, Tensor]:
@@ -434,7 +432,7 @@ def test_initial_weights_have_the_spread_of_timms(source):
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         if source == "jax" and name.endswith("qkv.weight"):
-            # timm's rule treats the three maps as one; the source's are separate.
+            # timm treats the three maps as one, but its source treats them as separate.
             expected = expected * 2**0.5
         spread = ours[name].std().item()
         assert spread == pytest.approx(expected.std().item(), rel=0.1, abs=1e-12), name

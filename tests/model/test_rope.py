@@ -1,5 +1,5 @@
-"""Rotary positions against the formulas of their sources, and against the property that they should
-have."""
+"""Test rotary positions against the formulas of their sources and against their defining
+property."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRIDS = [((14, 14), None), ((3, 5), None), ((3, 5), (4, 4)), ((24, 18), 14), ((1
 
 
 def create(rope_type: str, grid: tuple[int, int], **fields) -> RotaryEmbedding:
-    """Without registers and at the source's temperature by default."""
+    """Create an embedding, by default without registers and at the source's temperature."""
     options = {"temperature": None, "reg_temperature": None, "ref_feat_shape": None}
     options |= {"class_tokens": 0, "reg_tokens": 0, **fields}
     return RotaryEmbedding(rope_type=rope_type, grid_size=grid, head_dim=HEAD_DIM, **options)
@@ -31,7 +31,7 @@ def queries(num_tokens: int) -> Tensor:
 @pytest.mark.parametrize(("grid", "reference"), GRIDS)
 @pytest.mark.parametrize("rope_type", ["axial", "dinov3"])
 def test_rotated_queries_equal_timms(rope_type, grid, reference):
-    """timm computes angles of up to 24 in float32, so they are off by 24 * 2**-24."""
+    """timm computes angles of up to 24 in float32, so they have errors of up to 24 * 2**-24."""
     fields = {} if rope_type == "dinov3" else {"ref_feat_shape": reference}
     ours = create(rope_type, grid, class_tokens=1, **fields)
     if rope_type == "dinov3":
@@ -44,12 +44,12 @@ def test_rotated_queries_equal_timms(rope_type, grid, reference):
     x = queries(1 + math.prod(grid))
     rotated = rotate(x, ours.table, rope_type)
     expected = apply_rot_embed_cat(x[:, :, 1:], theirs.get_embed(), half=rope_type == "dinov3")
-    assert torch.equal(rotated[:, :, :1], x[:, :, :1]), "the class token is not rotated"
+    assert torch.equal(rotated[:, :, :1], x[:, :, :1]), "the class token must not be rotated"
     torch.testing.assert_close(rotated[:, :, 1:], expected, rtol=0, atol=2e-5)
 
 
 def test_registers_of_vit5_rotate_as_a_separate_grid():
-    """Its formula, number by number: a pair (a, b) turns by place * theta ** -(i / 4)."""
+    """In the formula, a pair (a, b) turns by position * theta ** -(i / 4)."""
     ours = create("axial", (2, 3), class_tokens=1, reg_tokens=4, reg_temperature=100.0)
     x = queries(1 + 4 + 6)
     places = [((0, 0), 1.0)]
@@ -85,9 +85,9 @@ def test_products_depend_on_the_distance_alone_and_lengths_stay(rope_type):
 def test_a_larger_image_follows_the_sources_rule():
     small = create("axial", (4, 4)).table.unflatten(3, (4, 4))
     larger = create("axial", (8, 6)).table.unflatten(3, (8, 6))
-    assert torch.equal(larger[:, :, :, :4, :4], small), "positions continue to count"
+    assert torch.equal(larger[:, :, :, :4, :4], small), "positions must continue to count"
     spread = create("axial", (8, 8), ref_feat_shape=4).table.unflatten(3, (8, 8))
-    assert torch.equal(spread[:, :, :, ::2, ::2], small), "8 places lie between 0 and 4"
+    assert torch.equal(spread[:, :, :, ::2, ::2], small), "8 positions lie between 0 and 4"
     odd = create("dinov3", (3, 3)).table.unflatten(3, (3, 3))
     finer = create("dinov3", (9, 9)).table.unflatten(3, (9, 9))
-    torch.testing.assert_close(finer[:, :, :, 1::3, 1::3], odd)  # the centres are the same
+    torch.testing.assert_close(finer[:, :, :, 1::3, 1::3], odd)  # the centers are the same

@@ -1,4 +1,5 @@
-"""A model made without random draws equals the drawn model once it has a checkpoint's state."""
+"""Test that a model made without random initialization equals an initialized one once both have a
+checkpoint's state."""
 
 import pytest
 import timm

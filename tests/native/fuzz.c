@@ -1,5 +1,5 @@
-/* Fuzzing of the C decoder and transcoder, built with sanitizers: any access outside the memory
- * that the library was given ends the program.
+/* Fuzz the C decoder and transcoder. The program is built with sanitizers, so any access outside
+ * the library's memory ends it.
  *
  * A seed is a valid JPEG. Some of its bytes, lengths, tables, sizes and markers are changed or
  * taken from another seed (`mutate`), and it is copied to memory of exactly its size. The file is
@@ -43,14 +43,14 @@ typedef struct {
 
 static File seeds[MAX_SEEDS];
 static size_t num_seeds;
-static File current; /* what is given to the library */
+static File current; /* the input of the library */
 static uint8_t scratch[MAX_FILE_BYTES];
 static uint64_t random_state;
 static uint64_t digest = 14695981039346656037u; /* FNV-1a */
 static uint64_t decoded[NUM_STATUS];
 static uint64_t transcoded[NUM_STATUS];
 
-/* Return a random number from 0 to n - 1; 0 for an n of 0. By splitmix64. */
+/* Return a random number from 0 to n - 1 by splitmix64, or 0 if n is 0. */
 static uint32_t below(size_t n) {
     random_state += 0x9E3779B97F4A7C15;
     uint64_t z = random_state;
@@ -101,7 +101,7 @@ static void read_seeds(const char *folder) {
 
 /* A marker segment. */
 typedef struct {
-    size_t begin, end; /* from its FF on */
+    size_t begin, end; /* starts at its FF */
     int marker;
 } Segment;
 
@@ -120,7 +120,7 @@ static size_t find_segments(File file, Segment *segments) {
     return count;
 }
 
-/* Replace the bytes from `begin` to `end` by `size` other ones, if there is room. */
+/* Replace the bytes from `begin` to `end` by `size` other ones if they fit. */
 static void replace(File *file, size_t begin, size_t end, const uint8_t *bytes, size_t size) {
     if (file->size - (end - begin) + size > MAX_FILE_BYTES) return;
     memmove(file->bytes + begin + size, file->bytes + end, file->size - end);
@@ -128,7 +128,7 @@ static void replace(File *file, size_t begin, size_t end, const uint8_t *bytes, 
     file->size += size - (end - begin);
 }
 
-/* Put stuffing, a fill byte or a marker at `at`. */
+/* Insert stuffing, a fill byte or a marker at `at`. */
 static void put_marker(File *file, size_t at, uint8_t value) {
     uint8_t marker[2] = {0xFF, value};
     if (below(2)) {
@@ -140,7 +140,7 @@ static void put_marker(File *file, size_t at, uint8_t value) {
     replace(file, at, at + replaced, marker, 2);
 }
 
-/* Replace a segment by one of another file, of the same kind if there is one. */
+/* Replace a segment by one of another file, if possible of the same kind. */
 static void replace_segment(File *file, const Segment *segment, const File *other) {
     Segment others[MAX_SEGMENTS];
     size_t count = find_segments(*other, others);
@@ -166,7 +166,7 @@ static void mutate(File *file) {
     uint8_t value = below(2) ? edges[below(sizeof edges)] : (uint8_t)below(256);
     uint8_t *bytes = file->bytes;
     Segment *segment = count ? segments + below(count) : &(Segment){0, 4, 0};
-    size_t content = segment->begin + 4; /* behind marker and length */
+    size_t content = segment->begin + 4; /* after marker and length */
     switch (below(12)) {
     case 0: /* another byte */
         bytes[at] = value;
@@ -218,7 +218,7 @@ typedef struct {
     uint32_t x, y, width, height, row_bytes, channels;
 } Window;
 
-/* Decode a window by both implementations; return the status.
+/* Decode a window with both implementations; return the status.
  *
  * JPEG_OK: the caller frees *pixels.
  */
@@ -261,7 +261,7 @@ static Window random_window(File file) {
     size_t count = find_segments(file, segments);
     uint32_t width = 16;
     uint32_t height = 16;
-    for (size_t k = 0; k < count; k++) { /* the last frame header counts */
+    for (size_t k = 0; k < count; k++) { /* the last frame header applies */
         const uint8_t *p = file.bytes + segments[k].begin;
         int is_frame = (segments[k].marker & 0xFE) == 0xC0;
         if (!is_frame || segments[k].end < segments[k].begin + 9) continue;

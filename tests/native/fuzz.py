@@ -1,8 +1,8 @@
 """Fuzz the C decoder and transcoder with damaged files: `python tests/native/fuzz.py --minutes 10`.
 
-Seeds are JPEGs of every kind, small, so that changes hit all parts of them. fuzz.c changes them and
-compares the results of the library's two implementations; gcc or clang compiles both with the
-sanitizers for addresses, leaks and undefined behaviour.
+Seeds are small JPEGs of every kind, so that changes reach all parts of them. fuzz.c changes the
+seeds and compares the results of the library's two implementations. gcc or clang compiles both with
+the sanitizers for addresses, leaks and undefined behavior.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class NoSanitizer(Exception):
 
 
 def write_seeds(folder: Path) -> Path:
-    """Write JPEGs of all samplings, modes, restart intervals and qualities, from 1 x 1 pixel on."""
     rng = np.random.default_rng(0)
 
     def write(name: str, data: bytes) -> None:
@@ -77,9 +76,10 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """Return a JPEG whose only block needs 64 codes of 16 bits with values of 15 bits, all missing.
+    """Return a JPEG whose only block needs 64 codes of 16 bits with values of 15 bits, which are
+    all missing.
 
-    No other file makes the decoder look further beyond its end.
+    No other file makes the decoder read further beyond the end.
     """
 
     def segment(marker: int, content: bytes) -> bytes:
@@ -97,7 +97,7 @@ def longest_block() -> bytes:
 
 
 def build(folder: Path, sources: Path = SOURCES) -> Path:
-    """Build the program with the C files in `sources`; raises NoSanitizer."""
+    """Build the program with the C files in `sources`. Raises NoSanitizer."""
     program = folder / "fuzz"
     problems: list[str] = []
     files = [str(path) for path in (HERE / "fuzz.c", *sorted(sources.glob("*.c")))]
@@ -134,9 +134,9 @@ def run(
     seconds: int = 10**9,
     fill: int = -1,
 ) -> tuple[int, str]:
-    """Run the program; return its exit status and what it printed.
+    """Run the program; return its exit status and its output.
 
-    The program leaves a file that fails next to the folder of seeds. fill: the byte that fresh
+    If a file fails, the program writes it next to the folder of seeds. fill: the byte that fresh
     memory contains; -1: any byte.
     """
     options = "quarantine_size_mb=64"

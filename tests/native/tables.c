@@ -1,5 +1,5 @@
-/* Check the page at the top of vit/data/decode/c/blocks.h against the code: its examples, and
- * blocks that are decoded two symbols per look-up against a decoder of one bit at a time. */
+/* Check the examples at the top of vit/data/decode/c/blocks.h against the code, and compare
+ * decoding of two symbols per look-up with a decoder of one bit at a time. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -15,8 +15,8 @@
 
 enum { BLOCK_BYTES = 64 * 4 /* 64 symbols of 16 + 15 bits */ };
 
-/* The standard's first codes for luma (table K.5); then five that are not in the table because of
- * their values (0B, 0D) or of their length. */
+/* The standard's first codes for luma (table K.5), and five codes that are not in the look-up table
+ * because of their values (0B, 0D) or their length. */
 static const JpegHuffman HUFFMAN = {
     .bits = {0, 0, 2, 1, 3, 3, 2, 2, 0, 0, 2, 1, 0, 0, 0, 0, 2},
     .values = {0x01, 0x02, 0x03, 0x00, 0x04, 0x11, 0x05, 0x12, 0x21, 0x31, 0x41, 0x06, 0x61, 0x0B,
@@ -33,11 +33,11 @@ static uint32_t next_bit(const uint8_t *from, long *used) {
     return bit;
 }
 
-/* Return the place of the next symbol in HUFFMAN.values, -1 if the bits are not a code. */
+/* Return the index of the next symbol in HUFFMAN.values, or -1 if the bits are not a code. */
 static int next_symbol(const uint8_t *from, long *used) {
     uint32_t code = 0;
-    uint32_t first = 0; /* code of this length */
-    uint32_t place = 0; /* of that code */
+    uint32_t first = 0; /* first code of this length */
+    uint32_t place = 0; /* index of that code */
     uint32_t length = 0;
     do {
         place += HUFFMAN.bits[length];
@@ -69,8 +69,8 @@ static long read_slowly(const uint8_t *from, uint32_t index) {
     return used;
 }
 
-/* Read `bytes` both ways as a block whose last coefficient so far is at `index`; return the number
- * of bits, or -1. */
+/* Decode `bytes` both ways as a block that continues after `index`; return the number of bits, or
+ * -1. */
 static long read_block(uint32_t index) {
     JpegBits bits = jpeg_bits(bytes, BLOCK_BYTES);
     memset(coefficients, 0, sizeof coefficients);
@@ -81,7 +81,7 @@ static long read_block(uint32_t index) {
     return used;
 }
 
-/* The same for bits that are given as text, followed by zeros. */
+/* Decode bits in a text, followed by zeros. */
 static long read_text(const char *text, uint32_t index) {
     size_t count = 0;
     memset(bytes, 0, sizeof bytes);
@@ -100,7 +100,7 @@ static uint32_t first_base(uint64_t two) { return two >> ONE_BASE & 0xFFFF; }
 static uint32_t second_step(uint64_t two) { return (uint32_t)(two >> TWO_STEP); }
 static int16_t second_value(uint64_t two) { return (int16_t)(two >> TWO_VALUE); }
 
-/* The page's example of one and two symbols. */
+/* The example of one and two symbols in blocks.h. */
 static void check_example(void) {
     uint32_t first = table.entry[0x3E2]; /* 01 11 1100 0 10 */
     MUST((first & ENTRY_TOTAL) == 4);
@@ -120,7 +120,7 @@ static void check_example(void) {
     MUST(read_text("01 11 1100 0 1010", 5) == 13);
     MUST(coefficients[NATURAL_ORDER[6]] == 3);
     MUST(coefficients[NATURAL_ORDER[8]] == -1);
-    two = table.two[0x4FE]; /* 100 111 11110: a 7, and the beginning of a longer code */
+    two = table.two[0x4FE]; /* 100 111 11110: a 7, and the start of a longer code */
     MUST(total(two) == 6);
     MUST(first_total(two) == 6);
     MUST(second_step(two) == 0);
@@ -130,8 +130,8 @@ static void check_example(void) {
     MUST(step_of(slow) == STEP_SLOW);
 }
 
-/* The end of a block, in the order of the page. 1010 is the end of block, 00 1 a coefficient of 1,
- * 1100 1 the same after a zero. */
+/* The ends of blocks, in the order of blocks.h. 1010 is the end of block, 00 1 a coefficient of 1,
+ * and 1100 1 a coefficient of 1 after a zero. */
 static void check_block_ends(void) {
     uint64_t two = table.two[0x500]; /* 1010 0000000 */
     MUST(first_step(two) == STEP_OUT);
@@ -142,9 +142,9 @@ static void check_block_ends(void) {
     MUST(second_step(two) == STEP_OUT);
     MUST(read_text("00 1 1010", 7) == 7);
     MUST(coefficients[NATURAL_ORDER[8]] == 1);
-    MUST(read_text("00 1 00 1", 61) == 6); /* the second one at 63 */
+    MUST(read_text("00 1 00 1", 61) == 6); /* the second coefficient is at 63 */
     MUST(coefficients[63] == 1);
-    MUST(read_text("00 1 00 1", 62) == 3);   /* the first one at 63 */
+    MUST(read_text("00 1 00 1", 62) == 3);   /* the first coefficient is at 63 */
     MUST(read_text("1100 1 00 1", 61) == 5); /* the same */
     MUST(read_text("1100 1 00 1", 62) == -1);
     MUST(read_text("00 1 1100 1", 61) == -1);
@@ -154,7 +154,7 @@ static void check_block_ends(void) {
     MUST(total(two) == 0);
 }
 
-/* Random bits, from any index on. */
+/* Random bits, starting at any index. */
 static void check_random_blocks(void) {
     long num_good = 0;
     long num_damaged = 0;

@@ -1,7 +1,7 @@
-"""On damaged files, and under sanitizers, the C code accesses only the memory it is given, and its
-two implementations agree.
+"""Test the C code on damaged files with sanitizers: it accesses only its own memory, and its two
+implementations agree.
 
-For longer runs: `python tests/native/fuzz.py --minutes 10`.
+For longer runs use `python tests/native/fuzz.py --minutes 10`.
 """
 
 from __future__ import annotations

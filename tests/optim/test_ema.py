@@ -1,4 +1,4 @@
-"""The moving average of the weights against its closed form."""
+"""Test the moving average of the weights against its closed form."""
 
 import copy
 
@@ -19,7 +19,7 @@ def model_with_buffers() -> nn.Module:
 
 @torch.no_grad()
 def train(model: nn.Module, step: int) -> None:
-    """Replaces an update: new weights, new buffers."""
+    """Simulate an update: set new weights and new buffers."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -53,7 +53,7 @@ def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
 
 
 def test_average_follows_as_timms_does():
-    """DeiT averages with timm's class and one decay from the first update on."""
+    """DeiT averages with timm's class and a constant decay from the first update on."""
     model = model_with_buffers()
     ours = Ema(model, 0.9)
     theirs = ModelEmaV2(model, decay=0.9)
@@ -127,8 +127,8 @@ def test_a_resumed_average_equals_an_uninterrupted_one():
 
 
 def test_an_average_every_few_steps_after_the_warm_up_is_torchvisions():
-    """Its train.py averages at i % 3 == 0 of each epoch; in two epochs of warm-up the count is
-    reset."""
+    """torchvision's train.py averages at i % 3 == 0 of each epoch. In two epochs of warm-up it
+    resets the count."""
     model = model_with_buffers()
     ours = Ema(model, 0.9, every_steps=3, after_steps=2 * 8, steps_per_epoch=8)
     theirs = AveragedModel(model, avg_fn=lambda average, value, _: 0.9 * average + 0.1 * value)

@@ -1,4 +1,5 @@
-"""Groups of parameters against timm's and torchvision's; each parameter is in exactly one."""
+"""Test the groups of parameters against timm's and torchvision's. Each parameter must be in exactly
+one group."""
 
 import itertools
 
@@ -33,7 +34,7 @@ def decayed_names(model: nn.Module, rule: str) -> set[str]:
     return names_of(model, [p for g in groups if g["is_decayed"] for p in g["params"]])
 
 
-# --- what is decayed ------------------------------------------------------------------------------
+# --- which parameters are decayed -----------------------------------------------------------------
 
 
 def test_weights_of_linear_maps_decay_and_nothing_else():
@@ -90,7 +91,7 @@ def test_exempts_the_same_norms_as_torchvision(create):
 
 
 def test_kernels_are_those_of_flax():
-    """A head that pools by attention has a query of two and more dimensions, which is not a
+    """A head that pools by attention has a query with two or more dimensions, which is not a
     kernel."""
     model = our_model(class_token=False, global_pool="map", reg_tokens=2)
     kernels = {n for n, p in model.named_parameters() if n.endswith(".weight") and p.ndim > 1}
@@ -124,7 +125,7 @@ def test_omits_frozen_parameters():
         assert len(grouped) == len(trained)
 
 
-# --- by depth -------------------------------------------------------------------------------------
+# --- rates that depend on depth -------------------------------------------------------------------
 
 
 def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float]]:
@@ -135,7 +136,9 @@ def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float
         for group in groups
         for p in group["params"]
     ]
-    assert len(pairs) == len(dict(pairs)) == len(name_of), "each parameter is in exactly one group"
+    assert len(pairs) == len(dict(pairs)) == len(name_of), (
+        "each parameter must be in exactly one group"
+    )
     return dict(pairs)
 
 
@@ -157,7 +160,7 @@ def test_layers_are_timms(fields):
         got = scales(parameter_groups(ours, config), ours)
         assert got.keys() <= expected.keys()
         differ = {name for name in got if got[name] != pytest.approx(expected[name])}
-        # BEiT and MAE count the last norm as part of the head. MAE's norm after the mean is timm's.
+        # BEiT and MAE treat the last norm as part of the head. MAE's norm after the mean is timm's.
         has_norm = form == "beit" and "avg" not in fields.values()
         assert differ == ({"norm.weight", "norm.bias"} if has_norm else set())
         assert all(got[name][0] == 1 for name in differ)
@@ -173,7 +176,7 @@ def test_networks_of_stages_have_timms_layers():
 
 
 def test_each_block_below_learns_slower_by_the_factor():
-    """BEiT's numbers: 0 for the embedding, n for block n, depth + 1 for the head."""
+    """BEiT numbers the embedding 0, block n n, and the head depth + 1."""
     model = our_model()
     numbers = layer_numbers(model, "beit")
     assert {numbers[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.weight")} == {0}
@@ -188,7 +191,7 @@ def test_each_block_below_learns_slower_by_the_factor():
     assert decays == {True: 0.3, False: 0.0}
 
 
-# --- what Muon takes ------------------------------------------------------------------------------
+# --- the parameters that Muon updates -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_vit2", "test_resnet"])

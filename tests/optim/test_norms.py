@@ -1,5 +1,5 @@
-"""Norms of each layer against plain loops over parameters, and attention logits against the inputs
-of attention's kernel."""
+"""Test the norms of each layer against plain loops over parameters, and the attention logits
+against the inputs of attention's kernel."""
 
 from __future__ import annotations
 
@@ -98,12 +98,11 @@ def plain_norms(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, float]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_norms_are_those_of_a_plain_loop_over_parameters(name, precision):
-    """In two micro-batches, clipped; in fp16 with a loss scale."""
     if precision == "fp16" and name not in ("adamw", "muon"):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
     if precision == "fp16":
-        # 65,536 overflows first: it is lowered by skipped updates
+        # a scale of 65,536 would overflow, and be lowered by skipped updates
         step.loss_scale.value.fill_(2.0**8)
     assert step(make_batch(), 0).read().norms is None
     before = copy.deepcopy(step.model)
@@ -113,7 +112,7 @@ def test_norms_are_those_of_a_plain_loop_over_parameters(name, precision):
     moved = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     changes = ((name, p - moved[name]) for name, p in before.named_parameters())
     gradients = plain_norms((name, p.grad) for name, p in before.named_parameters())
-    # float16's 11 bits, through two blocks
+    # float16 has 11 bits, which are rounded in two blocks
     tolerance = 1e-4 if precision == "fp32" else 0.02
     close = partial(pytest.approx, rel=tolerance)
     assert tuple(result.norms["grad_norm"]) == LAYERS
@@ -163,7 +162,6 @@ def test_measures_only_trained_layers():
 
 
 def test_measuring_does_not_change_the_training():
-    """Equal bits, with dropout and drop path."""
     fields = {"drop_path_rate": 0.5, "proj_drop_rate": 0.5, "patch_drop_rate": 0.5}
     steps = [make_step(make_model(**fields), every=every) for every in (1, None)]
     for number in range(2):
@@ -179,7 +177,7 @@ def test_measuring_does_not_change_the_training():
 
 @pytest.fixture
 def largest_of_calls(monkeypatch) -> list[torch.Tensor]:
-    """The largest logit for each image, of each call of the kernel."""
+    """Return the largest logit for each image in each call of the kernel."""
     seen = []
     kernel = F.scaled_dot_product_attention
 
@@ -214,7 +212,7 @@ def test_the_largest_logit_is_that_of_attentions_inputs(create, largest_of_calls
 
 
 def test_searches_the_largest_logit_in_the_first_mixed_images(largest_of_calls):
-    """Micro-batches of 4, groups of 6 that mix: the chosen images depend on neither."""
+    """The choice must depend neither on micro-batches of 4 nor on mixing groups of 6."""
     step = make_step(micro_batch_size=6)
     mixing = AugmentConfig(hflip_prob=0.0, mixup_alpha=1.0, mix_group_size=6)
     step.augment.config = mixing
@@ -317,7 +315,6 @@ leave_world(world)
 @pytest.mark.slow
 @pytest.mark.full
 def test_any_number_of_ranks_measures_the_same(tmp_path):
-    """Under DDP, and with parameters of which each rank has a shard."""
     script = tmp_path / "script.py"
     script.write_text(RANKS)
     results = []

@@ -1,4 +1,5 @@
-"""Updates against the papers' formulas in float64 and against the libraries' own optimizers."""
+"""Test updates against the papers' formulas in float64 and against the libraries' own
+optimizers."""
 
 import copy
 import functools
@@ -80,7 +81,8 @@ def adamw_reference(
     rates: list[float],
     decay: float,
 ) -> torch.Tensor:
-    """Algorithm 2 of Loshchilov & Hutter 2019, decay multiplied by the learning rate."""
+    """Return the weights after Algorithm 2 of Loshchilov & Hutter 2019, with the decay multiplied
+    by the learning rate."""
     first = torch.zeros_like(weight)
     second = torch.zeros_like(weight)
     beta1, beta2 = config.betas
@@ -101,7 +103,8 @@ def sgd_reference(
     rates: list[float],
     decay: float,
 ) -> torch.Tensor:
-    """L2 decay, heavy-ball momentum, Sutskever et al. 2013's Nesterov form as torch writes it."""
+    """Return the weights after SGD with L2 decay and the Nesterov form of Sutskever et al. 2013 as
+    in torch."""
     velocity = torch.zeros_like(weight)
     for gradient, lr in zip(gradients, rates, strict=True):
         gradient = gradient + decay * weight
@@ -145,7 +148,7 @@ def test_the_first_learning_rate_is_the_configs():
 @each_config
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_gradient_leaves_no_trace(config, bad):
-    """Weights and state keep their bits, and later updates are as if it had never been tried."""
+    """Weights and state must keep their bits, and later updates must not be affected."""
     models = [small_model(), small_model()]
     skipped, plain = (create_optimizer(model, config) for model in models)
     for step in range(5):
@@ -156,7 +159,7 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
             update(skipped, 1.0)
             after = (*models[0].parameters(), *tensors_of(skipped))
             same = [bits_equal(a, b) for a, b in zip(before, after, strict=True)]
-            # Adafactor's count belongs to its schedule, which continues as the learning rate's
+            # Adafactor's counter is part of its schedule, which continues as the learning rate's
             # does.
             counts = len(list(models[0].parameters())) if config.name == "adafactorbv" else 0
             assert same.count(False) == counts
@@ -171,7 +174,7 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
 
 
 @pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
-def test_updating_all_tensors_at_once_gives_the_same_update(name, monkeypatch):
+def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
     """timm takes a different branch on CPUs. Two of six updates are skipped."""
     models = [small_model(), small_model()]
     one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)
@@ -193,23 +196,21 @@ def test_updating_all_tensors_at_once_gives_the_same_update(name, monkeypatch):
             for module in (timm.optim.lamb, timm.optim.nadamw, timm.optim.adamw):
                 patched.setattr(module, "_resolve_foreach", on_a_gpu)
             update(at_once, float(is_bad))
-    assert num_taken >= 6, "timm no longer asks at the patched place"
+    assert num_taken >= 6, "timm no longer calls the patched function"
     for one, other in zip(*(model.parameters() for model in models), strict=True):
-        # The tolerance for four updates, each in a few operations on numbers of about 1.
+        # The tolerance covers four updates of a few operations on numbers of about 1.
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     for one, other in zip(*map(tensors_of, (one_by_one, at_once)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def update(optimizer: torch.optim.Optimizer, found_inf: float) -> None:
-    """Update as `TrainStep` does."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
     optimizer.step()
 
 
 def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bits: -0 differs from 0, and NaN equals NaN."""
     integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.detach().view(integers), b.detach().view(integers))
 
@@ -253,8 +254,7 @@ def test_an_optimizer_that_would_apply_a_gradient_that_is_not_finite_is_an_error
 
 
 def of_the_library(model: nn.Module, config) -> list[torch.optim.Optimizer]:
-    """The same optimizer made by torch and timm alone, whose state is created by the first
-    update."""
+    """Return the same optimizer made with torch and timm alone."""
     groups = parameter_groups(model, config)
     common = {"lr": config.lr}
     if isinstance(config, SgdConfig):
@@ -291,8 +291,8 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
         for model, optimizer in ((plain, theirs), (allocated, ours)):
             give_gradients(model, step)
             optimizer.step()
-    # LAMB's bias corrections are computed on the device, in float32: a few units in the last place
-    # of an update.
+    # LAMB's bias corrections are computed on the device in float32, so updates differ by a few
+    # units in the last place.
     tolerance = {"rtol": 2e-6, "atol": 2e-7} if config.name == "lamb" else {"rtol": 0, "atol": 0}
     for a, b in zip(plain.parameters(), allocated.parameters(), strict=True):
         torch.testing.assert_close(b, a, **tolerance)
@@ -307,7 +307,7 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_muon_equals_torchs_with_a_separate_adam(nesterov):
-    """torch has Muon for matrices only, implemented independently of timm's."""
+    """torch has Muon for matrices only, with an implementation that is independent of timm's."""
     model = small_model()
     theirs = copy.deepcopy(model)
     config = MuonConfig(
@@ -330,8 +330,8 @@ def test_muon_equals_torchs_with_a_separate_adam(nesterov):
         ours.step()
         muon.step()
         adam.step()
-    # The iterations are in bf16, 2^-8 of an update of 0.02: the order of a kernel's additions
-    # shows.
+    # The iterations are in bf16, so the order of a kernel's additions changes an update of 0.02 by
+    # 2^-8 of it.
     torch.testing.assert_close(model.blocks[0][0].weight, matrix, rtol=0, atol=4 * 0.02 / 128)
     if not nesterov:  # with Nesterov, the other parameters have NAdamW's update
         names = {n for n, p in theirs.named_parameters() if p is not matrix}
@@ -342,7 +342,7 @@ def test_muon_equals_torchs_with_a_separate_adam(nesterov):
 
 @each_config
 def test_a_first_update_that_is_skipped_leaves_the_state_at_zero(config):
-    """torch's fused SGD would leave uninitialised memory as momentum."""
+    """torch's fused SGD would leave uninitialized memory as momentum."""
     model = small_model()
     optimizer = create_optimizer(model, config)
     give_gradients(model, 0)

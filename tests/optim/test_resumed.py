@@ -1,5 +1,4 @@
-"""Optimizers, rates and losses in real runs on two ranks: a resumed run equals the undisturbed one
-to the bit."""
+"""Test that runs on two ranks resume bit for bit with each optimizer, schedule and loss."""
 
 import pytest
 from processes import final_state, train, write_config
@@ -11,7 +10,7 @@ RUNS = {
     "nadamw": ["optim.name=nadamw"],
 }
 EVERY_TIME = ("adafactorbv",)
-"""Its state has two number formats, and is on two devices if there is a GPU."""
+"""An optimizer whose state has two number formats, and is on two devices if a GPU exists."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Learning rate and weight decay against torch's and timm's schedulers, including edge cases."""
+"""Test learning rate and weight decay against torch's and timm's schedulers, including edge
+cases."""
 
 import math
 
@@ -19,8 +20,8 @@ PEAK = 0.3
 
 
 def torch_rates(num_steps: int, scheduler: type[LRScheduler], **options) -> list[float]:
-    """Return the learning rates of a stateful scheduler of torch, from before its first step to
-    after its last."""
+    """Return the learning rates of a stateful torch scheduler, from before its first step to after
+    its last."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     schedule = scheduler(optimizer, **options)
     rates = [PEAK * options.get("start_factor", 1.0)]
@@ -96,7 +97,7 @@ def test_rate_rises_to_the_peak_then_falls_to_the_minimum_where_the_run_ends(
         assert math.isclose(
             rates[-1], peak_lr if name == "constant" else min_lr, abs_tol=1e-12 * peak_lr
         )
-    assert all(rate > 0 for rate in rates[:total_steps]), "no update is lost on a rate of 0"
+    assert all(rate > 0 for rate in rates[:total_steps]), "no update may be wasted on a rate of 0"
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
@@ -110,7 +111,8 @@ def test_the_decay_is_half_done_half_way(name):
 
 
 def timm_rates(num_steps: int, scheduler: type[Scheduler], in_epochs: int = 0, **options):
-    """As timm's train.py calls it: per update, or at the end of each epoch of `in_epochs` steps."""
+    """Return the rates as in timm's train.py: per update, or at the end of each epoch of
+    `in_epochs` steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     schedule = scheduler(optimizer, t_in_epochs=bool(in_epochs), **options)
     rates = []
@@ -131,7 +133,7 @@ def our_rates(num_steps: int, **options) -> list[float]:
 @pytest.mark.parametrize("cooldown", [0, 2])
 @pytest.mark.parametrize("per_epoch", [True, False])
 def test_cosine_with_warm_up_and_cool_down_is_timms(per_epoch, cooldown, prefix):
-    """DeiT's is per epoch, from 1e-6, without a prefix."""
+    """DeiT's schedule is per epoch, starts at 1e-6, and has no prefix."""
     epochs, length, warmup = 12, 5, 3
     unit = 1 if per_epoch else length
     theirs = timm_rates(
@@ -185,7 +187,7 @@ def test_warm_up_stable_decay_is_timms(warmup, form):
 
 
 def test_warm_up_of_a_part_per_epoch_is_torchvisions():
-    """references/classification/train.py: LinearLR, then CosineAnnealingLR, stepped each epoch."""
+    """references/classification/train.py steps LinearLR and then CosineAnnealingLR each epoch."""
     epochs, warmup, length = 12, 4, 3
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     linear = LinearLR(optimizer, start_factor=0.033, total_iters=warmup)

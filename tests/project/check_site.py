@@ -2,8 +2,8 @@
 
     python tests/project/check_site.py build/site
 
-`make docs` runs it, because the site's generator accepts links to files outside its pages. Exit
-status 1 with one line for each dead link.
+`make docs` runs this check, because the site's generator accepts links to files outside its pages.
+Prints a line for each dead link, and then exits with status 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """The links of one HTML page and the anchors that it offers."""
+    """The links and the anchors of one HTML page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The check of commit messages, called as the hook and the workflow call it."""
+"""Test the check of commit messages as the hook and the workflow call it."""
 
 from __future__ import annotations
 

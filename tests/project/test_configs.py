@@ -1,5 +1,5 @@
-"""Every recipe fits the schema, names its source, has that source's values, and runs its first
-steps."""
+"""Test that every recipe fits the schema, names its source, has that source's values, and runs its
+first steps."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ MAE_TABLE_11 = {
     "model.drop_path_rate": 0.1,
     "train.ema_decay": 0.9999,
 }
-# The same table's values for ViT-L and ViT-H.
+# The values for ViT-L and ViT-H in Table 11.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
 # facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for ViT-S, B and L at resolution
-# 384x384": the options of the commands, and main.py's and timm's defaults for options that they
-# leave out.
+# 384x384": the options of the commands. Omitted options have the defaults of main.py and timm.
 DEIT3_FINETUNE_384 = {
     "optim.name": "adamw",  # --opt adamw
     "optim.lr": 1e-5,  # --lr 1e-5 --unscale-lr
@@ -80,15 +79,15 @@ TABLES = {
     "vit_b16": MAE_TABLE_11,
     "vit_l16": MAE_TABLE_11_LARGE,
     "vit_h14": MAE_TABLE_11_LARGE,
-    # Drop path: the base's own, as affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k fine-tunes.
+    # Drop path is the base's own, as in affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k.
     "vit_b16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.1, "model.image_size": 384},
     "vit_l16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 384},
     # 392 = 28 * 14
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
-# Tests of the other recipes: tests/extras/recipes/test_shipped.py. A recipe may set these keys
-# beyond its source: paths, hardware, and the frequency of logs and evaluations.
+# Other recipes are tested in tests/extras/recipes/test_shipped.py. A recipe may set these keys in
+# addition to its source: paths, hardware, and the frequency of logs and evaluations.
 OURS = {
     "model.name",
     "model.image_size",
@@ -110,7 +109,7 @@ def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
     with torch.device("meta"):
         create_model(config.model, num_classes=config.model.num_classes or 10)
     header = re.match(r"(#.*\n)+", path.read_text())
-    assert header, "a recipe opens with a header"
+    assert header, "a recipe must start with a header"
     for word in HEADER:
         assert re.search(rf"^# {word}\s+\S", header[0], re.M), f"the header lacks '{word}'"
     assert re.search(r"^# (result|published)\s+\S", header[0], re.M)
@@ -150,7 +149,7 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
             pytest.approx(expected) if isinstance(expected, float) else expected
         ), key
     keys = {key for key, origin in origins.items() if origin.startswith(str(path))}
-    assert keys <= table.keys() | OURS, "a value without a source"
+    assert keys <= table.keys() | OURS, "a value has no source"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,8 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
     ],
 )
 def test_what_a_header_derives_follows_from_its_recipe(path):
-    """Steps on ImageNet; hours and memory as `launch/plan.py` forecasts them for 8 H200."""
+    """The header states steps on ImageNet, and hours and memory as `launch/plan.py` forecasts them
+    for 8 H200."""
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"])
     text = path.read_text()
@@ -180,7 +180,6 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
 
 
 def test_the_page_of_plans_agrees_with_every_header():
-    """The headers are compared with the forecasts."""
     page = (ROOT / "docs" / "plans.md").read_text()
     stated = []
     for path in RECIPES:
@@ -237,14 +236,14 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """An image of `side` x `side` patches for the recipe `name`."""
+    """Return the setting for images of `side` x `side` patches for the recipe `name`."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shards):
-    """Run folder of a base recipe, small, after two steps; made once."""
+    """Return a function that trains a small base recipe and returns its run folder."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:
@@ -272,7 +271,7 @@ def test_a_small_one_trains_and_is_evaluated(name, bases):
     losses = [line["loss"] for line in metrics(folder, "train")]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(1.0986, abs=2e-3), (
-        "a zero head of three classes starts at ln 3"
+        "a zero head of three classes starts at a loss of ln 3"
     )
     (last,) = metrics(folder, "eval")
     assert last["num_images"] == last["num_images_ema"] == 23
@@ -325,7 +324,8 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(
 @pytest.mark.full
 @pytest.mark.slow
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
-    """In bf16 if the CPU has instructions for it; without them a step would take minutes."""
+    """Without CPU instructions for bf16, a step would take minutes, so bf16 is used only with
+    them."""
     precision = "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
     done = run(
         "launch/train.py",
@@ -345,14 +345,13 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
     assert losses[0] == pytest.approx(1.0986, abs=2e-3), (
-        "a zero head of three classes starts at ln 3"
+        "a zero head of three classes starts at a loss of ln 3"
     )
     assert len(losses) == 2
 
 
 def test_the_table_of_deit_options_has_valid_settings(tmp_path):
-    """Each `section.key: value` of the table; a key without a section belongs to the previous
-    section."""
+    """Each cell is `section.key: value`. A key without a section is in the previous section."""
     table = (
         (ROOT / "docs" / "recipes.md")
         .read_text()

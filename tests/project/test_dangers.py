@@ -1,4 +1,4 @@
-"""No source calls a function that would run its input as code: every call is checked."""
+"""Test that no source calls a function that could run its input as code."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ SUSPECT = re.compile(
     r"|import (?:load|jit|hub)\b|yaml|extract|unpack|shell|trust_remote|_object"
     r"|[\"'/](?:ba)?sh[\"']"
 )
-"""Only sources with one of these words are parsed, because parsing takes time."""
+"""Parsing takes time, so only sources with one of these words are parsed."""
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
-    """The origin of each imported name: `from os import system as run` gives run: os.system."""
+    """Return the origin of each imported name: `from os import system as run` gives run:
+    os.system."""
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -49,7 +50,7 @@ def imported(tree: ast.Module) -> dict[str, str]:
 
 
 def dangers(source: str) -> list[str]:
-    """Return the calls that run, or may run, their input."""
+    """Return the calls that may run their input."""
     lines = []
     tree = ast.parse(source)
     meanings = imported(tree)

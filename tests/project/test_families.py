@@ -1,5 +1,5 @@
-"""Every process of a test ends with it, and tests/conftest.py lists what skipped tests need:
-tests/helpers/families.py."""
+"""Test that every process of a test ends with it, and that tests/conftest.py lists what skipped
+tests need."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ time.sleep(600 if len(sys.argv) == 2 else 0)
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
-    """A script that starts three processes in sessions of their own, writes their ids to its file,
-    and stays or ends."""
+    """Return a script that starts three processes in sessions of their own, writes their ids to its
+    file, and stays or ends."""
     (tmp_path / "sessions.py").write_text(SESSIONS)
     return tmp_path / "sessions.py"
 
@@ -57,7 +57,7 @@ def pids_in(path: Path) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Wait some seconds for the processes to end; a zombie has ended."""
+    """Wait some seconds for the processes to end. A zombie has ended."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
@@ -67,7 +67,7 @@ def are_gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_run_that_is_timed_out_leaves_no_process(sessions, tmp_path, monkeypatch, cold):
+def test_a_run_that_times_out_leaves_no_process(sessions, tmp_path, monkeypatch, cold):
     communicate = families.Family.communicate
 
     def once_all_have_started(family: families.Family, timeout_s: float) -> tuple[str, str]:
@@ -123,7 +123,7 @@ def test_is_killed():
 
 
 def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(sessions, tmp_path):
-    """The hooks of tests/conftest.py, in a nested pytest."""
+    """A nested pytest uses the hooks of tests/conftest.py."""
     (tmp_path / "test_inner.py").write_text(
         INNER.format(sessions=str(sessions), folder=str(tmp_path))
     )
@@ -146,16 +146,16 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
         killed = pids_in(tmp_path / "killed")
         assert all(map(is_alive, killed))
         [folder] = temporary.iterdir()
-        assert len(list(folder.iterdir())) == 6, "two of each test"
+        assert len(list(folder.iterdir())) == 6, "two processes of each test"
         assert not any(
             is_alive(pid) for name in ("failed", "timed_out") for pid in pids_in(tmp_path / name)
         )
         family.process.kill()
         family.process.wait()
-        assert are_gone(killed), "the guard ends what a killed pytest leaves"
+        assert are_gone(killed), "the guard must end the processes of a killed pytest"
         deadline = time.monotonic() + 120
         while list(temporary.iterdir()):
-            assert time.monotonic() < deadline, "and its temporary files"
+            assert time.monotonic() < deadline, "the guard must delete its temporary files"
             time.sleep(0.02)
 
 

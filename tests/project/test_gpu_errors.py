@@ -1,7 +1,7 @@
-"""Each row of the section about GPUs in docs/errors.md is provoked with the real command.
+"""Test the section about GPUs in docs/errors.md: each row is provoked with the real command.
 
-No GPU is needed: a few lines that run before the command, in its process, imitate the driver, torch
-and the GPU.
+No GPU is needed. A few lines that run before the command, in its process, simulate the driver,
+torch and the GPU.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ print("note:", precision_note("bf16", torch.device("cuda", 0)), file=sys.stderr)
 
 
 class Place:
-    """A folder with a config; runs commands after a few lines of Python."""
+    """A folder with a config in which commands run after a few lines of Python."""
 
     def __init__(self, folder: Path, shards: Path):
         self.folder = folder
@@ -119,10 +119,9 @@ class Place:
         return call(line, env)
 
     def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
-        """The lines that imitate a GPU with memory for a micro-batch of this size and no larger
-        one.
+        """Return lines that simulate a GPU with memory for a micro-batch of at most this size.
 
-        A fraction stands between two sizes, and 0 for no room at all. `spare_gib`: more memory.
+        A fraction is between two sizes, and 0 means no memory at all. `spare_gib`: more memory.
         """
         GIB = pytest.importorskip("vit.extras.planner.forecast").GIB
         RESERVED_GIB = pytest.importorskip("vit.extras.planner.forecast").RESERVED_GIB

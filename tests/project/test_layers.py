@@ -1,4 +1,5 @@
-"""Rooms have one order: each imports only rooms below it, and no file imports too many modules."""
+"""Test that packages have one order: each imports only packages below it, and no file imports too
+many modules."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # The parts of checkpoint/ that find weights in a run's folder; the rest of checkpoint/ is
+    # The modules of checkpoint/ that find weights in a run's folder. The rest of checkpoint/ is
     # above.
     "vit.run_folder",
     "vit.weights",
@@ -53,17 +54,17 @@ ROOMS = (
     "vit",
     "launch",
 )
-"""From bottom to top. A module is in the room with the longest name that its own name begins
-with."""
+"""The packages from bottom to top. A module is in the package with the longest name that its own
+name starts with."""
 LATE = {
     ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
-"""A module, and a module of the project that one of its functions imports -> the reason."""
+"""A module, and a project module that one of its functions imports -> the reason."""
 MOST_IMPORTS = 20
-"""The most modules of the project that a file may import."""
+"""The largest number of project modules that a file may import."""
 MOST_FILES = 10
 MOST_FOLDERS = 14
-"""Files directly in vit/, which is the map of the project."""
+"""The files directly in vit/, which give an overview of the project."""
 NEEDS_TORCH = (
     "vit.system.device_memory",
     "vit.system.devices",
@@ -83,16 +84,14 @@ NEEDS_TORCH = (
     "vit.data.augment.pixel_ops",
     "vit.data.augment.rounds",
 )
-"""The modules of vit.system, vit.data and data_prep that need torch; the others work without it."""
+"""The modules of vit.system, vit.data and data_prep that need torch. The others work without it."""
 
 
 class Arrow(NamedTuple):
-    """An import of one module by another."""
-
     target: str
     line: int
     is_late: bool
-    """Whether the import is inside a function."""
+    """True if the import is inside a function."""
 
 
 @functools.cache
@@ -147,7 +146,7 @@ def shown(module: str, arrow: Arrow) -> str:
 
 
 def violations(rule) -> str:
-    """List the imports for which `rule(module, arrow)` returns a reason, a line each."""
+    """Return a line for each import for which `rule(module, arrow)` returns a reason."""
     lines = [
         f"{shown(module, arrow)}: {text}"
         for module, all_arrows in modules().items()
@@ -157,13 +156,13 @@ def violations(rule) -> str:
     return "\n".join(lines)
 
 
-def test_every_module_has_a_room():
+def test_every_module_is_in_a_listed_package():
     lost = [
         module for module in modules() if not any(f"{module}.".startswith(f"{r}.") for r in ROOMS)
     ]
     assert not lost
     in_use = {room_of(module) for module in modules()}
-    assert not set(ROOMS) - in_use, "a room has no module: remove it from the list"
+    assert not set(ROOMS) - in_use, "a package has no module: remove it from the list"
 
 
 def test_imports_go_down():
@@ -174,7 +173,9 @@ def test_imports_go_down():
         return f"{target} is above {own}" if ROOMS.index(target) > ROOMS.index(own) else ""
 
     upward = violations(rule)
-    assert not upward, f"each room imports rooms below it (ROOMS in {__file__}):\n{upward}"
+    assert not upward, (
+        f"a package may import only packages below it (ROOMS in {__file__}):\n{upward}"
+    )
 
 
 def test_extras_import_the_core_and_not_each_other():
@@ -184,12 +185,12 @@ def test_extras_import_the_core_and_not_each_other():
         return "an extra must work without the others" if is_other else ""
 
     between = violations(rule)
-    assert not between, f"move what both need into the core, or load it by name:\n{between}"
+    assert not between, f"move the shared code into the core, or load it by name:\n{between}"
 
 
 def test_no_circle_of_files():
     graph = {name: {arrow.target for arrow in imports} for name, imports in modules().items()}
-    # A class of settings and its checks name each other, for types only.
+    # A class of settings and its checks refer to each other, but only in types.
     graph = {
         name: {t for t in imports if t != name} for name, imports in without_types(graph).items()
     }
@@ -197,7 +198,8 @@ def test_no_circle_of_files():
 
 
 def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return `graph` without type-only imports: within a room, files may name each other."""
+    """Return `graph` without type-only imports, because files of a package may refer to each
+    other."""
     graph_at_run_time = {}
     for name in graph:
         tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
@@ -219,7 +221,7 @@ def test_imports_are_at_the_top():
         return "" if (module, arrow.target) in LATE else "in a function"
 
     late = violations(rule)
-    assert not late, f"functions import third-party packages only:\n{late}"
+    assert not late, f"functions may import only third-party packages:\n{late}"
     assert used == set(LATE), "an exception is no longer needed: remove it from the list"
 
 
@@ -228,7 +230,10 @@ def test_no_file_imports_too_many():
         name: len({arrow.target for arrow in imports}) for name, imports in modules().items()
     }
     many = [f"{name}: {number}" for name, number in numbers.items() if number > MOST_IMPORTS]
-    assert not many, f"more than {MOST_IMPORTS} modules of ours: divide by role\n" + "\n".join(many)
+    assert not many, (
+        f"split files that import more than {MOST_IMPORTS} project modules by role:\n"
+        + "\n".join(many)
+    )
 
 
 def test_every_object_loaded_by_name_exists():
@@ -311,4 +316,4 @@ assert "load" in vit.__all__ and not loaded, loaded
         )
         assert done.returncode == 0, done.stderr
         return
-    assert all(isinstance(node, ast.Expr) for node in body), "a docstring only"
+    assert all(isinstance(node, ast.Expr) for node in body), "only a docstring is allowed"

@@ -1,5 +1,5 @@
-"""requirements.txt has the dependencies of pyproject.toml, and deploy/requirements.lock pins them
-within their ranges, with hashes."""
+"""Test that requirements.txt has the dependencies of pyproject.toml, and that
+deploy/requirements.lock pins them within their ranges, with hashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def locked() -> dict[str, list[tuple[Requirement, list[str]]]]:
-    """Pins by name, each with its hashes; a package may have one pin for each range of Pythons."""
+    """Return pins by name, each with its hashes. A package may have one pin for each range of
+    Python versions."""
     pins: dict[str, list[tuple[Requirement, list[str]]]] = {}
     text = (ROOT / "deploy" / "requirements.lock").read_text()
     for entry in re.split(r"\n(?=\S)", re.sub(r"^#.*\n", "", text, flags=re.M)):

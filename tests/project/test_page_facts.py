@@ -1,5 +1,5 @@
-"""Facts in the sentences of the pages are true: Python calls fit the real signatures, and counts
-are correct."""
+"""Test facts in the sentences of the pages: Python calls must fit the real signatures, and counts
+must be correct."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def places_of_names() -> dict[str, list[str]]:
 
 
 def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
-    """Return the objects that `name` may refer to: by its module, or by its last part alone."""
+    """Return the objects that `name` may refer to, by its module or by its last part alone."""
     prefix, _, last = name.rpartition(".")
     if prefix:
         try:
@@ -53,7 +53,7 @@ def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
 
 
 def problem_of(call: str, places: dict[str, list[str]]) -> str:
-    """Return why a call does not fit its function, "" if it fits."""
+    """Return why a call does not fit its function, or "" if it fits."""
     name = call.partition("(")[0]
     if name in ELSEWHERE:
         return ""
@@ -124,7 +124,7 @@ def lines_of(*patterns: str) -> int:
 
 
 def limit(name: str) -> int:
-    """A number of tests/project/test_sizes.py."""
+    """Return a number from tests/project/test_sizes.py."""
     text = (ROOT / "tests" / "project" / "test_sizes.py").read_text()
     return int(re.search(rf"^{name} = (\d+)$", text, re.M)[1])
 
@@ -136,7 +136,7 @@ def published_commands() -> int:
 
 
 def recipes_with_a_curve() -> int:
-    """The number of recipes with a curve, except the demo, which is not published."""
+    """Return the number of recipes with a curve, except the demo, which is not published."""
     recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "demo"]
     return sum(bool(re.search(r"^ +reference: \w", path.read_text(), re.M)) for path in recipes)
 
@@ -153,7 +153,7 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ),
     ("recipes.md", r"(\w+) recipes come with a \[published", recipes_with_a_curve, 0),
 ]
-"""Page, sentence, the counted thing, and the tolerance of a rounded number as a share."""
+"""Page, sentence, the counted thing, and the tolerance of a rounded number as a fraction."""
 C_FILES = "vit/data/decode/c/*.[ch]"
 
 

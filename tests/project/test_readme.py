@@ -1,4 +1,4 @@
-"""The examples of the pages work: the real commands accept them, their files exist, their settings
+"""Test the examples of the pages: the real commands accept them, their files exist, their settings
 fit the schema, and their Python runs."""
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Commands in shell blocks, indented lines and backticks, except those with a <placeholder>."""
+    """Return the commands in shell blocks, indented lines and backticks, except those with a
+    <placeholder>."""
     text = page.read_text()
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", "").splitlines()
     lines += re.findall(rf"^    ({BEGINNINGS} .*)", re.sub("```.*?```", "", text, flags=re.S), re.M)
@@ -101,7 +102,7 @@ class Understood(BaseException):
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Let the real command parse its arguments; fail with its own message. Nothing is run."""
+    """Let the real command parse its arguments without running it; fail with its own message."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
         data_prep.command.OneLineParser.parse_args(parser, arguments)
@@ -175,8 +176,8 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_examples_print_the_output_shown_below_them(page):
-    """From top to bottom in one namespace, as a reader pastes it. Examples that need data have
-    their own tests."""
+    """All examples run from top to bottom in one namespace, as a reader would paste them. Examples
+    that need data have their own tests."""
     names: dict[str, object] = {}
     shown = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.S)
     for code, output in shown:
@@ -187,8 +188,8 @@ def test_python_examples_print_the_output_shown_below_them(page):
 
 
 def write_digits(root: Path) -> None:
-    """Shards of scikit-learn's 1,797 digits as white on black, every fifth for evaluation, written
-    as any program would."""
+    """Write shards of scikit-learn's 1,797 digits as white on black, with every fifth for
+    evaluation, as any program could."""
     root.mkdir()
     digits = load_digits()
     splits = {}
@@ -222,7 +223,7 @@ def write_digits(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
-    """The page's code, but with real digits, which are easier than the demo's, so that four epochs
+    """The page's code runs on real digits, which are easier than the demo's, so that four epochs
     take seconds."""
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
@@ -233,9 +234,9 @@ def test_the_loop_of_the_docs_learns(ranks, tmp_path):
     *lines, accuracy = done.stdout.splitlines()
     steps = [re.fullmatch(r"step (\d+) of 176: loss ([\d.]+)", line) for line in lines]
     assert [int(match[1]) for match in steps] == [100, 176], (
-        "a line for each hundred steps, and the end"
+        "a line for each hundred steps, and one at the end"
     )
-    assert float(steps[-1][2]) < 1.9 < np.log(10), "well below chance"
+    assert float(steps[-1][2]) < 1.9 < np.log(10), "the loss must be well below that of chance"
     assert float(re.fullmatch(r"top-1 ([\d.]+) % \(\d+ of 360; .*", accuracy)[1]) > 40
 
 
@@ -246,7 +247,7 @@ COMMANDS_OF_USERS = sorted(
 
 @pytest.mark.parametrize("script", COMMANDS_OF_USERS)
 def test_a_command_starts_without_imported_project_modules(script):
-    """As a user would start it, but with libraries that are already imported."""
+    """The command starts as for a user, but with imported libraries."""
     code = f"""
 import runpy, sys
 for name in list(sys.modules):
@@ -268,14 +269,13 @@ runpy.run_path({str(ROOT / "launch" / script)!r}, run_name="__main__")
     ],
 )
 def test_a_command_starts_in_a_new_interpreter(script):
-    """In an interpreter that has imported nothing before."""
     done = run(f"launch/{script}", "--help", cold=True)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
 
 def test_trains_a_users_own_model_by_its_name(shards, tmp_path):
-    """As docs/own_loop.md describes: a model registered with timm works like timm's own."""
+    """As docs/own_loop.md describes, a model registered with timm must work like timm's own."""
 
     def own_for_this_test(
         num_classes: int = 1000, in_chans: int = 3, **options: object
@@ -320,14 +320,14 @@ def test_the_readme_is_short_and_each_of_its_measured_numbers_stands_in_a_result
 
 
 def anchors(page: Path) -> set[str]:
-    """Possible targets of links into a Markdown page: its headings, with the names that GitHub and
-    the site give them."""
+    """Return possible targets of links into a Markdown page: its headings, with the names that
+    GitHub and the site give them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def sections(name: str) -> dict[str, str]:
-    """Return the text below each heading of the third level in a page of docs/, by heading."""
+    """Return the text below each third-level heading in a page of docs/, by heading."""
     parts = re.split(r"^### ", (ROOT / "docs" / name).read_text(), flags=re.M)[1:]
     cut = [part.partition("\n## ")[0].partition("\n") for part in parts]
     texts = {heading: text for heading, _, text in cut}
@@ -373,7 +373,7 @@ def test_each_page_of_experiments_is_in_the_index_and_each_entry_has_a_date():
 
 
 def test_the_map_names_every_folder():
-    """CONTRIBUTING's Map is the only description of the layout."""
+    """The Map in CONTRIBUTING is the only description of the layout."""
     lines = (ROOT / "CONTRIBUTING.md").read_text().partition("## Map")[2].splitlines()
     mapped: set[Path] = set()
     parents: list[str] = []

@@ -1,5 +1,5 @@
-"""Commands must use logins without leaking them: one of each kind is planted, and all files and
-output are searched."""
+"""Test that commands do not leak logins: one of each kind is planted, and all files and output are
+searched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
 
 
 def forms(secret: str) -> set[bytes]:
-    """The forms in which a secret may be written."""
+    """Return the forms in which a secret may be written."""
     plain = {
         secret,
         urllib.parse.quote(secret),
@@ -77,7 +77,7 @@ def web(shards) -> Iterator[WebServer]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """An empty folder, and an environment full of secrets."""
+    """Return an empty folder; fill the environment with secrets."""
     (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
     for name, value in {
         "NETRC": str(tmp_path / "netrc"),
@@ -129,7 +129,7 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
         in (place / "run" / "config.yaml").read_text()
     )
     assert (place / "run" / "report" / "augmented.png").exists(), (
-        "drawn with the login, which is no longer in config.yaml"
+        "the report must use the login, which is no longer in config.yaml"
     )
 
     refused = run("launch/eval.py", place / "run")

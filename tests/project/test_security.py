@@ -1,5 +1,8 @@
-"""Promises of docs/security.md that concern more than one module: a shell never runs a setting as
-code, a name cannot control the terminal, temporary paths are private."""
+"""Test promises of docs/security.md that concern more than one module.
+
+A shell never runs a setting as code, a name cannot control the terminal, and temporary paths are
+private.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from vit.system.files import private_folder
 
 ROOT = Path(__file__).parents[2]
 
-# --- nothing runs what a file or a setting says ---------------------------------------------------
+# --- no code from files or settings is run --------------------------------------------------------
 
 
 class Trap:
-    """An object that makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, sprung: Path):
         self.sprung = sprung
@@ -42,7 +45,7 @@ class Trap:
 
 
 def objects(trap: Trap) -> bytes:
-    """An .npy file of Python objects, which is a pickle."""
+    """Return an .npy file of Python objects, which is a pickle."""
     file = io.BytesIO()
     np.save(file, np.array([trap], dtype=object), allow_pickle=True)
     return file.getvalue()
@@ -65,7 +68,7 @@ def test_arrays_of_objects_are_not_opened(place, tmp_path):
         read[place]()
     assert not trap.sprung.exists()
     np.load(io.BytesIO(objects(trap)), allow_pickle=True)
-    assert trap.sprung.exists(), "the trap itself works"
+    assert trap.sprung.exists(), "the trap itself must work"
 
 
 @pytest.mark.parametrize("source", ["file", "setting"])
@@ -109,12 +112,12 @@ PROGRAMS = {
     "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
     'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
 }
-"""The parts of a cluster that the scripts ask for."""
+"""The programs of a cluster that the scripts call."""
 
 
 @pytest.fixture
 def cluster(tmp_path) -> Path:
-    """A checkout with only slurm/, and the programs that it calls."""
+    """Create a checkout with only slurm/, and the programs that it calls."""
     (tmp_path / "bin").mkdir()
     for name, lines in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
@@ -248,7 +251,7 @@ def test_a_drawing_holds_names_as_text(tmp_path):
     assert "<script" not in (tmp_path / "a.svg").read_text()
 
 
-# --- temporary places -----------------------------------------------------------------------------
+# --- temporary paths ------------------------------------------------------------------------------
 
 
 def test_a_predictable_temporary_path_is_private(tmp_path):
@@ -290,7 +293,7 @@ def test_ignores_a_cache_made_by_another_user(tmp_path, monkeypatch):
     assert host.default_folder() == tmp_path / "mine" / "vit"
 
 
-# --- the network, and what is left in TMPDIR ------------------------------------------------------
+# --- the network, and files left in TMPDIR --------------------------------------------------------
 
 WATCHED = """
 import os, runpy, sys
@@ -358,7 +361,7 @@ def test_the_watch_detects_a_connection_and_an_open_folder(tmp_path):
 
 @pytest.mark.full
 def test_commands_open_no_connection_and_leave_no_readable_folder(tmp_path):
-    """For preparation, training with a report, evaluation, prediction and export."""
+    """The commands are preparation, training with a report, evaluation, prediction and export."""
     pixels = np.random.default_rng(0).integers(0, 256, (24, 16, 16, 3), np.uint8)
     for number, image in enumerate(pixels):
         path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"

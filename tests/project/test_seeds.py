@@ -1,5 +1,5 @@
-"""The table in seeds.md is true: each row of the five projects occurs once, and each of its
-commands runs at the small size that its head describes."""
+"""Test the table in seeds.md: each row of the five projects occurs once, and each of its commands
+runs at the small size that the page describes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HERE = {
     row: re.findall(r"`([^`]+)`|\]\(([^)#]+)\)", cell)
     for row, cell in re.findall(r"^\| ([A-Z]\d) \| [^|]* \| ([^|]*) \|", PAGE, re.M)
 }
-"""Row -> (text in backticks or "", target of a link or ""), from its column "here"."""
+"""Row -> (text in backticks or "", target of a link or ""), from the column "here"."""
 COMMANDS = {
     row: [text for text, _ in entries if text.startswith(("python ", "torchrun "))]
     for row, entries in HERE.items()
@@ -58,7 +58,7 @@ NEEDS = (
 )
 """A part of a command -> the row whose first command must run before it."""
 CHEAP = "shapes vit_b16"
-"""The end of the command that `make test` runs; all others are `full`."""
+"""The end of the command that `make test` runs. All others are `full`."""
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ CHEAP = "shapes vit_b16"
 def test_each_row_occurs_once():
     assert re.findall(r"^\| ([A-Z]\d) \|", PAGE, re.M) == ROWS
     assert list(HERE) == ROWS
-    assert all(HERE.values()), "each row has a command, a file or a function"
+    assert all(HERE.values()), "each row must have a command, a file or a function"
 
 
 def test_referenced_files_and_functions_exist():
@@ -94,13 +94,11 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def image(label: int, number: int) -> bytes:
-    """A JPEG whose colour encodes its class."""
     rng = np.random.default_rng((label, number))
     return jpeg(np.uint8(rng.integers(0, 60, (48, 40, 3)) + 15 * label))
 
 
 def digits_as_mnist() -> dict[str, bytes]:
-    """idx files of 40 and 20 images, compressed."""
     files = {}
     for part, count in (("train", 40), ("t10k", 20)):
         pixels = np.random.default_rng(count).integers(0, 256, (count, 28, 28), np.uint8)
@@ -114,7 +112,6 @@ def digits_as_mnist() -> dict[str, bytes]:
 
 
 def cifar_archive(kind: cifar.Kind) -> bytes:
-    """An archive whose files have 20 records each."""
     content = io.BytesIO()
     files = {kind.class_names: "\n".join(f"class{n}" for n in range(10)).encode()}
     for name in kind.files:
@@ -130,7 +127,7 @@ def cifar_archive(kind: cifar.Kind) -> bytes:
 
 
 class Checkout:
-    """A folder in which the commands of the page are run, each once."""
+    """A folder in which each command of the page runs once."""
 
     def __init__(self, folder: Path, web: WebServer):
         self.folder = folder
@@ -138,7 +135,7 @@ class Checkout:
         self.done = set[str]()
 
     def run(self, command: str) -> None:
-        """Run it after the commands whose results it needs."""
+        """Run the command after the commands whose results it needs."""
         for text, row in NEEDS:
             first = COMMANDS[row][0]
             if text in f"{command} " and first != command and first not in self.done:
@@ -193,7 +190,7 @@ class Checkout:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
-    """A folder with configs, a photo and ImageNet's archives, and a server for all other files."""
+    """Create a folder with configs, a photo and ImageNet's archives, and serve all other files."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "photo.jpg").write_bytes(image(0, 0))
@@ -245,4 +242,4 @@ def test_a_command_runs(row, command, checkout):
         write_archives(make_fake(num_classes=10, train_per_class=4), Path("downloads/imagenet"))
     checkout.run(command)
     for path in re.findall(r"(?:--out|--separate|--sheet|run\.dir=)[ =]?(\S+)", command):
-        assert Path(path).exists(), "it has written what it names"
+        assert Path(path).exists(), "the command must have written the files that it names"

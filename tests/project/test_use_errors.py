@@ -1,5 +1,7 @@
-"""Each row of docs/errors.md about prediction and pictures is provoked, in this process if a
-mistake ends the command, which then raises ValueError."""
+"""Test the rows of docs/errors.md about prediction and pictures: each is provoked.
+
+If a mistake ends the command, it runs in this process and raises ValueError.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,11 @@ ROWS = rows("Prediction and pictures")
 
 
 class Left(Exception):
-    """The command ended with a status."""
+    """The command exited with a status."""
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of two steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
     config = write_config(folder, shards, steps=2)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
@@ -37,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A photo, a web page, an empty folder, and a truncated tar."""
+    """Write a photo, a web page, an empty folder, and a truncated tar."""
     Image.new("RGB", (20, 20)).save(tmp_path / "photo.png")
     (tmp_path / "page.jpg").write_text("<!DOCTYPE html>")
     (tmp_path / "photo.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
@@ -50,7 +51,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def predict(*arguments: str) -> Callable[[Path, Path], None]:
-    """`launch/predict.py` with the run; arguments that begin with / are below the place."""
+    """Run `launch/predict.py` with the run. Arguments that begin with / are below the folder."""
 
     def act(base: Path, place: Path) -> None:
         paths_in_place = [f"{place}{word}" if word.startswith("/") else word for word in arguments]

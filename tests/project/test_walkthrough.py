@@ -1,4 +1,4 @@
-"""docs/walkthrough.ipynb: the code of docs/model.md, a training, and pictures of the trained
+"""Test docs/walkthrough.ipynb: the code of docs/model.md, a training, and pictures of the trained
 model."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_the_page_and_the_notebook_have_the_same_code_in_the_same_order(notebook
 
 
 def test_it_is_a_notebook_without_outputs(notebook):
-    """Outputs and counters, which change with each execution, are not in the repository."""
+    """Outputs and counters change with each execution, so they are not in the repository."""
     nbformat.validate(notebook)
     assert notebook.nbformat == 4
     for cell in notebook.cells:
@@ -62,7 +62,8 @@ def test_in_colab_it_takes_the_address_of_the_project(notebook):
 
 
 def test_all_cells_run(notebook, tmp_path):
-    """As a script, and with a training of three steps; another test covers the accuracy."""
+    """The cells run as a script with a training of three steps. Another test covers the
+    accuracy."""
     script = "\n\n".join(code_of(notebook))
     assert script.count("steps = 1000\n") == 1
     (tmp_path / "cells.py").write_text(script.replace("steps = 1000\n", "steps = 3\n"))

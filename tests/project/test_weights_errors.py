@@ -1,5 +1,7 @@
-"""Each row of docs/errors.md about weights of other programs and exports is provoked with the real
-command, which must leave no files."""
+"""Test the rows of docs/errors.md about weights of other programs and exports.
+
+Each is provoked with the real command, which must leave no files.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def objects(place):
 
 
 def refilled(place, name, value):
-    """The weights of the finished run with one tensor filled with `value`."""
+    """Return the weights of the finished run with one tensor filled with `value`."""
     path = place.folder / "refilled.safetensors"
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         metadata = as_by_another_program(file.metadata())
@@ -215,7 +217,7 @@ def test_row(row: Row, tmp_path, shards, finished):
     done = run(*line)
     assert re.search(f"(?m)^{pattern_of(row.printed)}$", done.stderr), done.stderr
     assert done.returncode == row.status
-    assert snapshot(tmp_path) == before, "a mistake that is found before the start"
+    assert snapshot(tmp_path) == before, "the mistake must be found before the start"
 
 
 def test_each_scenario_has_its_row():

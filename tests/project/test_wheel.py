@@ -1,4 +1,5 @@
-"""`pip install vitline`: the package is built from its sdist and installed outside any checkout."""
+"""Test `pip install vitline`: the package is built from its sdist and installed outside any
+checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml README.md LI
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """An empty folder with `site/`, in which the wheel of this checkout's sdist is installed."""
+    """Install the wheel of this checkout's sdist into `site/` of an empty folder."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -41,7 +42,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def installed(place: Path) -> dict[str, str]:
-    """The environment of a user who has installed the package and has no checkout."""
+    """Return the environment of a user who has installed the package and has no checkout."""
     path = os.pathsep.join([str(place / "site" / "bin"), os.environ["PATH"]])
     return {**environment(), "PYTHONPATH": str(place / "site"), "PATH": path}
 
@@ -89,10 +90,10 @@ def test_the_tests_of_the_commands_pass_on_it(place):
 
 
 def test_the_notebook_installs_the_wheel_that_a_person_chooses_in_colab(place, tmp_path):
-    """Its first cell, with `google.colab` imported, by which a notebook detects Colab.
+    """The first cell runs with `google.colab` imported, by which a notebook detects Colab.
 
-    Colab's module is replaced by one whose dialogue returns the wheel, as Colab's does: name and
-    content, with the file in the working directory.
+    A fake module's dialog returns the name and content of the wheel, and writes the file to the
+    working directory, as Colab does.
     """
     [wheel] = place.glob("vitline-*.whl")
     shutil.copy(wheel, tmp_path)

@@ -27,16 +27,16 @@ from torch.futures import Future
 from vit.distributed.world import COLLECTIVE_TIMEOUT
 
 REQUEST_BYTES = 16
-"""The approximate overhead in bytes of a request to torch's TCPStore, its answer included."""
+"""The approximate overhead in bytes of a request to torch's TCPStore, including the response."""
 
 
 class _Thread(threading.local):
-    """The current part of a thread, and whether it plays another rank."""
+    """The current part of a thread, and whether the thread simulates another rank."""
 
     def __init__(self) -> None:
         self.parts = ["other"]
         self.others_s = 0.0
-        """Seconds that simulating the other ranks has taken."""
+        """The seconds that simulating the other ranks has taken."""
         self.is_others = False
 
 
@@ -50,7 +50,7 @@ class Counts:
         self._thread = _Thread()
 
     def add(self, quantity: str, nbytes: int, key: str) -> None:
-        """Count a request, a collective or an access to a file; key: its kind."""
+        """Count a request, a collective or an access to a file. key: its kind."""
         if self.is_on and not self._thread.is_others:
             part = self._thread.parts[-1]
             self.values[part][quantity] += 1
@@ -88,7 +88,7 @@ class Counts:
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """Exclude from the counts what the simulated ranks send inside this context."""
+        """Exclude the requests of simulated ranks from the counts during the block."""
         thread = self._thread
         began_s = time.thread_time()
         thread.is_others = True
@@ -127,7 +127,7 @@ class Counts:
 
 
 class Store(dist.Store):
-    """torch's store interface over the dict `entries`; counts requests as TCPStore would get
+    """torch's store interface over the dict `entries`. It counts requests as TCPStore would receive
     them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):
@@ -205,7 +205,7 @@ class Connection(Store):
 
 
 class Group(dist.ProcessGroup):
-    """torch's process group among ranks that all do the same; counts collectives."""
+    """torch's process group among ranks that all do the same. It counts collectives."""
 
     def __init__(self, rank: int, size: int, counts: Counts):
         super().__init__(rank, size)
@@ -231,8 +231,8 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Send ones as weights, because a simulated rank does not have those of rank 0. Integers
-        describe DDP's buckets, which are equal on all ranks, so they stay unchanged."""
+        """Broadcast ones as weights, because a simulated rank does not have those of rank 0.
+        Integers describe DDP's buckets, which are equal on all ranks, so they stay unchanged."""
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
                 tensor.fill_(1)

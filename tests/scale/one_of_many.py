@@ -1,6 +1,6 @@
-"""A whole training by one rank of n in one process, with its communication counted by part.
+"""Run a whole training as one rank of n in one process, and count its communication by part.
 
-    the rank     what launch/train.py calls, on a real folder of shards
+    the rank     calls launch/train.py's functions on a real folder of shards
     the others   send their messages by the code of `World` just before rank 0 reads them; the last
                  rank reads the messages that rank 0 has sent before
     store        torch's interface over a dict; counts every request and its bytes
@@ -8,7 +8,7 @@
 
     python tests/scale/one_of_many.py SHARDS --batch 4096 --ranks 64 512 4096 > counts.json
 
-No rank is late in this simulation, so a waiting rank polls once; a real rank that waits polls again
+No rank is late in this simulation, so a waiting rank polls once. A real rank that waits polls again
 after at most `World.look_s`. Sums are those of n equal ranks, so the counts are right but the
 weights are wrong. `tests/scale/table.py` formats the counts as tables.
 """
@@ -51,7 +51,7 @@ from tests.scale.counting import Connection, Counts, Group, Store
 
 RANKS_OF_A_HOST = 8
 MICRO_BATCH = 1
-"""Images of a micro-batch with `--exact`."""
+"""The images of a micro-batch with `--exact`."""
 CONFIG = """
 model: {name: vit_ti8, embed_dim: 32, depth: 1, num_heads: 2, image_size: 16}
 data: {num_workers: 0}
@@ -74,21 +74,22 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (OrderCheck, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
     (vit.train, "_save", "save"),
-    # Counted as a separate part, because either the next save or the next step may record it.
+    # A separate part, because either the next save or the next step may record it.
     (Saver, "_tell_complete", "save recorded"),
     (vit.train, "_finish", "end"),
     (exit, "leave_world", "end"),
     (Watch, "_verdict", "watch: a beat"),
 )
-"""The functions whose calls are the parts of a run; a nested call counts as the inner part."""
+"""The functions whose calls are the parts of a run. A nested call counts as the inner part."""
 
 
 class _Waits(BaseException):
-    """Raised when a simulated rank has sent its message and would wait."""
+    """A simulated rank has sent its message and would wait."""
 
 
 class _SendingStore:
-    """A simulated rank's store: its messages arrive, and its first read ends it."""
+    """The store of a simulated rank. Messages of the rank arrive, and its first read raises
+    _Waits."""
 
     def __init__(self, store: dist.Store):
         self._store = store
@@ -182,7 +183,7 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
 
 
 def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
-    """Stop an `attempt` at its first step, so that there is a checkpoint to resume from."""
+    """Stop an `attempt` at its first step, so that a checkpoint to resume from exists."""
     train_on = vit.train._train_from_state
 
     def stopped(*arguments: Any) -> Any:
@@ -240,7 +241,6 @@ def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the counts by number of ranks as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shards", type=Path, help="their val has as many images as --batch")
     parser.add_argument("--batch", type=int, required=True, help="images, the most ranks or more")

@@ -26,8 +26,8 @@ from processes import environment, make_shards
 
 SIMULATION = Path(__file__).with_name("one_of_many.py")
 US_OF_A_REQUEST = 31
-"""Microseconds of one core that torch's TCPStore spends on a request: 1.69 s for 53,450 requests
-from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
+"""The microseconds of one core that torch's TCPStore spends on a request: 1.69 s for 53,450
+requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
 ONCE_PER = {
     "step": "step",
     "step read, logged": "step",
@@ -36,11 +36,10 @@ ONCE_PER = {
     "save": "save",
     "watch: a beat": "30 s",
 }
-"""Part -> how often it runs; all other parts run once."""
+"""Part -> how often it runs. All other parts run once."""
 
 
 def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, Any]:
-    """Return the counts of `one_of_many.py` by number of ranks."""
     line = [sys.executable, SIMULATION, shards, "--batch", batch, "--ranks", *ranks, *flags]
     done = subprocess.run(
         [*map(str, line)], env=environment(), capture_output=True, text=True, check=False
@@ -57,7 +56,8 @@ def parts_of(counts: dict[str, Any]) -> list[str]:
 
 
 def once(counts: dict[str, Any], ranks: int, who: str, part: str, quantity: str) -> float:
-    """Return a count per call of `part`; calls without communication count only if all are silent.
+    """Return a count per call of `part`. Calls without communication are ignored unless none
+    communicates.
 
     who: "first" or "last".
     """
@@ -76,7 +76,6 @@ def cpu_name() -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with right-aligned numbers."""
     yield f"| {' | '.join(header)} |"
     yield f"|---|{'---:|' * (len(header) - 1)}"
     for row in rows:
@@ -121,7 +120,6 @@ def rows_of_all(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
 
 
 def pages(counts: dict[str, Any], ranks: list[int]) -> Iterator[str]:
-    """Yield the lines of the page of results."""
     at = [f"{n:,}" for n in ranks]
     yield f"# What is said at {at[-1]} ranks, {date.today()}"
     yield ""
@@ -150,7 +148,6 @@ def pages(counts: dict[str, Any], ranks: list[int]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Count, print and write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--out", type=Path, help="a Markdown file; the counts go beside it as JSON")

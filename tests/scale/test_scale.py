@@ -1,4 +1,4 @@
-"""A training's communication does not grow with the number of ranks, except as stated in
+"""Test that a training's communication does not grow with the number of ranks, except as stated in
 `OF_A_RANK`, `OF_A_HOST` and `SUMMED`."""
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ OF_A_RANK = {
     "start: hosts compared": 80,
     "watch: a beat": 80,  # every 30 s
 }
-"""Bytes per rank that rank 0 may read from the store; 0 for a part that is not listed."""
+"""The bytes per rank that rank 0 may read from the store, which are 0 for a part that is not
+listed."""
 OF_A_HOST = {"start: ranks meet": 40}
-"""Bytes per host that any other rank may read: the host's name."""
+"""The bytes per host that any other rank may read: the host's name."""
 SUMMED = {"step": 4 * (1 + len(LOADER_COUNTS) / 5), "evaluation": 4}
-"""Bytes per rank in collectives: its wait for data in each step, and its loader's counts with each
-line of metrics (here every five steps)."""
+"""The bytes per rank in collectives: its wait for data in each step, and its loader's counts with
+each line of metrics (every five steps in this test)."""
 DIGITS = 3
-"""A number that counts or names ranks may have this many more digits."""
+"""The additional digits that a count or a rank number may have."""
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +103,8 @@ def test_all_parts_of_a_run_were_counted(counted):
 
 @pytest.mark.full
 def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
-    """Real ranks use gloo and torch's store. The number of polls of a waiting rank depends on
-    timing, so it is not compared."""
+    """Real ranks use gloo and torch's store. The polls of a waiting rank depend on timing, so they
+    are not compared."""
     counts = simulated(images, 4)["4"]
     script = [images, "--batch", MANY, "--real", tmp_path]
     done = run(HERE / "one_of_many.py", *script, ranks=4)
@@ -116,7 +117,7 @@ def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
 
 
 def requests_of(counts):
-    """Return the requests to the store, without polls, beats and torch's own requests."""
+    """Return the requests to the store, without polls, heartbeats and torch's own requests."""
     ours = {name: number for name, number in counts["keys"].items() if " vit/" in name}
     return {
         name: number

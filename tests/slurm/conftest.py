@@ -1,8 +1,8 @@
-"""A real Slurm with two nodes on this machine: Debian's own daemons, which the tests start and
-stop.
+"""Fixtures that start and stop a real Slurm with two nodes on this machine, with Debian's own
+daemons.
 
 Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Without
-them the tests are skipped with the reason; with VIT_REQUIRE_SLURM=1, as in CI, that is an error.
+them the tests are skipped with the reason, or fail if VIT_REQUIRE_SLURM=1, as in CI.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# Times are short; everything else is Slurm's default. A GPU is only a number, so that scripts that
-# ask for one run unchanged.
+# All times are short, and everything else is Slurm's default. GPUs are only numbers, so that
+# scripts that request them run unchanged.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={first_job}
@@ -82,7 +82,7 @@ UNFINISHED = (
 
 
 class Cluster:
-    """Slurm's commands against the tests' own daemons."""
+    """Slurm's commands, connected to the tests' own daemons."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -152,7 +152,6 @@ class Cluster:
         return self.submitted[-1]
 
     def end(self, jobs: list[Job]) -> None:
-        """Cancel the unfinished jobs, and wait for their end."""
         numbers = {job.number for job in jobs}
         subprocess.run(
             ["scancel", *sorted(numbers)], env=self.environment, capture_output=True, check=False
@@ -164,16 +163,14 @@ class Cluster:
 
 
 class Job:
-    """A submitted job."""
-
     def __init__(self, cluster: Cluster, number: str, log: Path):
         self.cluster = cluster
         self.number = number
         self.path = log
 
     def facts(self) -> dict[str, str]:
-        """Return the facts of `scontrol show job`; for an array, of an unfinished task if one
-        exists."""
+        """Return the output of `scontrol show job` as a dict. For an array, it is that of an
+        unfinished task if one exists."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -203,7 +200,6 @@ class Job:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free now."""
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
@@ -213,8 +209,8 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a preemption)
-    and urgent, which preempts both."""
+    """Start two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a
+    preemption) and urgent, which preempts both."""
     missing = [
         name
         for name in DAEMONS
@@ -293,8 +289,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
-    """A failed test has not reached the line that cancels its job, which would keep the nodes from
-    the next test. Jobs of fixtures for several tests were submitted before this fixture is made."""
+    """Cancel the jobs of a failed test, which would keep the nodes from the next test. Jobs of
+    fixtures for several tests were submitted before this fixture runs."""
     before = len(cluster.submitted)
     yield
     if jobs := cluster.submitted[before:]:

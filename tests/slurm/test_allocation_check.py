@@ -1,4 +1,5 @@
-"""`sbatch slurm/train.sh ... --check`: its table is in the log, and the job has its exit status."""
+"""Test `sbatch slurm/train.sh ... --check`: its table is in the log, and the job has its exit
+status."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from processes import TINY, write_config
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
-# Both nodes are this machine. Like the prefix of a container, this prefix gives each node a
-# different name, and gives n2 an empty folder in place of the data.
+# Both nodes are this machine. This prefix is used like that of a container. It gives each node a
+# different name, and n2 an empty folder in place of the data.
 AS_A_NODE = """#!/bin/bash
 export HIDDEN={hidden}
 exec unshare --uts --mount bash -c '
@@ -23,7 +24,7 @@ exec unshare --uts --mount bash -c '
 
 
 def checked(cluster, folder, shards, hidden=""):
-    """A job that checks the needs of a training in `folder`/run."""
+    """Submit a job that checks the needs of a training in `folder`/run."""
     program = folder / "as_a_node"
     program.write_text(AS_A_NODE.format(hidden=hidden))
     program.chmod(0o755)

@@ -1,5 +1,5 @@
-"""slurm/*.sh as users run them, on a real Slurm with two nodes: to the end, to the time limit,
-cancelled, preempted, with mistakes.
+"""Test slurm/*.sh on a real Slurm with two nodes: complete, timed out, canceled, preempted and
+mistaken jobs.
 
 Both nodes are this machine, and Slurm's GPUs are only numbers: each job has one rank for each of
 them, on the CPU.
@@ -30,7 +30,7 @@ OFTEN = ("log.every_steps=10", "checkpoint.every_steps=50", "eval.every_steps=10
 def submit_training(
     cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES
 ):
-    """A job that trains in `folder`/run, with its log beside it."""
+    """Submit a job that trains in `folder`/run, with its log beside it."""
     config = write_config(folder, shards, steps=steps)
     return cluster.submit(
         folder / "log",
@@ -46,7 +46,7 @@ def submit_training(
 
 
 def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None:
-    """Wait until the record has reached `step`, before which the job must not end."""
+    """Wait until metrics.jsonl has reached `step`, before which the job must not end."""
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
         state = job.facts()["JobState"]
@@ -59,13 +59,12 @@ def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None
 
 
 def starts(run_dir: Path) -> list[int]:
-    """Return the step of each start in the record."""
     return [line["step"] for line in metrics(run_dir, "start")]
 
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """The final state of an undisturbed run on two ranks, without Slurm."""
+    """Return the final state of an uninterrupted run on two ranks, without Slurm."""
     folder = tmp_path_factory.mktemp("whole")
     train(write_config(folder, shards, steps=STEPS), folder / "run", *OFTEN, ranks=2)
     return final_state(folder / "run", STEPS)
@@ -73,7 +72,7 @@ def whole(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(cluster, shards, tmp_path_factory):
-    """An undisturbed job on two nodes, and its run folder."""
+    """Return an uninterrupted job on two nodes, and its run folder."""
     folder = tmp_path_factory.mktemp("finished")
     job = submit_training(cluster, folder, shards, steps=12)
     job.wait()
@@ -146,8 +145,8 @@ def test_resumes_in_the_same_job_of_one_node_after_a_crash(cluster, shards, tmp_
 
 
 def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
-    """As GPUs do that wait for a dead one; here the rank is stopped. SRUN_ARGS are passed to
-    srun."""
+    """GPUs wait for a failed node in the same way. In this test a rank is stopped. SRUN_ARGS are
+    passed to srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -164,14 +163,14 @@ def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_pa
     assert starts(tmp_path / "run")[1] % 50 == 0
     assert "starting again from there" in job.log
     assert final_state(tmp_path / "run", STEPS) == whole
-    assert re.search(r"^[01]: disk: ", job.log, re.MULTILINE), "srun --label numbers the lines"
+    assert re.search(r"^[01]: disk: ", job.log, re.MULTILINE), "srun --label must number the lines"
     assert "OMP_NUM_THREADS" not in job.log
 
 
 @pytest.mark.patient
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
-    """Its slurmd, its step and its ranks end at once without a message. Slurm gives the node up
-    after SlurmdTimeout and queues the job again, which waits for the node's return."""
+    """Its slurmd, its step and its ranks end without a message. After SlurmdTimeout, Slurm queues
+    the job again, which waits for the node's return."""
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
@@ -180,7 +179,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
     cluster.start_node("n2")
     facts = job.wait()
-    # Slurm may repeat its order to end this job once the node is back: then the job is saved and
+    # Slurm may repeat its order to end this job once the node is back. The job is then saved and
     # queued a second time.
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) >= 1
@@ -191,8 +190,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
 
 
 def trainers(run_dir: Path) -> list[int]:
-    """Return the process ids of the ranks that train in `run_dir`: unlike the command lines of
-    launchers and srun, theirs lack torchrun."""
+    """Return the process ids of the ranks that train in `run_dir`. Their command lines lack
+    torchrun, unlike those of launchers and srun."""
     lines = {pid: command_line(pid).split() for pid in all_pids()}
     return [
         pid
@@ -238,7 +237,7 @@ def test_a_node_that_cannot_reach_the_head_reports_it_before_training(cluster, s
     assert "error: not started: not every node reaches n1 at n1:" in job.log
 
 
-def test_does_not_take_a_port_in_use(cluster, tmp_path):
+def test_does_not_choose_a_port_in_use(cluster, tmp_path):
     job = cluster.submit(
         tmp_path / "log", "--hold", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere"
     )
@@ -279,8 +278,8 @@ def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, sh
 
 @pytest.fixture(scope="module")
 def limited(cluster, shards, tmp_path_factory):
-    """A job that meets its time limit of a minute repeatedly, in a partition whose jobs are not
-    preempted; and its run folder."""
+    """Submit a job to a partition without preemption that repeatedly meets its time limit of a
+    minute; return it and its run folder."""
     folder = tmp_path_factory.mktemp("limited")
     options = (*TWO_NODES[:-1], "--time=1", "--signal=B:USR1@20", "--partition=urgent")
     return (
@@ -290,7 +289,7 @@ def limited(cluster, shards, tmp_path_factory):
 
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
-    """Without notice Slurm ends and requeues a job; with notice only the script can."""
+    """Without notice Slurm ends and requeues a job. With notice, only the script can requeue it."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()
@@ -328,8 +327,8 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
 
 def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     job, run_dir = limited
-    # While it is young: a job of a minute saves and requeues itself at 40 s, and a cancel at that
-    # time is a different case.
+    # Cancel the job early. A job of a minute saves and requeues itself at 40 s, and canceling it
+    # then is a different case.
     job.wait(
         lambda facts: (
             int(facts["Restarts"]) > 0
@@ -346,7 +345,7 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 180
-    # the second message if it was cancelled during its restart
+    # the second message if it was canceled during its restart
     ended = ("as the job itself was asked to end", "not started")
     while not any(message in job.log.splitlines()[-1] for message in ended):
         assert time.monotonic() < deadline, job.log

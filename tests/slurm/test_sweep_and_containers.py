@@ -1,5 +1,5 @@
-"""Arrays of runs, prefixes of each command (containers), and shards on the disks of nodes: on a
-real Slurm with two nodes."""
+"""Test arrays of runs, command prefixes (containers), and shards on the disks of nodes, on a real
+Slurm with two nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards,
 
 @pytest.mark.patient
 def test_a_sweep_with_failed_tasks_also_ends_with_a_table(cluster, shards, tmp_path):
-    """Its lines are those of an editor on Windows, with a value that contains spaces."""
+    """The file was written by a Windows editor, with a value that contains spaces."""
     config = write_config(tmp_path, shards, steps=6)
     folder = tmp_path / "sweep"
     lines = tmp_path / "lines.txt"
@@ -50,7 +50,7 @@ def test_a_sweep_with_failed_tasks_also_ends_with_a_table(cluster, shards, tmp_p
 
 @pytest.mark.patient
 def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
-    """At the time limit training begins, is saved and queued again; at scancel it does not
+    """At the time limit training begins, is saved and queued again. After scancel it must not
     begin."""
     slow = tmp_path / "slow"
     slow.write_text(

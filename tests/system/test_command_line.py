@@ -1,5 +1,5 @@
-"""Mistakes on the command lines of launch/: one line each, with the probable intention. The
-commands run in this process."""
+"""Test mistakes on the command lines of launch/: each gives one line with the probable
+intention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process's output goes only to its own streams, even if it was started without them."""
+"""Test that a process writes only to its own streams, even if it was started without them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Temporary files: no process treats another's file as abandoned, and the files of killed processes
-are removed."""
+"""Test temporary files: no process treats another's file as abandoned, and the files of killed
+processes are removed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_write_names_its_file_and_leaves_nothing(tmp_path):
+def test_a_failed_write_names_its_file_and_leaves_no_partial_file(tmp_path):
     def fill() -> None:
         with replacing(tmp_path / "a.tar"):
             raise OSError(28, os.strerror(28))

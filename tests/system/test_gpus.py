@@ -1,4 +1,4 @@
-"""GPUs by the names that people and drivers use."""
+"""Test that GPUs are found by the names that people and drivers use."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_every_gpu_is_found_by_its_own_name():
 
 
 def test_time_per_byte_and_per_operation_fit_each_other():
-    """An error by a factor of ten in a peak, a memory or a bandwidth is outside these ranges."""
+    """A peak, a memory size or a bandwidth that is wrong by a factor of ten is outside these
+    ranges."""
     for gpu in GPUS:
         assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gbs < 550, gpu.name
         assert 0.5 < gpu.memory_gib / gpu.bandwidth_gbs * 40 < 3.1, gpu.name

@@ -1,5 +1,5 @@
-"""Progress: rate and remaining time, lines at intervals in a log file, and no output without a
-reader."""
+"""Test progress messages: rate and remaining time, lines at intervals in a log file, and no output
+without a reader."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Cores next to a GPU, from the files of a host with several nodes."""
+"""Test that the cores next to a GPU are read from the files of a host with several nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEAR_1 = {*range(16, 32), *range(48, 64)}
 
 
 def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
-    """A host whose GPUs are on `nodes`; "" if the host does not report nodes."""
+    """Create the files of a host whose GPUs are on `nodes` ("" for an unknown node)."""
     for address, node in zip(GPUS, nodes, strict=False):
         if node:
             path = folder / "sys/bus/pci/devices" / address / "numa_node"

@@ -1,5 +1,7 @@
-"""Retries: for how long, after which pauses, and with which messages. (Limits are real, and a
-second or less, or those of a clock of the test.)"""
+"""Test retries: their time limits, their pauses, and their messages.
+
+Time limits are real and at most a second, or use a fake clock.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ URL = "http://host.example/set/a.tar"
 
 @pytest.fixture(autouse=True)
 def no_outage():
-    """All of these tests use one server, so its outage must be forgotten between them."""
+    """Forget the outage of the server, which all of these tests share."""
     retry._reset()
 
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """The retries' clock: it advances when they sleep, and by a microsecond when they read it.
-    Threads left by other tests keep the real one."""
+    """Replace the clock of retries by one that advances when they sleep, and by a microsecond when
+    they read it. Threads left by other tests keep the real one."""
     now = SimpleNamespace(strftime=time.strftime, localtime=time.localtime, passed_s=0.0)
     ours = threading.current_thread()
 
@@ -53,7 +55,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def failing(times: int, **details):
-    """An attempt that fails this many times, and then returns its number."""
+    """Return an attempt that fails this many times, and then returns its number."""
     made = []
 
     def attempt() -> int:
@@ -73,7 +75,7 @@ def test_retries_a_temporary_failure():
     assert num_retries() - before >= 3
 
 
-def test_raises_a_permanent_failure_at_once():
+def test_raises_a_permanent_failure_immediately():
     made = []
 
     def attempt() -> None:
@@ -98,7 +100,7 @@ def test_at_the_limit_everything_is_reported(clock):
     assert f" {len(attempt.made)} times" in str(error.value)
     assert 5 < len(attempt.made) < 40
     assert attempt.made[-1] - attempt.made[0] == pytest.approx(0.3, abs=1e-3), (
-        "the last attempt is made at the limit"
+        "the last attempt must be made at the limit"
     )
 
 
@@ -134,7 +136,7 @@ def test_does_not_wait_beyond_the_limit():
 
 
 def messages(caplog) -> list[str]:
-    """Return the messages about this file's server; threads of other tests may still retry
+    """Return the messages about this file's server. Threads of other tests may still retry
     theirs."""
     return [message for message in caplog.messages if message.startswith(URL)]
 
@@ -177,7 +179,7 @@ def test_reports_a_lasting_outage_again(caplog, monkeypatch, clock):
 
 
 def test_later_requests_share_the_time_limit_of_an_outage(clock):
-    """Nine blocks in turn must not wait nine times as long."""
+    """Nine blocks in a row must not wait nine times as long."""
     for number in range(9):
         attempt = failing(1000)
         with pytest.raises(ShardError, match=r"the server answers 503.*: check the address"):
@@ -188,7 +190,7 @@ def test_later_requests_share_the_time_limit_of_an_outage(clock):
         "an outage of one server must not affect another"
     )
     assert RetryPolicy(1.0).call(URL, failing(0)) == 1
-    assert RetryPolicy(1.0, 0.01).call(URL, failing(2)) == 3, "an answer ends the outage"
+    assert RetryPolicy(1.0, 0.01).call(URL, failing(2)) == 3, "a response must end the outage"
 
 
 def test_forgets_an_outage_without_requests_for_a_while(clock):

@@ -1,4 +1,4 @@
-"""Addresses that contain logins: the displayed form, the requested form, and which server gets
+"""Test URLs that contain logins: the displayed form, the requested form, and which server gets
 which login."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_hides_secrets_in_a_text():
             "hiding secrets twice must equal hiding them once"
         )
         as_json = json.dumps(text)
-        assert redact.shown(as_json) == json.dumps(expected), "and the same inside of JSON"
+        assert redact.shown(as_json) == json.dumps(expected), "the same must hold inside of JSON"
 
 
 def test_keeps_text_that_is_not_a_secret():
@@ -114,7 +114,7 @@ def test_names_of_variables_become_their_values(monkeypatch):
     assert (
         urls.resolve("pipe:for f in a b; do cat ${f}; done")
         == "pipe:for f in a b; do cat ${f}; done"
-    ), "the shell's own variables"
+    ), "the shell's own variables must not change"
     assert (
         urls.resolve("https://***@host/a?***::https://host/b") == "https://host/a::https://host/b"
     ), "as it was recorded"

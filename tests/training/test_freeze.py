@@ -1,5 +1,5 @@
-"""Parameters of `init.freeze` keep their bits and cost no time in the step, and all plans of a run
-account for them."""
+"""Test that parameters of `init.freeze` keep their bits and cost no time in the step, and that all
+plans of a run account for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HEAD = {"head.weight", "head.bias"}
 
 @pytest.fixture
 def process_group():
-    """A group of this process alone, so that DDP can wrap a model."""
+    """Create a process group of this process alone, so that DDP can wrap a model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -137,8 +137,8 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
 def gradients_of(
     frozen: str | int, compiled: bool, recomputed: bool, wrapped: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of two micro-steps, as `TrainStep` makes them, with any combination that
-    a config allows."""
+    """Return the gradients of two micro-batches, as `TrainStep` makes them, with any combination
+    that a config allows."""
     torch._dynamo.reset()
     model = model_of(drop_path_rate=0.0, proj_drop_rate=0.0).train()
     freeze(model, frozen)
@@ -166,7 +166,7 @@ def gradients_of(
 def test_freezing_combines_with_all_other_changes_of_a_step(
     frozen, compiled, recomputed, wrapped, process_group
 ):
-    """The gradients are those of the plain step, and frozen parameters have none."""
+    """The gradients must equal those of the plain step, and frozen parameters must have none."""
     plain = gradients_of(frozen, False, False, False)
     gradients = gradients_of(frozen, compiled, recomputed, wrapped)
     assert {name for name, gradient in gradients.items() if gradient is not None} == trained_names(
@@ -180,8 +180,8 @@ def test_freezing_combines_with_all_other_changes_of_a_step(
 
 @pytest.mark.parametrize("frozen", ["none", "backbone", 0, 1, 3])
 def test_counts_the_operations_of_torch(frozen):
-    """Counted in a real backward pass, except the gradient of the images, and attention, whose
-    backward pass torch counts with its recomputation."""
+    """torch counts a real backward pass. The gradient of the images is excluded, and so is
+    attention, whose backward pass torch counts with its recomputation."""
     model = model_of(depth=3)
     freeze(model, frozen)
     images = torch.randn(2, 3, 16, 16)
@@ -244,8 +244,8 @@ def test_rejects_parts_that_cannot_be_frozen():
 
 @pytest.mark.slow
 def test_frozen_on_two_ranks_and_resumed(tmp_path, shards):
-    """The frozen part keeps the checkpoint's bits, and a run in two parts equals one in one
-    part."""
+    """The frozen part must keep the checkpoint's bits, and a resumed run must equal an
+    uninterrupted one."""
     config = write_config(tmp_path, shards)
     base = tmp_path / "base"
     train(config, base, "train.steps=2", "train.ema_decay=null")

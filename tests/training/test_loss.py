@@ -1,4 +1,4 @@
-"""Losses against torch's and timm's own."""
+"""Test losses against torch's and timm's own."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from vit.training.loss import (
 
 
 def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
-    """Two classes a row, as MixUp leaves them."""
+    """Return rows with two classes each, as after MixUp."""
     labels = torch.randint(num_classes, (2, num_rows))
     share = torch.rand(num_rows, 1)
     return share * F.one_hot(labels[0], num_classes) + (1 - share) * F.one_hot(
@@ -108,7 +108,7 @@ def test_balanced_weights_are_scikit_learns_for_the_drawn_images():
         ours = choose_class_weights(balanced, train_set, 6)
         theirs = compute_class_weight("balanced", classes=np.arange(6), y=labels[numbers])
         assert ours == pytest.approx(theirs)
-    # The first 200 are a source with 400 draws an epoch, the others one with 50.
+    # The first 200 are a source with 400 draws per epoch, the others one with 50.
     shares = (Share(400, 200, 0), Share(50, 50, 200, np.arange(50)))
     drawn = np.concatenate([labels[:200], labels[:200], labels[200:250]])
     ours = choose_class_weights(balanced, train_set_of_labels(labels, 450, *shares), 6)
@@ -168,7 +168,7 @@ def test_binary_cross_entropy_of_mixed_targets_is_timms(smoothing):
 
 
 def test_deit_iii_has_each_class_of_a_mixture_in_full():
-    """Its engine.py: `targets.gt(0.0)`, then torch's BCEWithLogitsLoss."""
+    """DeiT's engine.py computes `targets.gt(0.0)`, then torch's BCEWithLogitsLoss."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9)
     targets = soft_targets(6, 9)
@@ -178,7 +178,7 @@ def test_deit_iii_has_each_class_of_a_mixture_in_full():
 
 
 def test_the_sum_over_classes_is_big_visions_sigmoid_loss():
-    """big_vision/utils.py, sigmoid_xent: -sum(labels log p + (1 - labels) log(1 - p))."""
+    """In big_vision/utils.py, sigmoid_xent is -sum(labels log p + (1 - labels) log(1 - p))."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9, dtype=torch.float64)
     targets = soft_targets(6, 9).double()

@@ -1,4 +1,4 @@
-"""Accuracy against torch's top-k, counted by hand, and equal to the last bit in any order and any
+"""Test accuracy against torch's top-k and counts by hand, with equal bits in any order and any
 partition."""
 
 import math
@@ -128,7 +128,7 @@ def test_a_logit_that_is_not_finite_makes_the_loss_nan_and_leaves_the_counts(bad
 
 
 def test_calibration_is_guos_over_fifteen_bins_and_adds_up_in_any_order():
-    """Equation 3 of Guo et al. 2017, image by image."""
+    """The sum is Equation 3 of Guo et al. 2017, image by image."""
     logits, labels = examples(400, num_classes=6)
     confidence, predicted = logits.double().softmax(1).max(1)
     error = 0.0
@@ -206,8 +206,8 @@ def test_the_paired_difference_counts_images_that_only_one_model_has_right(pairs
 
 @pytest.mark.parametrize(("only_first", "only_second"), [(0.01, 0.01), (0.03, 0.01), (0.2, 0.3)])
 def test_the_interval_covers_the_truth_at_its_stated_rate(only_first, only_second):
-    """2,000 experiments with 400 images: 95 % +- 4 standard errors, plus the Wald interval's own
-    small error."""
+    """The tolerance for 2,000 experiments with 400 images is 4 standard errors around 95 %, plus
+    the Wald interval's own small error."""
     generator = torch.Generator().manual_seed(0)
     truth = 100 * (only_second - only_first)
     covered = 0

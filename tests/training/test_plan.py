@@ -1,4 +1,4 @@
-"""Steps and micro-batches, and the message about indivisible ones."""
+"""Test the number of steps and micro-batches, and the message about indivisible ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Distillation from a teacher: losses equal to timm's and DeiT's, the teacher's view, and whole
-runs."""
+"""Test distillation from a teacher: losses equal timm's and DeiT's, and the teacher's view and
+whole runs are right."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def settings(model=(), data=(), **distill):
 
 
 class Says(nn.Module):
-    """A model like timm's that returns the logits of its constructor."""
+    """A model like timm's that returns the logits given to its constructor."""
 
     def __init__(self, *logits: torch.Tensor):
         super().__init__()
@@ -67,14 +67,14 @@ class Says(nn.Module):
         self.in_chans = 3
 
     def set_distilled_training(self, enable: bool) -> None:
-        """timm calls it."""
+        """Do nothing; timm calls this method."""
 
     def forward(self, images: torch.Tensor):
         return tuple(self.logits) if len(self.logits) > 1 else self.logits[0]
 
 
 def blended(student, teacher, **distill):
-    """Return loss and gradient of a teacher's `blend`; student: logits of one head, or of two."""
+    """Return loss and gradient of a teacher's `blend`. student: logits of one head, or of two."""
     heads = [logits.clone().requires_grad_() for logits in student]
     ours = Teacher(Says(teacher), settings(), settings(teacher="x", **distill))
     task = F.cross_entropy(heads[0], LABELS, reduction="none")
@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_timms(kind, weights):
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_loss_and_gradients_equal_deits(kind):
-    """facebookresearch/deit@7e160fe4:losses.py, written with torch: alpha and tau."""
+    """The formulas and the names are those of facebookresearch/deit@7e160fe4:losses.py."""
     alpha, tau = 0.4, 3.0
     heads = [some_logits(0).requires_grad_(), some_logits(1).requires_grad_()]
     teacher = some_logits(2)
@@ -157,7 +157,6 @@ def test_loss_and_gradients_equal_deits(kind):
 
 
 def test_a_teacher_sees_the_same_images_in_its_own_normalisation_and_size():
-    """Compared with torchvision, from the pixels."""
     own = settings(model={"image_size": 24}, data={"mean": [0.5], "std": [0.25]})
     student = settings(teacher="x")
     model = create_model(own.model, num_classes=3)
@@ -174,7 +173,7 @@ def test_a_teacher_sees_the_same_images_in_its_own_normalisation_and_size():
 
 
 def weights_file(path, names=NAMES, data=(), **model):
-    """A file of weights as a run writes it, of an untrained model; its head is not zero."""
+    """Write weights of an untrained model as a run does. Its head is not zero."""
     torch.manual_seed(3)
     config = settings(model=model, data=data)
     network = create_model(config.model, num_classes=len(names))
@@ -195,7 +194,7 @@ def test_classes_are_found_by_name(tmp_path):
     path = weights_file(tmp_path / "w.safetensors", ["dog", "class2", "class0", "class1"])
     teacher = load_teacher(settings(teacher=str(path)), NAMES, 3, ALONE)
     images = torch.randn(2, 3, 16, 16)
-    # nearly the same matrices with fewer rows, so a kernel may add in a different order
+    # The matrices are nearly the same with fewer rows, so a kernel may add in a different order.
     expect_equal(teacher(images), load(path)(images)[:, [2, 3, 1]])
     assert any("selected by name" in line for line in teacher.lines())
     assert teacher.in_record()["step"] == 7
@@ -235,8 +234,8 @@ def test_the_planner_counts_the_weights_of_a_missing_teacher():
 
 
 def test_the_distilled_model_is_timms(tmp_path):
-    """Names, logits in evaluation, and those of both heads in training are equal to the bit; so is
-    the conversion back from timm's layout."""
+    """Names, logits of both heads, and the conversion to and from timm's layout must be equal bit
+    for bit."""
     with torch.random.fork_rng():
         guest = timm.create_model("deit_tiny_distilled_patch16_224", depth=2, num_classes=7)
     for value in guest.parameters():
@@ -284,8 +283,8 @@ def test_the_second_head_learns_from_the_teacher_and_the_first_one_from_labels()
     model.train()
     losses, margins = step._losses(batch)
     losses.sum().backward()
-    # heads of zeros: each class has a third, so the gradient of a bias is a third or a third minus
-    # one
+    # With heads of zeros each class has a probability of a third, so the gradient of a bias is a
+    # third or a third minus one.
     third = torch.full((3,), 1 / 3)
     torch.testing.assert_close(model.head.bias.grad, 4 * 0.5 * (third - torch.eye(3)[2]))
     torch.testing.assert_close(model.head_dist.bias.grad, 4 * 0.3 * (third - torch.eye(3)[1]))

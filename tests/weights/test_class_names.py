@@ -1,4 +1,4 @@
-"""Classes of the data are selected by name from a head with more classes."""
+"""Test that classes of the data are selected by name from a head with more classes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_our_order_of_imagenets_classes_equals_that_of_its_ids_and_of_torchvisio
     same = sum(
         ours == theirs for ours, theirs in zip(first_words, _IMAGENET_CATEGORIES, strict=True)
     )
-    assert same > 900, "torchvision renames only some classes, for example the two cranes"
+    assert same > 900, "torchvision renames only some classes, such as the two cranes"
 
 
 def test_ambiguous_imagenet_names_are_refused():

@@ -1,4 +1,4 @@
-"""Weights from other programs are resampled as timm does it, read without running code, loaded
+"""Test weights from other programs: resampled as in timm, read without running code, loaded
 strictly, and written completely or not at all."""
 
 from pathlib import Path
@@ -26,7 +26,7 @@ TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
 
 def tiny(seed: int = 0, **fields) -> VisionTransformer:
-    """Return a model without zero weights, so that a head that was not copied shows."""
+    """Return a model without zero weights, so that a head that was not copied is detected."""
     model = VisionTransformer(**{"num_classes": 10, **TINY, **fields})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_a_class_token_without_position_gets_zeros():
 def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
     form, registers, tmp_path
 ):
-    """A model adds the position of a token to the token, so their sum must stay equal to the
+    """A model adds the position of a token to the token, so their sum must stay equal bit for
     bit."""
     source = tiny(0, reg_tokens=registers)
     size = 96 if form == "another size" else 64
@@ -223,7 +223,7 @@ def test_timm_models_are_resampled_and_reset():
     assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
-# Other classes
+# Tests of data with other classes than the head.
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 

@@ -1,5 +1,5 @@
-"""Files of weights are recognised by their content, and are read without running code or refused in
-one line."""
+"""Test that weight files are recognized by their content, and are read without running code or
+rejected in one line."""
 
 import argparse
 import json
@@ -228,8 +228,8 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
 
 
 def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
-    """Reading the file reports a damaged number of classes, grid or name, before anything uses
-    it."""
+    """A damaged number of classes, grid or name must be reported when the file is read, before
+    anything uses it."""
     good = {
         "config": "{}",
         "num_classes": "10",

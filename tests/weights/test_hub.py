@@ -1,6 +1,6 @@
-"""huggingface_hub's real client fetches weights by their names on the hub from a local hub.
+"""Test that huggingface_hub's real client fetches weights by their hub names from a local hub.
 
-The models give the logits of timm and transformers, which fetch from the same hub.
+The logits must equal those of timm and transformers, which fetch from the same hub.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PICKLED = "someone/pickled"
 OTHER = "someone/vit"
 GATED = "someone/gated"
 NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
-"""The repository that configs/photos.yaml starts from; the local hub serves a small model as it."""
+"""The repository that configs/photos.yaml starts from. The local hub serves a small model under
+this name."""
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 """timm's arguments for a model with the sizes of `TINY`."""
 
@@ -44,7 +45,6 @@ def small_repository(folder: Path) -> dict[str, bytes]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files in `folder` by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 

@@ -1,7 +1,6 @@
-"""Weights that are written in another program's layout and read back are equal to the bit, and both
-programs compute the same logits.
+"""Test that weights survive writing and reading in another program's layout bit for bit.
 
-The oracles are the programs themselves, with random weights.
+The other program, with the same random weights, must compute the same logits.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ PROGRAMS = ("timm", "torchvision", "huggingface", "npz")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing ones show."""
+    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing ones are
+    detected."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -136,7 +136,7 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
         assert notes == []
         assert again.keys() == weights.keys()
         assert all(torch.equal(again[name], weights[name]) for name in weights), (
-            "not equal to the bit"
+            "not equal bit for bit"
         )
         weights = sent
     if program == "npz":
@@ -158,7 +158,7 @@ def test_variants_of_big_visions_names_are_read(tmp_path):
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
     weights = model.state_dict()
     arrays, left = from_ours(LAYOUTS["npz"], weights, 3)
-    assert left == ["fc_norm.weight", "fc_norm.bias"], "big_vision normalises before it pools"
+    assert left == ["fc_norm.weight", "fc_norm.bias"], "big_vision normalizes before it pools"
     renamed = {}
     for name, value in arrays.items():
         name = name.replace("Transformer/posembed_input/pos_embedding", "pos_embedding")

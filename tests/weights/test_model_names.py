@@ -1,4 +1,5 @@
-"""Model names are understood as timm's pages write them and as training programs save them."""
+"""Test that model names are understood as timm's pages write them and as training programs save
+them."""
 
 from __future__ import annotations
 

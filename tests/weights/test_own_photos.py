@@ -1,5 +1,5 @@
-"""The command of docs/weights.md for a user's own photos, run on small images, yields a model that
-`vit.load` loads and that classifies better than chance."""
+"""Test that the command of docs/weights.md for a user's own photos yields a model that `vit.load`
+loads and that classifies better than chance."""
 
 from __future__ import annotations
 

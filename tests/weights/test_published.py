@@ -1,5 +1,5 @@
-"""Published models: the table agrees with timm's settings, weights and views give the results of
-timm's models and transforms, and names are checked for mistakes."""
+"""Test published models: the table agrees with timm's settings, results equal those of timm's
+models and transforms, and names are checked for mistakes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_our_model_replaces_only_plain_vits_of_timm():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_our_model_has_the_parameters_of_timms_model(architecture):
-    """This test compares names and shapes; the tests below compare the logits of each family."""
+    """This test compares names and shapes. The tests below compare the logits of each family."""
     published = identify(
         f"{architecture}.pth", f"{architecture}.{timm.get_pretrained_cfg(architecture).tag}"
     )
@@ -120,7 +120,7 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 
 def jpegs() -> dict[str, bytes]:
-    """Return photographs of several shapes: wide, tall, smaller than the view, grey."""
+    """Return photographs of several shapes: wide, tall, smaller than the view, and gray."""
     from sklearn.datasets import load_sample_images  # slow to import
 
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)  # 640 x 427
@@ -139,7 +139,7 @@ def jpegs() -> dict[str, bytes]:
 
 
 def timms_view(name: str):
-    """Return timm's evaluation transform: PIL image -> normalised (3, H, W)."""
+    """Return timm's evaluation transform: PIL image -> normalized (3, H, W)."""
     return create_transform(
         **resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     )
@@ -152,7 +152,7 @@ def timms_view(name: str):
         "vit_small_patch16_384.augreg_in1k",  # 384 -> 384
         "deit3_huge_patch14_224.fb_in22k_ft_in1k",  # 224 -> 224, ImageNet's mean
         "vit_base_patch16_224_miil.in21k_ft_in1k",  # 256 -> 224, bilinear
-        "vit_medium_patch16_gap_384.sw_in12k_ft_in1k",  # 404 -> 384, both sides alike
+        "vit_medium_patch16_gap_384.sw_in12k_ft_in1k",  # 404 -> 384, both sides equally
     ],
 )
 def test_the_view_of_an_image_equals_timms(name):
@@ -199,7 +199,8 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
 def rounding(model: torch.nn.Module) -> float:
     """Return the largest difference that two orders of summation may cause in a logit of
     `random_timm_model`. The head adds `num_features` products, whose rounding errors grow with the
-    square root of their number, and subtracts a bias that is many times larger than the result."""
+    square root of their number. It then subtracts a bias that is many times larger than the
+    result."""
     heads = model.get_classifier()
     scale = max(
         head.bias.abs().max().item() for head in (heads if isinstance(heads, tuple) else (heads,))

@@ -1,4 +1,4 @@
-"""Position embeddings that are resampled to another grid equal timm's."""
+"""Test that position embeddings that are resampled to another grid equal timm's."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ def posemb(height: int, width: int, prefix: int = 1, dim: int = 8) -> torch.Tens
     return torch.randn(1, prefix + height * width, dim, generator=torch.Generator().manual_seed(0))
 
 
-# Position embeddings
 GRIDS = [
     ((14, 14), (24, 24)),
     ((14, 14), (7, 7)),
@@ -53,8 +52,8 @@ def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
     assert torch.equal(result[:, :2], prefix)
     constant, down, right = result[0, 2:].reshape(*new, 3).unbind(2)
     torch.testing.assert_close(constant, torch.full(new, 0.7))
-    # A ramp along one side must still rise along that side and be constant along the other;
-    # swapping height and width would break this.
+    # A ramp along one side must still rise along that side and be constant along the other.
+    # Swapping height and width would break this.
     assert (down.diff(dim=0) > 0).all()
     assert (right.diff(dim=1) > 0).all()
     torch.testing.assert_close(down, down[:, :1].expand(new))
@@ -66,10 +65,10 @@ def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
     ("old", "new"), [((14, 14), (24, 24)), ((8, 12), (24, 24)), ((9, 9), (9, 36))]
 )
 def test_ramps_stay_ramps_inside(old, new, antialias, atol):
-    """Only positions that need no value outside the grid are compared. The centre of place i of
-    `new` lies at (i + 1/2) old / new - 1/2. Keys' cubic, a = -1/2, keeps straight lines; torch uses
-    it with antialias only. Without antialias a = -3/4, which is off by up to a twentieth of a
-    place."""
+    """Only positions that need no value outside the grid are compared. The center of position i of
+    `new` is at (i + 1/2) old / new - 1/2. Keys' cubic with a = -1/2 keeps straight lines, but torch
+    uses it only with antialias. Without antialias a = -3/4, which is off by up to a twentieth of a
+    position."""
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in old), indexing="ij")
     patches = torch.stack((y, x), dim=2).reshape(1, -1, 2)
     resampled = resample_posemb(patches, old, new, 0, antialias=antialias)[0].unflatten(0, new)

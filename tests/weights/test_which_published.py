@@ -1,4 +1,5 @@
-"""Files of published models are identified, and their published accuracy is quoted correctly."""
+"""Test that files of published models are identified, and that their published accuracy is quoted
+correctly."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
         ("deit_base_patch16_224-b5f2ef4d.pth", "deit_base_patch16_224.fb_in1k"),
         ("deit_base_patch16_224.pth", "deit_base_patch16_224.fb_in1k"),
         ("deit_base_patch16_224.pth.tar", "deit_base_patch16_224.fb_in1k"),
-        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm recognises the whole name
+        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm recognizes the whole name
         ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
         ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
         # only in timm, not in our table
@@ -138,7 +139,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
         "the published accuracy does not hold for another view"
     )
     assert identify(tmp_path, "deit_tiny_patch16_224").name == "deit_tiny_patch16_224.fb_in1k", (
-        "the user's name wins over the file's"
+        "the user's name must take precedence over the file's"
     )
 
 
@@ -235,7 +236,7 @@ def test_the_table_needs_no_timm(monkeypatch, tmp_path):
         identify(tmp_path / "resnet50.pth")
 
 
-# --- evaluating it --------------------------------------------------------------------------------
+# --- evaluating a published model -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", KNOWN, ids=lambda row: row.name)
@@ -300,8 +301,6 @@ def test_the_published_accuracy_is_described():
 
 
 def test_the_page_and_the_program_have_the_same_table():
-    """docs/recipes.md and vit/weights/published_models.py contain the same table."""
-
     def line(row: KnownModel) -> str:
         names = [row.name, *row.files]
         side = f"{row.image_size[0]}, {row.crop_pct:g}"
@@ -373,8 +372,8 @@ def test_folders_of_transformers_are_identified(tmp_path):
 
 
 def test_another_epsilon_of_norms_is_noted_and_a_large_one_refused(tmp_path):
-    """The oracle is transformers' model. Its initial weights make small tokens, for which epsilon
-    matters more than for trained weights."""
+    """The initial weights of transformers make small tokens, for which epsilon matters more than
+    for trained weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
     config = ViTConfig(**sizes, num_hidden_layers=2, image_size=32, patch_size=8)

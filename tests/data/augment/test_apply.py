@@ -1,5 +1,7 @@
-"""Augmentation on the device equals loops over samples, and torchvision's and timm's operations
-with our random numbers."""
+"""Test augmentation on the device against loops over samples and against torchvision and timm.
+
+The other libraries get our random numbers.
+"""
 
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ STD = (0.229, 0.224, 0.225)
 MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
 
 
-# --- flips, normalisation, the simple crop's margin -----------------------------------------------
+# --- flips, normalization, the simple crop's margin -----------------------------------------------
 
 
 def test_only_flipped_rows_are_mirrored():
@@ -76,8 +78,8 @@ def test_normalize_is_torchvisions(channels, mean, std):
 
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
-    """The images have the view's shorter side, so nothing is resized; the oracle is torchvision's
-    pad and crop at the drawn place."""
+    """The image's shorter side equals the view's, so nothing is resized. torchvision pads and crops
+    the image at the drawn position."""
     config = AugmentConfig(crop="simple", hflip_prob=0.0)
     num = 60
     side = 32
@@ -148,8 +150,8 @@ def test_layers_are_applied_to_each_row_in_order_after_the_flip(name):
 
 
 def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
-    """The oracle is facebookresearch/deit:augment.py on Pillow images with our random numbers:
-    flip, one of three operations, colour jitter in the drawn order."""
+    """facebookresearch/deit:augment.py is applied to Pillow images with our random numbers: flip,
+    one of three operations, and color jitter in the drawn order."""
     config = DEIT3.model_copy(update={"crop": "random_resized"})
     images = np.concatenate([photographs()] * 8)
     table = table_of(config, len(images), images.shape[2:])
@@ -169,7 +171,7 @@ def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
             picture = jitter[int(op)](picture, float(factor))
         off.append(np.abs(np.asarray(picture).transpose(2, 0, 1).astype(int) - ours[row]))
     assert np.max(off) <= 2, (
-        "a blurred sum may round to the neighbouring level, and later operations may double that"
+        "a blurred pixel may differ by one level, and later operations may double that"
     )
     assert np.mean(np.array(off) > 0) < 1e-3
 
@@ -206,8 +208,8 @@ def test_boxes_of_normalised_images_are_erased(mode, channels):
 
 
 def test_a_graph_of_erasing_computes_nothing_on_the_host():
-    """A table that the host computes would be computed in each step, and a GPU would wait for the
-    copy."""
+    """A table that the host computes would be recomputed in each step, and the GPU would wait for
+    the copy."""
     operators = []
 
     def note(graph, inputs):
@@ -227,7 +229,7 @@ def test_a_graph_of_erasing_computes_nothing_on_the_host():
     torch._dynamo.reset()
     assert torch.equal(compiled, eager)
     assert any("index_select" in target for target in operators), (
-        "the graph must look the quantiles up"
+        "the compiled graph must contain the quantile lookup"
     )
     assert not any("ndtri" in target for target in operators)
 
@@ -255,7 +257,7 @@ def test_noise_is_normal_and_depends_only_on_the_seed_and_the_place():
 
 
 def _lowbias32(x: int) -> int:
-    """The published hash (Wellons 2018) in Python's integers."""
+    """Return the published hash (Wellons 2018), computed with Python integers."""
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32
     x = (x ^ x >> 15) * 0x846CA68B % 2**32
     return x ^ x >> 16
@@ -344,7 +346,7 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # These rows would have mixed with rows 3, 8 and 21; groups have four rows.
+    # These rows would have mixed with rows 3, 8 and 21. A mixing group has four rows.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
@@ -353,9 +355,9 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_equals_timms_with_our_random_numbers(mode, kind, monkeypatch):
-    """timm mixes row i with row B - 1 - i. The pairs of a group do the same, and so does our ring
-    in the modes `batch` and `elem` if a group has two rows. So timm gets each group as a batch,
-    with our random numbers in place of its own."""
+    """timm mixes row i with row B - 1 - i. Our rotation does the same inside a group, and in the
+    modes `batch` and `elem` if a group has two rows. So timm gets each group as a batch, with our
+    random numbers."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),
@@ -383,7 +385,7 @@ def test_mixing_equals_timms_with_our_random_numbers(mode, kind, monkeypatch):
             timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
         )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
-        # timm skips a row whose lambda is 1; with a box it computes lambda from the box.
+        # timm skips a row whose lambda is 1. With a box it recomputes lambda from the box.
         lambdas = (
             rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
         )
@@ -398,7 +400,7 @@ def test_mixing_equals_timms_with_our_random_numbers(mode, kind, monkeypatch):
         np.testing.assert_allclose(targets[start : start + size], soft, atol=1e-6)
 
 
-# --- the whole ------------------------------------------------------------------------------------
+# --- all steps together ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -418,7 +420,7 @@ def test_a_micro_batch_is_augmented_as_a_part_of_the_batch(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_augmenting_leaves_its_arguments_alone(name):
+def test_augmenting_does_not_change_its_arguments(name):
     images = torch.from_numpy(photographs()).repeat(8, 1, 1, 1)
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     images = images.contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""The random draws of augmentation on the host equal golden values, and have the distributions of
+"""Test the random numbers of augmentation against golden values and against the distributions of
 torchvision, timm and the papers."""
 
 import itertools
@@ -34,9 +34,9 @@ ROOT = Path(__file__).parents[3]
     "name", json.loads((Path(__file__).parent / "golden_draws.json").read_text())
 )
 def test_the_draws_of_a_recipe_equal_the_golden_values(name):
-    """The golden file is older than all augmentations but crops, flips, timm's operations and
-    mixing by groups. If this test fails, a seed no longer gives the same run: do not renew the
-    file, but draw the new augmentation from a separate stream."""
+    """A failure means that a seed no longer gives the same run. Do not update the golden file: draw
+    a new augmentation from a separate stream. The file predates all augmentations except crops,
+    flips, timm's operations and group mixing."""
     golden = json.loads((Path(__file__).parent / "golden_draws.json").read_text())[name]
     recipe, *settings = name.split()
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings)
@@ -92,7 +92,7 @@ def test_strengths_are_clipped_to_timms_scale(magnitude, limit):
     strengths = np.abs(table_of(config, 4000)[:, FIRST_OP + 1])
     assert ((strengths >= 0) & (strengths <= 10)).all()
     assert abs((strengths == limit).mean() - scipy.stats.norm.sf(0.5)) < 0.03, (
-        "strengths beyond the end of the scale, half a deviation away, are clipped to the end"
+        "strengths beyond the scale must be clipped to its end"
     )
 
 
@@ -115,12 +115,12 @@ def test_the_sets_of_other_programs_always_apply_an_operation_at_the_set_strengt
     for column in (2, 3):
         assert (
             scipy.stats.kstest(table[:, FIRST_OP + column], scipy.stats.uniform.cdf).pvalue > 1e-3
-        ), "the place of the cutout is not uniform"
+        ), "the position of the cutout is not uniform"
 
 
 def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
-    """Return the probability of each pair of operations ("" for none) with their strengths, from
-    the policy's source."""
+    """Return the probability of each pair of operations ("" for none) with their strengths,
+    computed from the policy's source."""
     if name in ("imagenet", "cifar10", "svhn"):
         auto = autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name))
         pairs = auto.policies
@@ -169,7 +169,9 @@ def test_strengths_of_timms_policies_vary_around_those_of_the_table():
     config = AugmentConfig(auto_augment="v0", auto_augment_magnitude_std=0.5)
     varied = table_of(config, 20_000)
     for column in (FIRST_OP, FIRST_OP + 2):
-        assert np.array_equal(exact[:, column], varied[:, column]), "other operations were drawn"
+        assert np.array_equal(exact[:, column], varied[:, column]), (
+            "the policy has other operations"
+        )
         own = np.abs(exact[:, column + 1])
         off = np.abs(varied[:, column + 1]) - own
         inside = (own > 2) & (own < 8)
@@ -206,7 +208,7 @@ def test_jitter_is_drawn_as_torchvision_draws_it():
     ops = table[:, :, 0].astype(int)
     factors = table[:, :, 1]
     orders, counts = np.unique(ops, axis=0, return_counts=True)
-    assert len(orders) == 24, "an order of the four never occurs"
+    assert len(orders) == 24, "an order of the four operations never occurs"
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
     jitter = ColorJitter(*amounts)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Crops have the distribution of torchvision's crops."""
+"""Test that crops have the distribution of torchvision's crops."""
 
 import numpy as np
 import pytest
@@ -176,7 +176,7 @@ def test_simple_crops_are_the_largest_windows_of_the_views_aspect(width, height,
 
 @pytest.mark.parametrize(("width", "height"), [(320, 200), (200, 320), (200, 200)])
 def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
-    """The images have the view's shorter side, so nothing is resized, and the places must have the
+    """The image's shorter side equals the view's, so nothing is resized. Positions must have the
     distribution of torchvision's RandomCrop(200, padding=4)."""
     num = 20_000
     config = AugmentConfig(crop="simple")
@@ -198,5 +198,5 @@ def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
         assert place.max() == side - 200 + 4
         beyond = table[:, shift + axis] != 0
         assert set(crops[beyond, axis]) <= {0, side - 200}, (
-            "a view beyond the border does not start at it"
+            "a view that extends beyond the image must start at its border"
         )

@@ -1,9 +1,10 @@
-"""Each operation of each set equals its source at all strengths: the installed timm, torchvision
-and Pillow, and stored results of big_vision.
+"""Compare each operation of each policy with its source at all strengths.
 
-Levels are compared as integers. A bilinear warp may differ by one level if its exact result is
-close to a whole number, because it uses float32 and Pillow double. A few pixels that come from
-exactly the border are content in Pillow and fill in ours. All other operations are equal.
+The sources are the installed timm, torchvision and Pillow, and stored results of big_vision.
+
+Pixel values are compared as integers. A bilinear warp may differ by one level, because it uses
+float32 and Pillow uses double. A few pixels that come exactly from the border are content in Pillow
+and fill color in ours. All other operations must match exactly.
 """
 
 from functools import partial
@@ -39,12 +40,12 @@ def assert_equal_levels(
     share: float = 0.0,
     on_border: float = 0.0,
 ) -> None:
-    """Assert that at most a `share` of the levels differ, and none by more than `largest`, except
-    for a share `on_border`."""
+    """Assert that at most a `share` of the levels differ, by at most `largest` except for a share
+    `on_border`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
     assert further.max() <= on_border, (
-        f"further than {largest} off in each image: {further}, up to {difference.max((1, 2, 3))}"
+        f"differences above {largest}: {further}, up to {difference.max((1, 2, 3))}"
     )
     assert (difference > 0).mean() <= share, f"{(difference > 0).mean():.2%} of the levels differ"
 
@@ -54,19 +55,19 @@ def assert_equal_levels(
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
 UNSIGNED = ("AutoContrast", "Equalize", "Invert", "Posterize", "Solarize")
 ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
-"""The operations of timm that are not "increasing": their levels are 0.1 to 1.9, without a sign."""
+"""timm's operations that are not "increasing". Their levels are 0.1 to 1.9, without a sign."""
 
 
 def by_timm(
     images: np.ndarray, name: str, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> np.ndarray:
-    """Apply timm's operation at a signed level, without timm's own random sign."""
+    """Apply timm's operation at a signed level instead of with timm's random sign."""
     monkeypatch.setattr(timm_ops, "_randomly_negate", lambda level: level)
     to_argument = timm_ops.LEVEL_TO_ARG[name]
     is_signed = not name.startswith(UNSIGNED) and name not in ENHANCE
     signed = strength if is_signed else abs(strength)
     arguments = to_argument(signed, {}) if to_argument else ()
-    # At 0 bits Pillow 13 raises, whereas earlier versions returned a black image.
+    # At 0 bits Pillow 13 raises an error. Earlier versions returned a black image.
     if name.startswith("Posterize") and arguments == (0,):
         return np.zeros(images.shape, int)
     options = {"resample": Image.Resampling.BILINEAR, "fillcolor": (124, 116, 104)}
@@ -90,7 +91,7 @@ def test_the_sets_have_the_operations_of_their_sources_in_order():
         ]
 
 
-# Our set -> its operations that no earlier set has.
+# Our policy -> its operations that no earlier policy has.
 TIMM_OPS = [("timm", op, name) for op, name in enumerate(TIMM_NAMES)]
 TIMM_OPS += [
     ("timm_inc0", op, name)
@@ -138,7 +139,7 @@ TORCHVISION_SPACES = {
 
 
 def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> np.ndarray:
-    """Apply torchvision's operation at a signed index of its magnitudes."""
+    """Apply torchvision's operation at a signed index into its magnitudes."""
     name, (magnitudes, is_signed) = list(TORCHVISION_SPACES[op_set](SMALL).items())[op]
     magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
     signed = -magnitude if is_signed and strength < 0 else magnitude
@@ -182,13 +183,12 @@ BIG_VISION = np.load(Path(__file__).parent / "golden_big_vision.npz")
 
 @pytest.mark.parametrize("op", range(16), ids=OP_NAMES["big_vision"])
 def test_operations_are_big_visions(op):
-    """The oracle is a file with the results of
+    """The stored results are those of
     google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py for two images in TensorFlow
-    2.21, with tf.raw_ops.ImageProjectiveTransformV3 in place of tensorflow_addons, which does not
-    support this version; the cutouts' centres are at 0.8 of the width and 0.3 of the height.
-    TensorFlow sums in another order, so one level in a hundred may differ by one (sharpness: by
-    two).
-    """
+    2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces tensorflow_addons, which does not support
+    this version. The centers of cutouts are at 0.8 of the width and 0.3 of the height. TensorFlow
+    sums in a different order, so one level in a hundred may differ by one, or by two for
+    sharpness."""
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
     cases = [case for case in BIG_VISION.files if case.split()[0].lower() == name]
@@ -210,7 +210,7 @@ def test_operations_are_big_visions(op):
         )
 
 
-# --- 3-Augment and colour jitter ------------------------------------------------------------------
+# --- 3-Augment and color jitter ------------------------------------------------------------------
 
 THREE = AugmentConfig(three_augment=True)
 RADII = [
@@ -264,7 +264,7 @@ def test_jitter_is_torchvisions_on_pillow_images(op, name):
     factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
     jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
-        # Pillow also gets the value rounded to the table's float32.
+        # Pillow also gets the value rounded to float32.
         theirs = levels(
             [
                 getattr(tv, name)(picture, float(np.float32(factor)))
@@ -275,7 +275,7 @@ def test_jitter_is_torchvisions_on_pillow_images(op, name):
 
 
 def test_hue_is_torchvisions_on_tensors():
-    """torchvision's version for Pillow images has only 256 hues and differs from both by several
+    """torchvision's function for Pillow images has only 256 hues, so it differs by several
     levels."""
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))

@@ -1,5 +1,7 @@
-"""Operations of a kind are applied together: the levels are the same, the launches few, and nothing
-waits for the device."""
+"""Test that operations of a kind are applied together.
+
+The pixels must be the same with few kernel launches and without a wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ LAUNCHES = {
     "jitter": 206,
     "auto_augment": 92,
 }
-"""Launches for 512 images of each of `POLICIES`. Applying one operation of one set at a time took
-800. 38 of timm's launches are erasing; without it this is the policy of ViT-B/16's recipe with
-120."""
+"""Kernel launches for 512 images of each policy in `POLICIES`.
+
+One launch per operation and policy took 800. 38 of timm's launches are random erasing; without it,
+this is ViT-B/16's policy with 120.
+"""
 
 
 def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
-    """Return an `Augment` of a policy and its arguments, on a device without values."""
+    """Return an `Augment` of a policy and its arguments on the meta device."""
     images = torch.empty(num, 3, 40, 120, dtype=torch.uint8, device="meta")
     labels = torch.empty(num, dtype=torch.int64, device="meta")
     table = torch.from_numpy(mixed_table(POLICIES[name], num, (40, 120)))
@@ -55,7 +59,7 @@ def test_pooling_on_a_gpu_equals_the_sums_on_a_cpu():
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_the_device(name):
-    """A GPU without values raises for `.item()`, a branch on a pixel, a mask of unknown size or a
+    """The fake GPU raises an error for `.item()`, a branch on a pixel, a mask of unknown size, or a
     tensor that is still on the host."""
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     gpu = torch.device("cuda", 0)

@@ -1,5 +1,3 @@
-"""A fixture that runs a test with each decoder."""
-
 import pytest
 from decoding import needs_native
 
@@ -9,7 +7,7 @@ from vit.data.decode.images import decoder_name
 
 @pytest.fixture(params=["simplejpeg", pytest.param("native", marks=needs_native)])
 def decoder(request, monkeypatch):
-    """Select each available decoder in turn."""
+    """Run a test with each decoder that is available."""
     if request.param == "simplejpeg":
         monkeypatch.setattr(native, "AVAILABLE", False)
     assert decoder_name() == request.param

@@ -1,5 +1,5 @@
-"""Unusual images in shards are trained on; unreadable ones are an error with their name, or are
-skipped and counted."""
+"""Test that unusual images are decoded, and that unreadable ones raise an error with their key or
+are skipped and counted."""
 
 import io
 import os
@@ -65,7 +65,9 @@ GOOD = {
 BAD = {
     "truncated": encoded(200, 150)[:-2000],
     "truncated_markers": encoded(200, 150, restart_marker_blocks=1)[:-2000],
-    "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[:-40],  # behind most crops
+    "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[
+        :-40
+    ],  # cut below most crops
     "truncated_png": encoded(200, 150, form="PNG")[:-200],
     "header_only": encoded(200, 150)[: read_header(encoded(200, 150)).scan_offset],
     "empty": b"",
@@ -73,13 +75,13 @@ BAD = {
     "text": b"<html>404</html>",
     "16bit_jpeg": encoded(200, 150).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x10"),
 }
-"""Images that cannot be decoded, but have a size in the index, because their headers were intact
-when the shard was indexed."""
+"""Images that cannot be decoded, although the index has their size because their headers were
+intact."""
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
-    """Write and index a data set of one shard with `images`, then overwrite some of them by
-    `stored`, truncated or padded with zeros to the old size."""
+    """Write and index `images` in one shard, then overwrite some of them with `stored`, truncated
+    or zero-padded to the old size."""
     root.mkdir()
     path = root / "train-00000.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -111,7 +113,6 @@ def train_batches(split, **options) -> TrainBatches:
 
 
 def rows_of(batches: TrainBatches | EvalBatches) -> Batch:
-    """Allocate memory for a batch."""
     return batches.layout.batch_in(memoryview(bytearray(batches.layout.num_bytes)))
 
 
@@ -179,8 +180,8 @@ LYING = {
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
 def test_wrong_restart_markers_give_the_pixels_of_pillow(data, tmp_path, decoder):
-    """Pillow, which all published results used, decodes such images; every window must have the
-    same pixels."""
+    """Pillow, on which all published results are based, decodes such images. Every window must
+    match its pixels."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})
@@ -223,7 +224,7 @@ def test_repeated_images_equal_separate_views_and_each_bad_copy_counts(tmp_path,
         bad = batches.fill(position, 0, rows)
         assert bad == ("k3",) * 3 * (3 in rows.ids), "each copy of a bad image counts"
         assert torch.equal(rows.weights == 0, rows.ids == 3)
-        for row in range(12):  # rows that are made one by one cannot share a decoding
+        for row in range(12):  # rows that are decoded one by one cannot share a decoded image
             batches.fill(position, row, one.rows(row, row + 1))
         assert torch.equal(rows.images, one.images)
         seen += rows.ids.tolist()

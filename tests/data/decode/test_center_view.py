@@ -1,4 +1,4 @@
-"""The evaluation view equals that of torchvision, timm and Pillow."""
+"""Test that the evaluation view equals that of torchvision, timm and Pillow."""
 
 import io
 
@@ -38,8 +38,7 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
     )
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
     ours = decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation)
-    # Without AVX2 torchvision resizes bilinearly in floats and rounds, which may give the
-    # neighbouring level.
+    # Without AVX2, torchvision resizes bilinearly in floats, so rounding may differ by one level.
     in_floats = interpolation == "bilinear" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
     np.testing.assert_allclose(ours.int(), theirs.int(), rtol=0, atol=int(in_floats))
 
@@ -104,8 +103,8 @@ def test_an_oblong_center_view_is_timms(original):
 
 
 def test_pillows_and_torchs_resize_differ_by_little():
-    """This is the difference that `eval.resizer` selects; docs/experiments/ measures its
-    effect."""
+    """`eval.resizer` selects between the two resizers. docs/experiments/ measures the effect on
+    accuracy."""
     for data in photographs():
         for interpolation in ("bilinear", "bicubic"):
             torchs, pillows = (
@@ -129,7 +128,7 @@ def test_pillows_and_torchs_resize_differ_by_little():
 def test_pixels_outside_the_center_view_are_not_decoded_and_have_no_effect(
     original, side, crop_pct, interpolation, resizer, blocks
 ):
-    """The expected view is the crop of the whole resized image."""
+    """The expected view is a crop of the whole resized image."""
     data = encode(picture(*original), restart_marker_blocks=blocks)
     view = EvalConfig(crop_pct=crop_pct, resizer=resizer)
     ours = decode_center(data, (side, side), view, interpolation)

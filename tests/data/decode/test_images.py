@@ -1,5 +1,5 @@
-"""All code paths decode all kinds of images to the same pixels, refuse the same images, and use
-little memory."""
+"""Test that all code paths decode every kind of image to the same pixels, reject the same images
+and use little memory."""
 
 import io
 import random
@@ -31,7 +31,7 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.shards.tar import scan_tar
 
 REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
-"""Kinds of images that are refused: no decoder supports the first, and the value range of the
+"""Kinds of images that are rejected. No decoder supports the first, and the value range of the
 others is unknown."""
 
 
@@ -72,8 +72,8 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transform, channels):
-    """A regression test: the window once was uninitialised memory, because simplejpeg warned about
-    the codes behind it before it had written any pixels."""
+    """This window used to be uninitialized memory: simplejpeg reported a warning about bytes below
+    it before it had written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]
@@ -87,18 +87,18 @@ def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transfo
 
 
 def test_uninitialised_pixels_are_not_returned():
-    """The file causes a warning and then an error before the first line. simplejpeg, if it ignores
-    warnings, returns as if it had succeeded."""
+    """The file causes a warning, and then an error before the first line. If simplejpeg ignores
+    warnings, it returns without an error."""
     data = bytearray(encoded(picture(128, 128), "JPEG"))
     scan = read_header(bytes(data)).scan_offset
     # The first coefficient of a progressive scan in a baseline file causes a warning.
     data[scan - 3] = 1
-    data[scan - 8] = 0x33  # Huffman tables that do not exist cause an error
+    data[scan - 8] = 0x33  # missing Huffman tables cause an error
     with without_native(), pytest.raises(ValueError, match="cannot decode"):
         decode_box(bytes(data), (10, 10, 20, 20))
 
 
-# ---- colours -------------------------------------------------------------------------------------
+# ---- colors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM", "JPEG2000"])
@@ -147,7 +147,7 @@ def test_palettes_with_transparencies_are_read_without_warnings(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---- refused files -------------------------------------------------------------------------------
+# ---- rejected files ------------------------------------------------------------------------------
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n"
 
@@ -163,7 +163,7 @@ def test_no_file_starts_another_program(tmp_path, monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011  this one's words are Pillow's
         image.load()
-    assert log.exists(), "Pillow itself must start the program, or this test proves nothing"
+    assert log.exists(), "Pillow itself must start the program, or this test would prove nothing"
     log.unlink()
 
     for reader in (
@@ -261,7 +261,7 @@ def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, 
 def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        # 43,030 pixels below the limit; one more line exceeds it
+        # This image is 43,030 pixels below the limit, so one more line exceeds it.
         wide = 59_652
         high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)
@@ -277,7 +277,7 @@ def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
 
 
 def test_a_window_of_a_large_png_needs_only_the_decoders_memory(tmp_path):
-    """Pillow needs 4 bytes per pixel; copies of the whole image in other modes once made it 16."""
+    """Pillow needs 4 bytes per pixel. Copies in other modes used to raise this to 16."""
     encoded_png = tmp_path / "large.png"
     Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
     code = (

@@ -1,5 +1,7 @@
-"""A window that is cut out of a JPEG and decoded equals the crop of the decoded image; files that
-cannot be cut safely are left to full decoding."""
+"""Test that a window cut out of a JPEG decodes to the same pixels as the whole image.
+
+Files that cannot be cut safely must be decoded whole.
+"""
 
 import io
 import struct
@@ -14,9 +16,9 @@ from PIL import Image
 from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
-# Arrangement of blocks -> the one that Pillow encodes, and the sampling factor that the tests write
-# into the header. Two arrangements with equally many blocks in an MCU differ only in the header, so
-# the tests cover all arrangements that libjpeg decodes, although Pillow cannot encode them.
+# Sampling of the blocks -> the sampling that Pillow encodes, and the factor that the tests write
+# into the header. Two samplings with equally many blocks per MCU differ only in the header. So the
+# tests cover all samplings that libjpeg decodes, although Pillow cannot encode all of them.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),
@@ -30,8 +32,8 @@ ARRANGED = {
 
 
 def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
-    """Return waves with noise: a flat image could hide errors, and all codes of pure noise are
-    alike."""
+    """Return waves with noise. A flat image could hide errors, and pure noise has similar codes
+    everywhere."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -43,10 +45,10 @@ def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
 
 
 def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **options) -> bytes:
-    """Return a JPEG of this size with a restart marker after each `interval` MCUs."""
+    """Return a JPEG of this size with a restart marker after every `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    # Encode an image with equally many MCUs in an arrangement that Pillow supports.
+    # Encode an image with as many blocks per MCU in a sampling that Pillow supports.
     if pillows != "grey":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
@@ -68,7 +70,7 @@ def decode(data: bytes, strict: bool = True) -> np.ndarray:
 
 
 def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
-    """Return the window's pixels in the decoded cut."""
+    """Return the pixels of the window from the decoded cut."""
     left, top, width, height = window
     assert cut.left <= left
     assert cut.top <= top
@@ -79,8 +81,8 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 
 @st.composite
 def cases(draw):
-    """Draw an image with or without tiles and a window in it; narrow images and windows at the
-    borders are frequent."""
+    """Draw an image, tiled or not, and a window in it. Narrow images and windows at the border are
+    frequent."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "grey" not in arranged else 8
@@ -150,8 +152,8 @@ def test_a_window_at_the_end_of_a_tile_needs_the_colour_of_the_next_tile(arrange
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 16])
 def test_a_last_tile_of_few_columns_is_upsampled_as_in_the_complete_image(columns):
-    """libjpeg does not blend lines of one or two colour samples; in the complete image they are
-    blended with their neighbours."""
+    """libjpeg does not interpolate lines of one or two chroma samples. In the whole image these
+    samples are interpolated with their neighbors."""
     data = jpeg(48 + columns, 64, "4:2:0", 1)
     assert read_header(data).restart_interval == 1
     for left in range(48, 48 + columns):
@@ -213,7 +215,7 @@ def test_a_file_that_contradicts_its_header_is_left_to_full_decoding(data):
 
 
 def test_a_file_with_a_scan_per_component_is_not_cut():
-    """The test builds such a file from the codes of three grey images under one header."""
+    """The test builds such a file from the scans of three gray images under one header."""
     grey = jpeg(64, 64, "grey", 2)
     header = read_header(grey)
     frame = (

@@ -1,4 +1,5 @@
-"""The header parser agrees with Pillow on intact, unusual, truncated and damaged JPEGs."""
+"""Test that the header parser agrees with Pillow on intact, unusual, truncated and damaged
+JPEGs."""
 
 import contextlib
 import io
@@ -38,7 +39,7 @@ def by_pillow(data: bytes) -> dict:
             "num_components": image.layers,  # type: ignore[attr-defined]
             "precision": image.bits,  # type: ignore[attr-defined]
             "orientation": image.getexif().get(0x0112, 1),
-            # Pillow stops reading exactly at the first scan.
+            # Pillow stops reading at the first scan.
             "scan_offset": image.fp.tell(),
         }
 
@@ -54,7 +55,7 @@ def segment(marker: int, content: bytes) -> bytes:
 
 def exif_block(order: str, orientation: int, num_before: int = 3) -> bytes:
     """Return the content of an EXIF segment whose orientation follows `num_before` entries, in
-    Intel's (<) or Motorola's (>) byte order."""
+    little-endian (<) or big-endian (>) byte order."""
     entries = [struct.pack(order + "HHII", 0x0100 + n, 4, 1, 7) for n in range(num_before)]
     entries.append(struct.pack(order + "HHIHH", 0x0112, 3, 1, orientation, 0))
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8)
@@ -63,7 +64,7 @@ def exif_block(order: str, orientation: int, num_before: int = 3) -> bytes:
     )
 
 
-# --- whole images ---------------------------------------------------------------------------------
+# --- intact images --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_the_frame_offset_and_whether_there_is_one_scan_are_reported():
             b"\xff\xc2" if options else b"\xff\xc0"
         )
         assert header.is_one_scan
-    start = header.scan_offset - 10  # the grey image: marker, length, number of components
+    start = header.scan_offset - 10  # of the gray image: marker, length, number of components
     assert not read_header(data[:start] + segment(0xDA, b"\2\1\0\2\0\0\x3f\0")).is_one_scan
 
 
@@ -129,7 +130,7 @@ def test_headers_longer_than_the_image_are_parsed():
     assert by_us(data) == by_pillow(data)
 
 
-def test_an_embedded_thumbnail_is_not_taken_for_the_image():
+def test_an_embedded_thumbnail_is_ignored():
     data = encode(picture(97, 64))
     data = (
         data[:2]
@@ -279,7 +280,7 @@ def test_noise_never_raises_anything_but_a_value_error(noise):
             read_header(data)
 
 
-# --- scanning a shard -----------------------------------------------------------------------------
+# --- indexing a shard -----------------------------------------------------------------------------
 
 
 def write_tar(path, images: dict[str, bytes]) -> None:

@@ -1,5 +1,5 @@
-"""The C decoder of a window gives the pixels of simplejpeg's whole image or a refusal, for any file
-and any window."""
+"""Test that the C decoder returns simplejpeg's pixels or refuses the file, for any file and
+window."""
 
 import io
 import os
@@ -52,7 +52,7 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
 def some_windows(
     width: int, height: int, count: int, rng: random.Random
 ) -> list[tuple[int, int, int, int]]:
-    """Return the window of the whole image, of one pixel in a corner, and random ones."""
+    """Return windows of the whole image, of one pixel in a corner, and random ones."""
     windows = [(0, 0, width, height), (width - 1, height - 1, 1, 1)]
     for _ in range(count - 2):
         w, h = rng.randint(1, width), rng.randint(1, height)
@@ -61,7 +61,7 @@ def some_windows(
 
 
 def assert_same(data: bytes, case: str, count: int = 6) -> None:
-    """Assert that windows of this file have simplejpeg's pixels, in grey and colour, in both
+    """Assert that windows of this file have simplejpeg's pixels, in gray and color, in both
     implementations."""
     rng = random.Random(case)
     for channels in (3, 1):
@@ -131,7 +131,7 @@ def segment(marker: int, content: bytes) -> bytes:
 def handmade(
     rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
 ) -> bytes:
-    """Return a grey JPEG of random AC symbols with random values; symbol k's code has lengths[k]
+    """Return a grayscale JPEG of random AC symbols and values. The code of symbol k has lengths[k]
     bits (ascending), and the DC code is a single 0."""
     codes = {}
     code = 0
@@ -168,8 +168,8 @@ def handmade(
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
 def test_images_with_random_huffman_codes_equal_simplejpegs(long):
-    """No encoder makes such tables: codes have any length up to 16 bits, with values of 15 bits
-    whose products with the quantisation overflow."""
+    """No encoder writes such tables: codes have any length up to 16 bits, and 15-bit values
+    overflow when they are multiplied by the quantization."""
     rng = random.Random(int(long))
     for k in range(150):
         lengths = (
@@ -186,8 +186,8 @@ def test_images_with_random_huffman_codes_equal_simplejpegs(long):
 
 
 def test_samplings_that_no_encoder_writes_equal_simplejpegs():
-    """The header declares another arrangement of the four luma blocks of a 4:2:0 MCU, for example a
-    column; the pixels differ from the original's, but both decoders must agree."""
+    """The header declares another sampling of the four luma blocks of a 4:2:0 MCU, such as a
+    column. The pixels then differ from the original's, but both decoders must agree."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
     for factors, width, height in (
@@ -204,8 +204,8 @@ def test_samplings_that_no_encoder_writes_equal_simplejpegs():
 
 
 def test_extreme_tables_and_pixels_equal_simplejpegs():
-    """The coarsest quantisation of black-and-white noise gives long codes, and sums far beyond the
-    range of pixels."""
+    """Black-and-white noise with the coarsest quantization gives long codes and sums far outside
+    the range of pixels."""
     noise = np.random.default_rng(0).integers(0, 2, (64, 80, 3), np.uint8) * 255
     for level in (1, 16, 255):
         for subsampling in (0, 2):
@@ -243,7 +243,7 @@ def test_any_window_equals_simplejpegs(portable, data):
 
 @portable
 def test_strided_rows_are_written_without_touching_the_gaps(portable):
-    """Bytes between the rows, before the first and after the last stay unchanged."""
+    """Bytes between the rows, before the first row and after the last one must not change."""
     encoded, expected = example("420 restart")
     for channels, width in ((3, 1), (3, 31), (3, 64), (1, 31), (1, 64)):
         canvas = np.full((42, 70, channels), 77, np.uint8)
@@ -312,8 +312,8 @@ def test_a_refused_file_has_the_status_of_its_reason():
 )
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
 def test_a_first_component_coarser_than_another_is_refused(factors, names):
-    """libjpeg decodes colours with a finer resolution than luma, but no encoder writes them. The
-    test declares 96 grey blocks as 16 MCUs of six blocks."""
+    """libjpeg decodes chroma with a finer resolution than luma, but no encoder writes it. The test
+    declares 96 gray blocks as 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")
@@ -340,7 +340,7 @@ def test_sides_up_to_libjpegs_limit_are_decoded(size):
     data = by_pillow(pixels_of(*size, grain=5), "L")
     assert np.array_equal(native.decode_window(data, (0, 0, *size), 1), whole(data, 1))
     place = data.index(b"\xff\xc0") + (7 if size[0] > 8 else 5)
-    for side in (65501, 65504):  # the same number of blocks as 65,500
+    for side in (65501, 65504):  # as many blocks as 65,500 pixels have
         longer = data[:place] + side.to_bytes(2, "big") + data[place + 2 :]
         with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
             whole(longer)
@@ -356,8 +356,7 @@ def test_sides_up_to_libjpegs_limit_are_decoded(size):
     ],
 )
 def test_invalid_tables_are_refused_only_if_they_are_used(table):
-    """libjpeg accepts three codes of one bit, or DC values of 16 bits, in tables that are not
-    used."""
+    """libjpeg accepts three codes of one bit, or DC values of 16 bits, in unused tables."""
     data = by_pillow(pixels_of(40, 24, grain=10), "L")
     scan = data.index(b"\xff\xda")
     unused, used = (
@@ -402,8 +401,7 @@ def test_wrong_restart_markers_and_sizes_are_refused():
 
 
 def test_only_the_segments_of_the_window_are_read():
-    """Damage in other segments stays undetected: that is the price of not reading them, and it
-    proves that they are not read."""
+    """Damage in other segments must go undetected, which proves that they are not read."""
     data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
     expected = None
     expected = whole(data)
@@ -413,7 +411,8 @@ def test_only_the_segments_of_the_window_are_read():
         + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7]
         + [len(data)]
     )
-    # The window covers block columns 5 to 11 and rows 2 to 4: segments 1 and 2 of the 4 in a row.
+    # The window covers block columns 5 to 11 and rows 2 to 4, which are in segments 1 and 2 of the
+    # 4 in a row.
     window = (40, 17, 50, 20)
     scribbled = bytearray(data)
     for segment in range(32):
@@ -426,7 +425,7 @@ def test_only_the_segments_of_the_window_are_read():
 
 
 def test_a_truncated_file_is_refused_for_every_window():
-    """Otherwise an image would be good or bad depending on the crop and on the decoder in use."""
+    """Otherwise the crop and the decoder would decide whether an image is readable."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},
@@ -451,8 +450,8 @@ def test_a_truncated_file_is_refused_for_every_window():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_is_refused_or_changes_nothing(seed):
-    """If the C decoder decodes a damaged whole image, simplejpeg decodes it without a warning to
-    the same pixels."""
+    """If the C decoder decodes a damaged file, simplejpeg must decode it to the same pixels without
+    a warning."""
     rng = random.Random(seed)
     pixels = pixels_of(50, 41, grain=15)
     files = [

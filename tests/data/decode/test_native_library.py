@@ -1,4 +1,5 @@
-"""A C library that does not match the Python code is not used, and the message names the remedy."""
+"""Test that a C library that does not match the Python code is not used, and that the message names
+the remedy."""
 
 import os
 import shutil
@@ -51,7 +52,7 @@ def abi(number: int) -> str:
 
 @needs_gcc
 def test_a_library_of_another_version_is_refused(tmp_path):
-    """Calling a C function with wrong arguments crashes the process or, worse, corrupts memory."""
+    """A C function that is called with wrong arguments crashes the process or corrupts memory."""
     with pytest.raises(UnusableLibrary, match=OTHER):
         load(small(tmp_path, "int vit_decode_window(void) { return 0; }"))
     (tmp_path / "next").mkdir()
@@ -62,7 +63,7 @@ def test_a_library_of_another_version_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_library_built_from_other_sources_is_refused(tmp_path):
-    """This happens after git pull without a new installation. A wheel contains no sources, so there
+    """This happens if a user runs git pull without reinstalling. A wheel contains no sources, so
     the check is skipped."""
     sources, library = copied(tmp_path)
     load(library, sources)
@@ -127,7 +128,7 @@ def test_the_environment_can_turn_the_library_off(monkeypatch):
 
 
 def test_setup_and_loader_use_the_same_stamp():
-    """setup.py stamps the library with the hash that the loader compares."""
+    """setup.py stores a hash of the sources in the library, and the loader compares it."""
     if native.LIBRARY is None:
         pytest.skip(f"no library: {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0'}")
     assert native.LIBRARY.vit_native_sources().decode() == stamp_of(SOURCES)

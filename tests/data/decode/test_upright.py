@@ -1,4 +1,4 @@
-"""Images are turned by their EXIF orientation as Pillow's `exif_transpose` turns them."""
+"""Test that images are rotated by their EXIF orientation as by Pillow's `exif_transpose`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_view_with_apply_exif_is_that_of_the_upright_image(form, orientation):
             for each, applied in ((data, True), (data, None), (oracle, None))
         )
         assert torch.equal(turned, expected)
-        if orientation > 1 and form != "TIFF":  # Pillow always turns TIFF
+        if orientation > 1 and form != "TIFF":  # Pillow always rotates TIFF
             assert not torch.equal(stored, expected)
 
 

@@ -1,4 +1,4 @@
-"""Decoding and resizing give the results of Pillow and torchvision."""
+"""Test that decoding and resizing match Pillow and torchvision."""
 
 import io
 import struct
@@ -78,13 +78,13 @@ def test_a_cmyk_jpeg_has_pillows_pixels(channels):
     data = encode(picture().convert("CMYK"))
     theirs = by_pillow(data, "RGB" if channels == 3 else "L").reshape(64, 97, channels)
     assert np.abs(decode(data, channels).astype(int) - theirs).max() <= 2, (
-        "simplejpeg and Pillow differ by more than the rounding of the conversion"
+        "simplejpeg and Pillow differ by more than the rounding of the color conversion"
     )
 
 
 def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
     """Return a JPEG of 64 x 64 pixels whose luma has `luma` (4 bits across, 4 down) times the
-    samples of its colours, instead of 4:2:0."""
+    samples of its chroma, instead of 4:2:0."""
     data = encode(picture(64, 64), quality=90, subsampling="4:2:0", progressive=progressive)
     at = data.index(b"\x01\x22\x00", read_header(data).frame_offset)
     return data[: at + 1] + luma + data[at + 2 :]
@@ -93,7 +93,7 @@ def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("luma", [b"\x41", b"\x14"], ids=["4:1:1", "4:4:1"])
 def test_rare_samplings_have_pillows_pixels(luma, progressive, decoder):
-    """simplejpeg has no name for 4:4:1. The file has the blocks of 4:2:0 in another arrangement."""
+    """simplejpeg has no name for 4:4:1. The file has the blocks of 4:2:0 in another order."""
     data = other_sampling(luma, progressive)
     np.testing.assert_array_equal(decode(data), by_pillow(data))
     np.testing.assert_array_equal(
@@ -102,7 +102,7 @@ def test_rare_samplings_have_pillows_pixels(luma, progressive, decoder):
 
 
 def test_grey_is_the_stored_luma_also_if_pillow_decodes(decoder):
-    """The grey pixels are the luma in the file, not recomputed from the colours."""
+    """Gray pixels must be the stored luma, not recomputed from the colors."""
     data = other_sampling(b"\x14")
     luma = Image.open(io.BytesIO(data))
     luma.draft("YCbCr", None)
@@ -171,7 +171,7 @@ def test_damage_never_raises_anything_but_a_value_error(form, data):
 
 def test_the_exif_orientation_is_ignored_by_default():
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees
+    exif[0x0112] = 6  # rotate by 90 degrees
     image = picture()
     turned = encode(image, exif=exif)
     assert Image.open(io.BytesIO(turned)).getexif()[0x0112] == 6
@@ -276,7 +276,7 @@ def test_a_scaled_view_does_not_depend_on_cuts_or_on_other_views():
         for window, view in zip(windows, together, strict=True):
             [alone] = decode_views(data, [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(alone, view)
-            # This image is decoded without a cut.
+            # This image is decoded whole.
             [of_the_whole] = decode_views(data + b"\0", [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(of_the_whole, view)
 

@@ -1,4 +1,4 @@
-"""A window of a JPEG has the pixels of the complete image, on every path of decoding."""
+"""Test that a window of a JPEG has the pixels of the whole image on every decoding path."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ BLOCKS = {"4:4:4": 8, "4:2:2": 16, "4:2:0": 16}
 
 
 def without_native(function, *arguments, **options):
-    """Call `function` without the C decoder. A fixture would not do, because Hypothesis repeats
+    """Call `function` without the C decoder. A fixture would not work, because Hypothesis repeats
     only the body of a test."""
     available = native.AVAILABLE
     native.AVAILABLE = False
@@ -43,7 +43,7 @@ def without_native(function, *arguments, **options):
     st.data(),
 )
 def test_every_path_to_a_window_gives_the_pixels_of_the_complete_image(size, form, data):
-    """The paths are the C decoder, the cut by restart markers, the cut below the window, and
+    """The paths are the C decoder, a cut at restart markers, a cut below the window, and
     simplejpeg's whole image."""
     width, height = size
     options = (
@@ -106,7 +106,7 @@ def test_a_reduced_window_is_that_of_the_reduced_image(size, form, reduce, data)
 
 @pytest.mark.parametrize(("left", "width"), [(0, 12), (20, 4), (132, 8)])
 def test_a_narrow_reduced_window_is_that_of_the_reduced_image(left, width):
-    """At 1/4 scale a line of a tile's cut has two colour samples, which libjpeg upsamples
+    """At 1/4 scale, a line of a cut tile has two chroma samples, which libjpeg upsamples
     differently."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 140, 3), np.uint8)
     data = encode(Image.fromarray(noise), quality=90, subsampling="4:2:2", restart_marker_blocks=1)
@@ -127,7 +127,7 @@ def test_a_window_in_another_colour_space_equals_the_complete_images(form, decod
 
 @pytest.mark.parametrize("marker_blocks", [0, 2])
 def test_simplejpeg_gets_only_a_part_of_the_file(marker_blocks, monkeypatch):
-    """The cut must not only be right; it must be used, without a fallback to the whole image."""
+    """The pixels alone would not show that the fast path is used."""
     monkeypatch.setattr(native, "AVAILABLE", False)
     sizes = []
     decode_jpeg = images.decode_jpeg
@@ -155,8 +155,7 @@ def test_a_truncated_jpeg_is_refused_even_if_the_window_is_complete(
 
 
 def test_damage_in_the_window_is_left_to_full_decoding(decoder):
-    """An end-of-image marker amid the codes makes simplejpeg refuse; Pillow decodes the rest, as it
-    always did."""
+    """simplejpeg rejects an end-of-image marker within the codes. Pillow decodes the rest."""
     data = bytearray(encode(picture(128, 128), restart_marker_blocks=2))
     start = read_header(bytes(data)).scan_offset
     data[start + 20 : start + 24] = b"\xff\xd9\xff\xd9"
@@ -217,8 +216,8 @@ def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("change", ["gone", "other arguments", "other pixels", "other scales"])
 def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
-    """The operator that resizes is not part of torch's public interface, so it is compared with the
-    public function before it is used."""
+    """torch's resize operator is not public, so it is compared with the public function before it
+    is used."""
     data = encode(picture(160, 128))
     window = (5, 3, 90, 70)
 
@@ -259,7 +258,7 @@ def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, mo
 
 
 def test_the_operator_is_used_with_this_release_of_torch():
-    """If this fails, the results are right but slow: find out what changed in torch, and whether
-    the plan of the centre's lines still holds."""
+    """If this fails, results are correct but slow. Find out what changed in torch, and whether the
+    plan of the center's lines is still valid."""
     assert decoding._resize_operator("bilinear") is not None
     assert decoding._resize_operator("bicubic") is not None

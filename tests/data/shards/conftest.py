@@ -1,5 +1,3 @@
-"""A small data set."""
-
 import shutil
 import tarfile
 from pathlib import Path

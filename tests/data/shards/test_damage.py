@@ -1,4 +1,5 @@
-"""Damaged shards, indexes and infos are reported with the remedy, and are never read as intact."""
+"""Test that damaged shards, indexes and info files are reported with the remedy and never read as
+intact."""
 
 import hashlib
 import io
@@ -101,8 +102,8 @@ def test_invalid_samples_are_named(tmp_path, members, message):
 
 @pytest.mark.parametrize("num_neighbours", [0, 1])
 def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
-    """`tar cf train-00000.tar *.jpg *.cls` writes such a shard; its last image and its first label
-    may form a sample."""
+    """`tar cf train-00000.tar *.jpg *.cls` writes such a shard. Its last image and its first label
+    may look like a sample."""
     pairs = [pair(key, number) for number, key in enumerate("abc")]
     images, labels = ([both[column] for both in pairs] for column in (0, 1))
     order = [*images, *labels] if not num_neighbours else [*images, *labels[::-1]]
@@ -178,7 +179,7 @@ def test_the_error_for_an_unknown_split_lists_the_splits(root):
         open_split(root, "trian")
 
 
-def test_the_problems_of_all_shards_are_reported_at_once(root):
+def test_the_problems_of_all_shards_are_reported_together(root):
     (root / "train-00000.tar").unlink()
     with open(root / "train-00002.tar", "r+b") as tar:
         tar.truncate(5000)
@@ -343,7 +344,7 @@ def test_a_label_out_of_range_in_the_index_is_reported(root):
 
 
 def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeypatch, caplog):
-    """A network file system may return wrong bytes once, although the disk is right."""
+    """A network file system may return wrong bytes once although the disk is intact."""
     split = open_split(root, "train")
     tar = root / "train-00001.tar"
     offset = int(split.index["offset"][7])
@@ -363,7 +364,7 @@ def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeyp
 
 
 def written_by_an_earlier_version(root: Path) -> bytes:
-    """Replace the index by one in the format before checksums; return the bytes of the current
+    """Replace the index by one in the format without checksums; return the bytes of the current
     one."""
     path = root / "train.index.npy"
     before = path.read_bytes()
@@ -407,7 +408,7 @@ def test_no_checksum_is_computed_of_a_replaced_shard(root):
 
 
 def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
-    """numpy parses a header with Python's parser, whose errors it does not catch."""
+    """numpy parses a header with Python's parser and does not catch its errors."""
     path = root / "train.index.npy"
     whole = path.read_bytes()
     for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):
@@ -417,7 +418,7 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
         outcome = "right"
         try:
             rows = open_index(path)
-            # `_info.json` also states the number.
+            # `_info.json` also has the number of samples.
             is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))
         except ValueError as error:
             outcome = str(error)
@@ -426,7 +427,7 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
 
 
 def test_checking_an_index_needs_little_memory(tmp_path):
-    """Checking a billion samples at once would need 133 GB on each rank."""
+    """Checking a billion samples in one go would need 133 GB on each rank."""
     rows = np.zeros(1000, INDEX_DTYPE)
     rows["offset"] = np.arange(1000) * 2048 + 512
     rows["size"] = 1000

@@ -1,4 +1,4 @@
-"""The scanner and the reader of shards find the samples that tarfile, webdataset and timm find."""
+"""Test that scanning and reading shards finds the same samples as tarfile, webdataset and timm."""
 
 import io
 import json
@@ -88,8 +88,8 @@ def test_webdataset_and_timm_read_the_same_samples(root):
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_names_and_members_of_other_writers_are_read(tmp_path, format):
-    """Other writers use folders, upper-case suffixes, additional members, and names that need a
-    separate header."""
+    """Other writers use folders, upper-case suffixes, extra members, and names that need a separate
+    header."""
     long = "n01/" + "x" * (90 if format == tarfile.USTAR_FORMAT else 150)
     members = [
         *pair("./dir.d/a", 1, ext="JPEG"),
@@ -143,7 +143,7 @@ def test_a_split_works_after_pickle_and_fork_and_in_threads(root):
     split = open_split(root, "train")
     expected = [split.read(i) for i in range(15)]
     state = pickle.dumps(split)
-    assert len(state) < 2000, "the index must travel as a path"
+    assert len(state) < 2000, "the index must be pickled as a path"
     assert [pickle.loads(state).read(i) for i in range(15)] == expected
 
     child = os.fork()
@@ -264,7 +264,7 @@ def test_links_beside_the_files_of_a_sample_are_ignored(tmp_path):
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
 def test_keys_of_pax_names_are_complete(tmp_path, name):
-    """Python's tarfile writes '?' for a letter that is not ASCII, and the real name into an earlier
+    """Python's tarfile replaces a non-ASCII letter by '?' and writes the real name into an earlier
     header."""
     pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]
     write_tar(tmp_path / "train-00000.tar", pairs, format=tarfile.PAX_FORMAT)

@@ -1,5 +1,5 @@
-"""Parts of a split such as `train[:99%]` contain each sample once and read it as the whole split
-does."""
+"""Test that slices of a split such as `train[:99%]` contain each sample once and read it as the
+whole split does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vit.system.hashing import fold
 
 
 def sorted_by_class(num: int) -> Split:
-    """Return a split of ten classes, one after another, in one shard that is never read."""
+    """Return a split of ten classes, sorted by class, in one shard that is never read."""
     index = np.zeros(num, INDEX_DTYPE)
     index["label"] = np.arange(num) * 10 // num
     return Split("nowhere", "train", ["train-0.tar"], [num], index, 10, [])
@@ -44,7 +44,7 @@ def test_adjacent_parts_contain_each_sample_once(num, cuts):
             continue
         part = SplitSlice(whole, name)
         assert part.num_samples == len(part) == size
-        assert (np.diff(part.numbers.astype(int)) > 0).all(), "a part must keep the order"
+        assert (np.diff(part.numbers.astype(int)) > 0).all(), "a slice must keep the order"
         numbers += part.numbers.tolist()
     assert sorted(numbers) == list(range(num))
 
@@ -65,7 +65,9 @@ def test_subsets_of_any_seed_are_independent_of_parts():
     part = set(SplitSlice(whole, "train[:10%]").numbers.tolist())
     for seed in range(101):
         subset = choose(whole, Selection(fraction=0.1, subset_seed=seed)).numbers.tolist()
-        assert abs(len(part.intersection(subset)) - 40) <= 28, f"{seed}: five deviations of 5.7"
+        assert abs(len(part.intersection(subset)) - 40) <= 28, (
+            f"seed {seed}: above five deviations of 5.7"
+        )
 
 
 def test_a_part_of_many_samples_stores_only_their_numbers():
@@ -96,7 +98,7 @@ def test_a_part_reads_the_samples_of_the_whole_split(shards):
     assert trained.num_draws == 48
     held_out = {whole.key(number) for number in part.numbers.tolist()}
     assert held_out == {whole.key(i) for i in range(60)} - {trained.split.key(i) for i in range(48)}
-    assert trained.split.identity() != whole.identity(), "a resumed run must notice"
+    assert trained.split.identity() != whole.identity(), "a resumed run must detect the change"
 
 
 def test_a_part_may_be_chosen_from(shards, tmp_path):

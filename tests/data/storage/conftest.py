@@ -1,5 +1,3 @@
-"""Fixtures of shards on servers, for the tests of this folder."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A cache of blocks that jobs and users share: locks, limits, permissions, and the default
+"""Test the block cache that jobs and users share: its locks, limits, permissions and default
 folder."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def blocks(folder: Path) -> int:
 
 
 def other_process(code: str, *arguments: object) -> subprocess.Popen:
-    """Start Python with `code`, and wait for the line that it prints when it is ready."""
+    """Start Python with `code` and wait for the line that it prints when it is ready."""
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -67,8 +67,8 @@ else:
 """
 
 
-def test_threads_that_find_a_full_disk_together_report_it_once(folder, caplog, monkeypatch):
-    """The log is slowed down, so that all threads arrive while the first writes its line."""
+def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
+    """Logging is slowed down, so that all threads arrive while the first one writes its line."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
@@ -94,8 +94,8 @@ def test_threads_that_find_a_full_disk_together_report_it_once(folder, caplog, m
 def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     locked, folder, caplog, monkeypatch
 ):
-    """Slurm may suspend a process, or it may hang in an access to an absent mount. Other processes
-    fetch and use the block without keeping it, and report that once."""
+    """Slurm may suspend a process that holds a lock, or the process may hang on an absent mount.
+    Other processes must fetch the block without storing it, and report that once."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
     holder = other_process(HOLDS, folder, locked)
@@ -121,7 +121,7 @@ def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
         holder.kill()
         holder.wait()
     assert cache.fetch("set/0.block", block()) == b"x" * 1000
-    assert blocks(folder) == 1, "blocks must be kept again once the lock is free"
+    assert blocks(folder) == 1, "blocks must be stored again once the lock is free"
     assert cache.fetch("set/0.block", block()) is None
 
 
@@ -173,7 +173,8 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="takes other users' ids
 
 
 def as_user(user: int, group: int, function: Callable[[], None]) -> str:
-    """Call `function` in a process of another user; return its error, "" if it succeeds."""
+    """Call `function` as another user in a child process; return its error, or "" if it
+    succeeds."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -230,7 +231,7 @@ def test_a_group_shares_a_cache_in_a_folder_that_it_may_write(open_to_all):
 
     assert as_user(1001, 4242, fetches(b"a", 7)) == ""
     assert as_user(1002, 4242, fetches(b"b", 7)) == "", (
-        "the second user must count, read and remove the first user's blocks"
+        "the second user must be able to count, read and remove the first user's blocks"
     )
     problem = as_user(1003, 4243, fetches(b"c", 7))
     assert "cannot hold a cache of shards (Permission denied); choose a folder" in problem
@@ -261,7 +262,7 @@ def test_files_of_another_user_are_not_written_to(kind, open_to_all, caplog):
     def fetch() -> None:
         cache = BlockCache(folder, 1)
         assert cache.fetch("set/0.block", block()) == b"x" * 1000, (
-            "the block must be used but not kept"
+            "the block must be used but not stored"
         )
         assert not (folder / "set" / "0.block").exists()
 
@@ -286,7 +287,7 @@ def test_a_world_writable_folder_is_refused(folder):
 
 
 def mounts(root: Path, **kinds: str) -> Path:
-    """Return a root folder with a `proc` that lists mounts of these kinds by folder (`all` for the
+    """Return a root folder whose `proc` lists mounts of these types by folder (`all` for the
     rest)."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
@@ -323,7 +324,7 @@ def test_the_default_folder_is_on_a_local_disk(tmp_path, monkeypatch):
         with pytest.raises(ShardError, match=named):
             default_folder(both)
     assert default_folder(tmp_path) == node / f"vit-{os.getuid()}", (
-        "without /proc the first candidate is taken"
+        "without /proc the first candidate must be used"
     )
 
 

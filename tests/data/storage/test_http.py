@@ -1,5 +1,5 @@
-"""The web reader against a server with each fault that servers have. The time limits are real, but
-small."""
+"""Test the HTTP reader against a server that causes every fault known from real servers. Time
+limits are short."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vit.system.retry import NUM_REFUSALS, RetryPolicy
 DATA = random.Random(0).randbytes(300_000)
 PATIENT = RetryPolicy(60.0, 0.01, 0.05)
 QUICK = RetryPolicy(1.0, 0.01, 0.05)
-"""A short retry policy, for faults that do not pass."""
+"""A short retry policy for faults that persist."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def version(folder) -> Version:
 
 @contextmanager
 def running(program: str) -> Iterator[subprocess.Popen]:
-    """Run a program in a separate process, and kill it at the end."""
+    """Run a program in a separate process and kill it at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2] / "helpers", **pipes
@@ -105,7 +105,7 @@ def test_a_closed_port_is_an_error_at_the_start_and_is_retried_in_mid_run():
         WebFolder(url, RetryPolicy(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
 
 
-def test_https_at_a_port_of_http_is_reported_at_once(web):
+def test_https_at_a_port_of_http_is_reported_immediately(web):
     url = web.url.replace("http://", "https://")
     with pytest.raises(
         ShardError, match=r"/a\.tar: the server does not use TLS at this port; try http://$"
@@ -113,7 +113,7 @@ def test_https_at_a_port_of_http_is_reported_at_once(web):
         WebFolder(f"{url}/set", RetryPolicy(60.0)).stat("a.tar")
 
 
-# ---- faults that pass ----------------------------------------------------------------------------
+# ---- temporary faults ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("date", [False, True])
@@ -126,7 +126,7 @@ def test_retries_wait_for_as_long_as_the_server_asks(date, web, version):
     assert len(ranges(web)) == 2
 
 
-def test_an_outage_of_many_pauses_is_survived(web, folder, version):
+def test_a_read_continues_after_an_outage_of_many_pauses(web, folder, version):
     web.away_until_s = time.monotonic() + 0.6
     assert folder.read("a.tar", 5, 10, version) == DATA[5:10]
 
@@ -148,8 +148,8 @@ def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
 
 
 def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
-    """The test scales down 8 MB below 70 kB/s in attempts of 120 s: each attempt gets a part, and
-    no part is discarded."""
+    """The test scales down 8 MB at less than 70 kB/s with attempts of 120 s. Each attempt receives
+    a part of the file, and no part is discarded."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
@@ -168,7 +168,7 @@ def test_a_transfer_that_is_too_slow_is_an_error(web, version, monkeypatch):
 
 
 def test_a_suspended_process_continues_its_transfer(web, version, monkeypatch):
-    """It is suspended during a pause of a transfer, for longer than its retry limit."""
+    """The process is suspended in the middle of a transfer for longer than its retry limit."""
     monkeypatch.setattr(http, "CONNECT_S", 0.2)
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     naps = [1.3]
@@ -204,8 +204,9 @@ def test_an_endless_response_is_read_only_to_the_requested_byte(num_bytes, web, 
     web.endless = False
 
 
-def test_a_stopped_server_that_continues_is_survived(monkeypatch):
-    """After SIGSTOP the server's kernel still accepts a few connections, but no process answers."""
+def test_a_read_continues_after_its_server_was_stopped(monkeypatch):
+    """After SIGSTOP the server's kernel still accepts a few connections, but the server does not
+    answer."""
     program = (
         "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True);"
         " s.__enter__(); sys.stdin.read()"
@@ -224,7 +225,7 @@ def test_a_stopped_server_that_continues_is_survived(monkeypatch):
         assert folder.read("a", 0, 10, version) == b"x" * 10
 
 
-def test_many_faults_in_one_transfer_are_survived(web, folder, version, monkeypatch):
+def test_a_transfer_with_many_faults_succeeds(web, folder, version, monkeypatch):
     """The server repeats refusals, wrong ranges, cuts and silence during one transfer."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     rng = random.Random(1)
@@ -236,12 +237,12 @@ def test_many_faults_in_one_transfer_are_survived(web, folder, version, monkeypa
         assert folder.read("a.tar", 7, 300_000, version) == DATA[7:]
 
 
-# ---- faults that do not pass ---------------------------------------------------------------------
+# ---- permanent faults ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 400])
 def test_a_refusal_is_an_error_at_the_start_and_is_retried_in_mid_run(status, web, folder, version):
-    """In mid-run a token may just have expired, or a store may not have the file yet."""
+    """During a run, a token may just have expired, or a store may not have the file yet."""
     web.statuses = [status] * (NUM_REFUSALS - 1)
     assert folder.read("a.tar", 0, 10, version) == DATA[:10]
     web.statuses = [status] * 100
@@ -334,7 +335,7 @@ def test_a_changed_file_is_named_and_never_mixed(web, folder, version):
 
 
 def test_a_connection_serves_many_reads():
-    """50 reads from a server that keeps connections open use one connection."""
+    """50 reads from a server with keep-alive use one connection."""
     program = """
 import http.server, re, sys
 class Handler(http.server.BaseHTTPRequestHandler):

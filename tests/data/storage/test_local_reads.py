@@ -1,5 +1,5 @@
-"""Shards in a folder: reads that fail for a while, descriptors shared by workers, readahead, and
-copies on a nearer disk."""
+"""Test shards in a folder: temporary read errors, file descriptors shared by workers, readahead,
+and copies on a nearer disk."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ ssize_t pread64(int fd, void *to, size_t size, off_t at) {
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory) -> Path:
-    """Build a library that makes reads of shards fail when it is preloaded."""
+    """Build a library that, when preloaded, makes reads of shards fail."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     folder = tmp_path_factory.mktemp("shim")
@@ -124,7 +124,6 @@ def shim(tmp_path_factory) -> Path:
 def run(
     code: str, shim: Path, *arguments: object, **settings: object
 ) -> subprocess.CompletedProcess:
-    """Run Python code with the library preloaded."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
     env = {
         **environment(),
@@ -166,7 +165,7 @@ def test_a_permanent_outage_of_a_file_server_is_an_error_with_path_reason_and_ti
 
 
 def test_a_stale_handle_is_reopened(shim, shards):
-    """The retry has no pause, and the number of open descriptors does not change."""
+    """The shard is reopened without a pause, and no file descriptor leaks."""
     code = textwrap.dedent(READ_ALL) + textwrap.dedent("""
         import os, pathlib
         links = pathlib.Path("/proc/self/fd").iterdir()
@@ -175,7 +174,7 @@ def test_a_stale_handle_is_reopened(shim, shards):
     good = run(code, shim, shards, 10).stdout.split()
     done = run(code, shim, shards, 10, STALE_AFTER=7)
     assert done.stdout.split() == good, done.stderr
-    assert good[1:] == ["0", "3"], "an attempt waited, or not exactly three shards are open"
+    assert good[1:] == ["0", "3"], "a retry paused, or not exactly three shards are open"
 
 
 READ_A_BATCH = """
@@ -195,7 +194,8 @@ READ_A_BATCH = """
 
 
 def test_readahead_covers_all_images_of_a_part_before_the_first_read(shim, shards, tmp_path):
-    """A slow disk can then work on all images at once, instead of on one while a worker waits."""
+    """A slow disk can then work on all images in parallel, instead of on one while a worker
+    waits."""
     log = tmp_path / "log"
     done = run(READ_A_BATCH, shim, shards, LOG=log)
     assert done.returncode == 0, done.stderr
@@ -208,10 +208,10 @@ def test_readahead_covers_all_images_of_a_part_before_the_first_read(shim, shard
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:
-    """Return the names of a process's open shards by descriptor."""
+    """Return the names of a process's open shards by file descriptor."""
     names = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor of the listing itself is closed
+        with suppress(FileNotFoundError):  # this descriptor was that of the listing and is closed
             path = Path(os.readlink(link))
             if path.parent == root and path.suffix == ".tar":
                 names[link.name] = path.name
@@ -241,11 +241,11 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
             ] == [ours]
     del split, val, batches, loader, evaluation
     gc.collect()
-    assert shards_open(os.getpid(), root) == {}, "dropping a split must close its files"
+    assert shards_open(os.getpid(), root) == {}, "deleting a split must close its files"
 
 
 def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
-    """Half of the process's limit stays free for other files."""
+    """Half of the process's limit remains free for other files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     expected = [open_split(shards, "train").read(i) for i in range(60)]
     split = open_split(shards, "train")
@@ -262,7 +262,7 @@ def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
     split.prefetch(np.arange(60))
 
 
-# ---- through a cache -----------------------------------------------------------------------------
+# ---- reading through a cache ---------------------------------------------------------------------
 
 
 def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, monkeypatch):
@@ -314,5 +314,5 @@ def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not
     again = open_split(root, "train", tmp_path / "near", retry=RetryPolicy(1.0))
     assert again.read(0) == sample
     assert len(list((tmp_path / "near").rglob("train-00000.*.0-*.block"))) == 2, (
-        "there must be one block of the old shard and one of the new"
+        "the cache must have one block of the old shard and one of the new"
     )

@@ -1,5 +1,7 @@
-"""Shards at a URL give the same samples as in a folder, despite faults of server and network, or an
-error that names the fault."""
+"""Test that shards at a URL give the same samples as shards in a folder.
+
+Faults of the server and the network must have no effect or raise an error that names them.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Use blocks of 4 samples instead of 4,096, and short pauses, to save time."""
+    """Save time with short pauses and with blocks of 4 samples instead of 4,096."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
 
-# ---- the same samples ----------------------------------------------------------------------------
+# ---- equal samples -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["http", "s3", "memory", "file"])
@@ -65,7 +67,7 @@ def test_samples_keys_and_labels_equal_those_in_the_folder(kind, shards, cache, 
 
 
 def test_long_keys_in_separate_headers_are_read(tmp_path, shards, cache):
-    """A name of more than 100 bytes is in a separate header, which is fetched with the image."""
+    """A name of more than 100 bytes is in a separate header that is fetched with the image."""
     image = open_split(shards, "train").read(0)
     long = [f"n01/{n}{'x' * 120}" for n in range(5)]
     (tmp_path / "root").mkdir()
@@ -99,7 +101,7 @@ def test_batches_are_the_same_from_a_faulty_or_slow_server(
 
 
 def test_batches_are_the_same_from_s3_through_forked_workers(s3, shards, cache, local_epoch):
-    """The parent uses its client before the fork, which must not break the workers' clients."""
+    """A client that the parent used before the fork must not break the workers' clients."""
     root = upload(shards, s3.new_bucket())
     assert_same(epoch(root, cache, workers=2), local_epoch)
 
@@ -114,8 +116,8 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
 
 
 class KeptFtp(FTPFileSystem):
-    """A file system with one connection per thread until the process ends, as fsspec's clients for
-    sftp and smb."""
+    """A file system that keeps one connection per thread until the process ends, like fsspec's
+    clients for sftp and smb."""
 
     protocol = "keptftp"
     cachable = True
@@ -126,7 +128,7 @@ class KeptFtp(FTPFileSystem):
 def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
     scheme, commands_each, shards, cache, monkeypatch
 ):
-    """Eight threads fetch at once, and connections break now and then."""
+    """Eight threads fetch, and connections break now and then."""
     monkeypatch.setitem(_registry, "keptftp", KeptFtp)
     KeptFtp.clear_instance_cache()
     with FtpServer(files_of(shards), commands_each) as server:
@@ -139,7 +141,7 @@ def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
 
 
 def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch):
-    """Rank 0 sends the result to the other ranks, and all ranks read the same samples."""
+    """Rank 0 sends the result to the other ranks, and all ranks must read the same samples."""
     monkeypatch.setattr("vit.distributed.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),
@@ -159,7 +161,7 @@ def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch
             for _, path, byte_range in server.requests
             if byte_range == "bytes=0-0" and path.endswith(".tar")
         )
-        assert set(requests.values()) == {1}, "several ranks asked about a shard"
+        assert set(requests.values()) == {1}, "several ranks requested the size of a shard"
         assert len(requests) == 30
         assert len(server.requests) < 30 + 4 * 6
         assert opened[1].versions == opened[0].versions
@@ -184,7 +186,7 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
     with pytest.raises(KeyboardInterrupt):
         folder.stats([f"train-{number:05d}.tar" for number in range(40)])
     assert time.monotonic() - began_s < 300, (
-        "the interrupt waited for threads, which retry until their time limit"
+        "the interrupt waited for threads that retry until their time limit"
     )
 
 

@@ -1,4 +1,4 @@
-"""The cache of shards at a URL: which blocks are fetched, how often, and which are kept."""
+"""Test the cache of shards at a URL: which blocks are fetched, how often, and which are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Use blocks of 4 samples instead of 4,096, and short pauses, to save time."""
+    """Save time with short pauses and with blocks of 4 samples instead of 4,096."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -80,7 +80,7 @@ def test_the_cache_stays_below_its_limit_and_removes_the_least_recently_used_blo
         assert_same(
             [[t.clone() for t in (b.ids, b.images, b.labels, b.table)] for b in loader], local_epoch
         )
-    assert len(parts_asked(web)) > 15, "some blocks must be fetched again, because not all fit"
+    assert len(parts_asked(web)) > 15, "not all blocks fit, so some must be fetched again"
     assert used() <= 40_000
     assert not list(cache.rglob("*.part"))
 
@@ -118,7 +118,7 @@ def test_processes_that_share_a_cache_fetch_each_block_once(web, url, shards, ca
         for _, path, byte_range in web.requests
         if path.endswith("train.index.npy") and byte_range != "bytes=0-0"
     ]
-    assert len(whole) == 1, "only one process may fetch the index; the others wait for it"
+    assert len(whole) == 1, "only one process may fetch the index, while the others wait"
 
 
 @pytest.mark.parametrize("damage", ["zeros", "truncated", "flipped", "longer"])
@@ -173,7 +173,7 @@ def test_on_a_full_disk_blocks_are_used_and_not_kept(web, url, shards, tmp_path,
         fetched = sum(int(last) + 1 - int(first) for first, last in ranges)
         assert isinstance(split.tars, cached_tars.CachedTars)
         assert fetched < 1.5 * split.tars.stored_bytes, (
-            "a block that cannot be kept must not be fetched for each of its samples"
+            "a block that cannot be stored must not be fetched for each of its samples"
         )
         for path in disk.iterdir():
             if path.is_file():
@@ -181,7 +181,7 @@ def test_on_a_full_disk_blocks_are_used_and_not_kept(web, url, shards, tmp_path,
         monkeypatch.setattr("vit.data.storage.block_cache.TRY_AGAIN_S", 0.0)
         web.requests.clear()
         assert all(split.read(i) for i in [*range(len(split))] * 2)
-        assert len(parts_asked(web)) <= 16, "blocks must be kept again"
+        assert len(parts_asked(web)) <= 16, "blocks must be stored again"
 
 
 def test_a_disk_without_free_inodes_is_reported_once(url, shards, tmp_path, caplog):
@@ -231,8 +231,8 @@ def _fill(folder, process):
 
 
 def test_processes_never_read_a_half_written_count(cache):
-    """A process that read one would count all blocks, which takes minutes in a large cache. In this
-    test the initial million, which has no blocks, would be lost."""
+    """A process that reads a partial count would count all blocks, which takes minutes in a large
+    cache. The test starts with a count of one million without blocks, which would then be lost."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")
     processes = [multiprocessing.Process(target=_fill, args=(cache, number)) for number in range(4)]

@@ -1,4 +1,4 @@
-"""Faults of shards at a URL: each passes after retries, or is an error that names it."""
+"""Test faults of shards at a URL: retries must succeed, or an error must name the fault."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Use blocks of 4 samples instead of 4,096, and short pauses, to save time."""
+    """Save time with short pauses and with blocks of 4 samples instead of 4,096."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Give up after a second of retries."""
+    """Time out after one second of retries."""
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.01, 0.2))
 
 
@@ -45,8 +45,8 @@ def impatient(monkeypatch):
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
 def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cache):
-    """The ETag shows the new version. None of its bytes are mixed in, and cached blocks of the old
-    version stay usable."""
+    """The ETag identifies the new version. Its bytes must not be mixed in, and cached blocks of the
+    old version remain usable."""
     split = open_split(url, "train", cache)
     sample = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
@@ -68,13 +68,13 @@ def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cach
 
 @pytest.mark.parametrize("kind", ["s3", "memory"])
 def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cache, request):
-    """The new shard has the same size, with images of the same sizes in the same places."""
+    """The new shard has the same size, with images of equal sizes at the same offsets."""
     root = upload(
         shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged"
     )
     split = open_split(root, "train", cache)
     sample = split.read(0)
-    # The replacement comes from a second client, as from another machine.
+    # The shard is replaced by a second client, as from another machine.
     fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)
     data = fs.cat_file(place)
     row = split.index[12]
@@ -106,7 +106,7 @@ def test_a_replaced_shard_without_a_version_is_detected_by_its_headers(shards, c
         ):
             split.read(8)
         assert not list(cache.rglob("*.block")), (
-            "bytes of another shard must not be kept under this shard's name"
+            "bytes of another shard must not be cached under this shard's name"
         )
         server.files["/set/train-00000.tar"] = data
         assert split.read(8) == open_split(shards, "train").read(8)
@@ -142,7 +142,7 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
 
 class Growing(dict):
-    """Files of a server; files whose names end with `ending` are replaced after each request."""
+    """Files of a server. Files whose names end with `ending` are replaced after each request."""
 
     ending = ""
 
@@ -164,7 +164,7 @@ def test_a_file_replaced_while_it_is_fetched_is_reported(name, web, url, cache):
         open_split(url, "train", cache)
 
 
-def test_a_disk_without_room_for_the_index_is_reported(url, tmp_path):
+def test_a_disk_without_space_for_the_index_is_reported(url, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         cache = BlockCache(disk / "cache", 0.003)
         leave_free(disk, 0)
@@ -212,7 +212,7 @@ def test_a_hanging_server_is_an_error_in_bounded_time(web, url, cache, monkeypat
 def test_a_server_that_only_drips_bytes_is_an_error(web, url, cache, monkeypatch, impatient):
     split = open_split(url, "train", cache)
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
-    web.hang_after = 10  # each response stops after 10 bytes, so 100 bytes arrive in a second
+    web.hang_after = 10  # each response stops after 10 bytes, so 100 bytes arrive per second
     with pytest.raises(
         ShardError, match=r"train-00000.tar: only \d+ bytes arrived in \d+ s; check the network"
     ):
@@ -245,7 +245,7 @@ def test_waiting_for_a_slow_block_counts_as_progress(web, url, cache, monkeypatc
     while waiting.is_alive():
         changes.add(stages.current.num_changes)
         time.sleep(0.01)
-    assert len(changes) >= 5, "the count of progress must keep changing"
+    assert len(changes) >= 5, "the progress counter must keep changing"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507, 520, 524])
@@ -270,7 +270,7 @@ def missing(web, *names):
 
 
 def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, shards):
-    """A folder with that index then trains from the URL."""
+    """Training from the URL then works with a folder that has this index."""
     names = [name.removeprefix("/set/") for name in web.files]
     missing(web, *(name for name in names if not name.endswith(".tar")))
     with pytest.raises(
@@ -390,9 +390,7 @@ def test_a_missing_bucket_permission_scheme_or_package_is_reported(s3, shards, c
         open_split(f"{bucket}/a", "train", cache)
     root = upload(shards, bucket)
     with s3.only("s3:GetObject"):
-        assert samples(open_split(root, "val", cache)), (
-            "reading must not need the permission to list"
-        )
+        assert samples(open_split(root, "val", cache)), "reading must not need permission to list"
     with (
         s3.only("s3:PutObject"),
         pytest.raises(

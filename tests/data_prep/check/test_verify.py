@@ -1,4 +1,5 @@
-"""Every kind of damage to a finished data set is found and named; a sound one passes."""
+"""Test that verification finds and names every kind of damage to a dataset, and passes an intact
+one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from data_prep import index
 from data_prep.verify import main
 from data_prep.write.output import Output
 
-# ---- sound ones ----------------------------------------------------------------------------------
+# ---- intact datasets -----------------------------------------------------------------------------
 
 
 def test_a_sound_data_set_passes(root, capsys):
@@ -44,7 +45,7 @@ def test_a_sound_data_set_passes(root, capsys):
     assert verify(root, "--strict") == 0
 
 
-def test_a_quick_check_says_what_it_left_out(root, capsys):
+def test_a_quick_check_lists_its_omissions(root, capsys):
     assert verify(root, "--quick", "--sample", "10") == 0
     told = capsys.readouterr().out
     decoded = [
@@ -59,7 +60,7 @@ def test_a_quick_check_says_what_it_left_out(root, capsys):
 def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
     command = [sys.executable, "-m", "data_prep.verify", str(root), "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    progress = r"(verifying: \d+ of \d+ .*\n)*"  # where it takes more than 10 s
+    progress = r"(verifying: \d+ of \d+ .*\n)*"  # printed after 10 s
     assert done.returncode == 0
     assert re.fullmatch(progress, done.stderr), done.stderr
     assert "\x1b" not in done.stdout
@@ -81,16 +82,16 @@ def test_shards_of_others_pass(tmp_path, capsys):
         "shard_lengths": [3, 3],
         "num_samples": 6,
     }
-    # timm's, without our keys
+    # timm's info, without our keys
     (root / "_info.json").write_text(json.dumps({"splits": {"train": described}}))
     assert verify(root) == 0
     edit(root / "train-001.tar", lambda data: data.__setitem__(700, data[700] ^ 1))
     capsys.readouterr()
-    assert verify(root) == 1  # by its sidecar
+    assert verify(root) == 1  # the sidecar has the sha256
     assert "train-001.tar: altered or replaced: its sha256" in capsys.readouterr().out
 
 
-# ---- at a URL ------------------------------------------------------------------------------------
+# ---- datasets at a URL ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_a_data_set_in_a_store(root, capsys):
         assert capsys.readouterr().out.count(f"{output}: no problems") == 2
 
 
-# ---- what cannot be checked ----------------------------------------------------------------------
+# ---- datasets that cannot be checked -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

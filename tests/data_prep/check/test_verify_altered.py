@@ -1,4 +1,4 @@
-"""What somebody altered by hand, hashes and all, is noticed by the verification."""
+"""Test that verification detects manual changes even if the hashes were updated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vit.data.shards.info_file import sidecars_sha256
 from vit.data.shards.tar import scan_tar
 from vit.system.files import ShardError
 
-# ---- what somebody altered by hand, hashes and all -----------------------------------------------
+# ---- manual changes with updated hashes ----------------------------------------------------------
 
 
 def swap_classes(info: dict) -> None:
@@ -39,7 +39,7 @@ def swap_classes_only(root: Path) -> None:
 
 
 def reseal(root: Path) -> None:
-    """Bring all hashes of files up to date, as who alters a data set on purpose could."""
+    """Update all file hashes, as a person who alters a dataset on purpose could."""
 
     def seal(info: dict) -> None:
         for described in info["splits"].values():
@@ -58,7 +58,7 @@ def reseal(root: Path) -> None:
 
 
 def change_a_label(root: Path) -> None:
-    """In the tar, the index, and every hash of them."""
+    """Change a label in the tar, the index and all of their hashes."""
     tar = root / "val-00000.tar"
     member = next(member for member in members_of(tar) if member.name.endswith(".cls"))
     label = (int(tar.read_bytes()[member.offset_data : member.offset_data + 1]) + 1) % 3
@@ -180,7 +180,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
     alter, text, even_quickly = BY_HAND[kind]
     alter(root)
-    # what a quick check does, a full one does, too
+    # a full check must find everything that a quick check finds
     assert verify(root, *(["--quick"] if even_quickly else [])) == 1
     assert f"    {text}" in capsys.readouterr().out
 
@@ -256,8 +256,8 @@ def test_values_of_a_different_type_in_a_sidecar_are_reported(entries, told, roo
 
 
 def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
-    """One at a time, at random places of all files that describe the shards; headers of indexes
-    included."""
+    """The test flips one bit at a time, at random places in all files that describe the shards,
+    including index headers."""
     rng = np.random.default_rng(3)
     unnoticed = []
     samples = {tar.name: scan_tar(tar) for tar in root.glob("*.tar")}

@@ -1,4 +1,5 @@
-"""The verification of shards that other tools made: hostile members, broken tars, equal images."""
+"""Test the verification of shards from other tools: hostile members, broken tars and duplicate
+images."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from data_prep.check.data_set import SplitFiles
 from data_prep.check.set_checks import _repeated
 from data_prep.check.shard_checks import SEEN_DTYPE
 
-# ---- what only foreign shards have ---------------------------------------------------------------
+# ---- cases that occur only in foreign shards -----------------------------------------------------
 
 
 def test_broken_tars_of_others(tmp_path, capsys):
@@ -99,7 +100,7 @@ def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_
     assert "rgb:" not in told
 
 
-# ---- equal images --------------------------------------------------------------------------------
+# ---- duplicate images ----------------------------------------------------------------------------
 
 
 def test_equal_images_are_counted_and_named(tmp_path, capsys):

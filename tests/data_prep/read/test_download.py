@@ -1,4 +1,5 @@
-"""Downloads from a real HTTP server: continued after cuts, verified, and with clear errors."""
+"""Test downloads from a real HTTP server: they continue after cuts, are verified, and raise clear
+errors."""
 
 import hashlib
 import random
@@ -49,7 +50,7 @@ def part_of(path: Path, content: bytes) -> Path:
     return part
 
 
-def test_whole_at_once_and_then_no_more(web, path, capsys):
+def test_a_file_is_downloaded_once_and_verified_again(web, path, capsys):
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
     assert capsys.readouterr().err == f"{path}: exists, md5 verified\n"
@@ -67,7 +68,9 @@ def test_three_cuts(web, path, capsys):
         None,
         *(f"bytes={start}-2999999" for start in (1_000_000, 1_000_000, 1_500_000)),
     ]
-    assert capsys.readouterr().err.count("\n") == 1, "what mends itself at once is not told"
+    assert capsys.readouterr().err.count("\n") == 1, (
+        "a retry that succeeds immediately must not be reported"
+    )
 
 
 def test_a_server_without_ranges(web, path, capsys):
@@ -75,10 +78,10 @@ def test_a_server_without_ranges(web, path, capsys):
     web.cuts = [1_000_000]
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
-    assert len(web.requests) == 2, "what is there already is passed over"
+    assert len(web.requests) == 2, "the bytes that have already arrived must be skipped"
 
 
-def test_a_server_that_tells_no_size(web, path):
+def test_a_server_without_content_length(web, path):
     web.lengths = False
     web.cuts = [1_000_000]
     with pytest.raises(PrepError, match=f"md5 .* \\(1,000,000 bytes\\), expected {MD5}"):
@@ -104,7 +107,7 @@ def test_a_server_that_only_cuts(web, path):
     assert path.with_name("a.bin.part").read_bytes() == DATA[:1_000_000]
 
 
-# ---- what an earlier call left -------------------------------------------------------------------
+# ---- files of an earlier call --------------------------------------------------------------------
 
 
 def test_a_part_is_continued(web, path):
@@ -187,7 +190,7 @@ def test_another_md5(web, path):
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_file_that_is_there_with_another_md5_stays(web, path):
+def test_an_existing_file_with_another_md5_is_kept(web, path):
     path.parent.mkdir()
     path.write_bytes(b"mine")
     with pytest.raises(
@@ -225,7 +228,7 @@ def test_errors_name_the_address(url, message, web, path):
     assert not path.parent.exists() or list(path.parent.iterdir()) == []
 
 
-# ---- a folder of the web -------------------------------------------------------------------------
+# ---- a folder on a web server --------------------------------------------------------------------
 
 
 def test_web_folder(web):

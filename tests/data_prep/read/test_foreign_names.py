@@ -1,4 +1,4 @@
-"""What is said about shards of other tools, and the names of their classes."""
+"""Test the report about shards of other tools, and their class names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data_prep.read.class_names import read_class_names
 from vit.data.shards.tar import scan_tar
 from vit.system.files import ShardError
 
-# ---- what is reported ----------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
 def test_the_words_for_image_and_json(tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_be_taken_is_reported(members, flags, told, tmp_path):
+def test_unsupported_members_are_reported(members, flags, told, tmp_path):
     tar = write_tar(
         tmp_path / "train-0.tar",
         [(str(n), {k: v or image(n) for k, v in members.items()}) for n in range(4)],

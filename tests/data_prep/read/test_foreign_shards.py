@@ -1,5 +1,4 @@
-"""Shards as others make them: image and label under any name. webdataset's own reader is the oracle
-of what the samples are."""
+"""Test that shards of other tools are read as webdataset's own reader reads them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ from vit.system.files import ShardError
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
-# Of each form: flags, the members of sample n with label y, and how its label is read of what
-# webdataset gives.
+# Format -> flags, the members of sample n with label y, and a function that reads the label from
+# webdataset's result.
 FORMS = {
     "jpg + cls": ("", lambda n, y: {"jpg": image(n), "cls": b"%d\n" % y}, lambda s: int(s["cls"])),
     "JPEG + cls": ("", lambda n, y: {"JPEG": image(n), "CLS": b"%d" % y}, lambda s: int(s["cls"])),
@@ -116,7 +115,8 @@ FORMS = {
 
 
 def made(form: str, numbers: list[int], seed: int = 0) -> list[tuple[str, dict[str, bytes]]]:
-    """Samples of a form; members in any order, keys in folders whose names have dots."""
+    """Return samples in a format. Members are in any order, and keys are in folders whose names
+    have dots."""
     dice = random.Random(seed)
     samples = []
     for n in numbers:
@@ -129,7 +129,7 @@ def made(form: str, numbers: list[int], seed: int = 0) -> list[tuple[str, dict[s
 
 
 def foreign(root: Path, form: str, count: int = 18) -> Path:
-    """Two training shards and one of val, and a file of class names."""
+    """Write two training shards, one validation shard, and a file of class names."""
     root.mkdir(exist_ok=True)
     (root / "names.txt").write_text("\n".join(NAMES) + "\n", "utf-8")
     for name, numbers in {
@@ -142,7 +142,7 @@ def foreign(root: Path, form: str, count: int = 18) -> Path:
 
 
 def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
-    """(key, image, label) as webdataset's own reader groups the members."""
+    """Return (key, image, label) for each group of members that webdataset's own reader forms."""
     samples = webdataset.WebDataset(
         [str(tar) for tar in tars], shardshuffle=False, empty_check=False
     )
@@ -160,11 +160,11 @@ def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
     return found
 
 
-# ---- what is read --------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_scanner_sees_what_webdataset_sees(form, tmp_path):
+def test_the_scanner_finds_the_samples_that_webdataset_finds(form, tmp_path):
     flags, _, label_of = FORMS[form]
     for seed in range(5):
         tar = write_tar(
@@ -183,13 +183,13 @@ def test_the_scanner_sees_what_webdataset_sees(form, tmp_path):
 @settings(max_examples=60)
 @given(st.lists(st.text("ab._/- é", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys):
-    """Dots, slashes, underscores anywhere; where a sample of webdataset's has not one image and a
-    label, it is an error here."""
+    """Names have dots, slashes and underscores anywhere. A sample that lacks an image or a label in
+    webdataset must raise an error."""
     tar = tmp_path_factory.getbasetemp() / "names.tar"
     write_tar(tar, [(key, {"jpg": image(n), "cls": b"%d" % n}) for n, key in enumerate(keys)])
     try:
         theirs = list(webdataset.WebDataset(str(tar), shardshuffle=False, empty_check=False))
-    except ValueError:  # a suffix that is there twice
+    except ValueError:  # a duplicate suffix
         theirs = []
     if theirs and all({"jpg", "cls"} <= sample.keys() for sample in theirs):
         assert [(s.key, s.label) for s in scan_tar(tar)] == [
@@ -218,8 +218,8 @@ def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_streamed_as_indexed(form, tmp_path, capsys):
-    """The stream gives samples with the same keys and labels as the index, and its settings mean
-    the same as the flags."""
+    """The stream must give samples with the same keys and labels as the index, and its settings
+    must mean the same as the flags."""
     reader = pytest.importorskip("vit.extras.stream.batches")
     flags, _, label_of = FORMS[form]
     root = foreign(tmp_path / "root", form)
@@ -250,8 +250,7 @@ def test_streamed_as_indexed(form, tmp_path, capsys):
 
 
 def test_batches_are_those_of_our_own_shards(tmp_path):
-    """The index holds all that the loader needs: the same images in the same order give the same
-    bytes, crops and tables."""
+    """The same images in the same order must give the same bytes, crops and augmentation tables."""
     filled = []
     for form in ("jpg + cls", "json, nested"):
         root = foreign(tmp_path / form.replace(" ", ""), form)
@@ -276,8 +275,8 @@ def test_batches_are_those_of_our_own_shards(tmp_path):
 
 
 def dotted(root: Path) -> Path:
-    """Keys that differ behind their first dot: webdataset's rule would make one sample of
-    several."""
+    """Return keys that differ only after their first dot. By webdataset's rule they would be a
+    single sample."""
     root.mkdir(exist_ok=True)
     keys = [f"class{n % 2}/{n // 4:06}.v{n % 4}" for n in range(10)]
     samples = [(key, {"jpg": image(n), "cls": b"%d" % (n % 2)}) for n, key in enumerate(keys)]
@@ -328,7 +327,7 @@ def test_streamed_keys_with_dots(tmp_path):
         wrong.fill(0, 0, rows)
 
 
-# ---- the record ----------------------------------------------------------------------------------
+# ---- `_info.json` --------------------------------------------------------------------------------
 
 
 def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
@@ -340,7 +339,7 @@ def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
     assert info["class_names"] == list(NAMES)
     before = digests(root)
     (root / "train.index.npy").unlink()
-    open_split(root, "train")  # makes it again
+    open_split(root, "train")  # writes the index again
     assert digests(root) == before
     for path in (*root.glob("*.npy"), *root.glob("*.idx")):
         path.unlink()
@@ -378,8 +377,8 @@ def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
 
 
 def test_another_layout_takes_the_place_of_an_earlier_one(tmp_path):
-    """A command that was stopped, or moved `_info.json` away, leaves sidecars of a layout that does
-    not count any more."""
+    """A stopped command, or one that moved `_info.json` away, may leave sidecars of an earlier
+    layout."""
     root = tmp_path / "root"
     root.mkdir()
     write_tar(

@@ -1,4 +1,4 @@
-"""HEIC photos, where pillow-heif is installed: read as the other formats that become JPEGs."""
+"""Test that HEIC photos are converted to JPEG if pillow-heif is installed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Folders of images: what is taken, what is passed over and reported, and what cannot be read."""
+"""Test folders of images: which files are used, skipped and reported, or unreadable."""
 
 import json
 import re
@@ -24,11 +24,9 @@ def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
     assert not (tmp_path / "out" / "_info.json").exists()
 
 
-def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
-    flat, tmp_path, capsys
-):
-    """51 images: 5 may be broken, which is more than the usual hundredth; 7 may with the value that
-    the refusal names."""
+def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat, tmp_path, capsys):
+    """Of 51 images up to 5 may be unreadable, which is more than the default of one percent. With
+    the value that the error suggests, 7 may be."""
     out = tmp_path / "out"
     for n in range(5):
         (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
@@ -63,9 +61,9 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
     assert "skipped: 7 unreadable images" in capsys.readouterr().out
 
 
-def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
-    """A phone's folder: HEIC is passed over and counted, AVIF is read, EXIF orientations are
-    counted; classes are called 9 and 10."""
+def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
+    """In a phone's folder, HEIC is skipped and counted, AVIF is read, and EXIF orientations are
+    counted. The classes are named 9 and 10."""
     folder = tmp_path / "phone"
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -121,9 +119,9 @@ def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
     assert "asks_to_be_turned" not in (tmp_path / "upright" / "_info.json").read_text()
 
 
-def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
-    """What torchvision's ImageFolder takes and more, and files without a suffix by their first
-    bytes."""
+def test_all_readable_images_are_used_regardless_of_their_names(tmp_path, capsys):
+    """This includes all files that torchvision's ImageFolder uses, and files without a suffix that
+    are recognized by their first bytes."""
     folder = tmp_path / "odd"
     suffixes = (
         "jpg",
@@ -168,8 +166,7 @@ def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
     assert "2 other files, no images: 2 without a suffix\n" in capsys.readouterr().out
 
 
-def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
-    """Images next to the class folders, and images of kinds that are not read."""
+def test_skipped_files_are_counted_and_recorded(flat, tmp_path, capsys):
     (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
     (flat / "ape" / "photo.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0

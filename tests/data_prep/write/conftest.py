@@ -1,5 +1,3 @@
-"""A small source, and the shards that are made of it."""
-
 from pathlib import Path
 
 import pytest

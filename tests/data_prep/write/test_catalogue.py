@@ -1,5 +1,4 @@
-"""The catalogue: every sample once in an order that nothing but (seed, key) decides, classes held
-out by hash, and its own errors."""
+"""Test the catalogue: each sample once, in an order that depends only on the seed and the keys."""
 
 import os
 import subprocess
@@ -21,7 +20,7 @@ CLASSES = ["a", "b", "c"]
 
 
 def listed(names: list[str], labels: list[int], batch: int = 7, splits=("train",)) -> Source:
-    """A source of one file in which sample n has the bytes [10 n, 10 n + 10)."""
+    """Return a source of one file in which sample n has the bytes [10 n, 10 n + 10)."""
 
     def fill(builder: Builder) -> None:
         builder.classes(CLASSES)
@@ -45,13 +44,15 @@ def samples_of(found: Catalogue, split: str = "train") -> list[Sample]:
 
 
 def dealt(keys: list[str], seed: int) -> list[str]:
-    """The oracle: sorted by the hash of (seed, key)."""
+    """Return the keys sorted by the hash of (seed, key)."""
     return sorted(keys, key=lambda key: (stable_hash(seed, key), key))
 
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
-    monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)  # several parts
+    monkeypatch.setattr(
+        "data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory
+    )  # forces several parts
     names = [f"k{n}.JPEG" for n in range(101)]
     samples = samples_of(
         new_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
@@ -69,7 +70,7 @@ def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_
 
 @settings(max_examples=30)
 @given(st.permutations(range(40)), st.integers(1, 50), st.integers(0, 3))
-def test_the_order_of_listing_leaves_no_trace(tmp_path_factory, order, batch, seed):
+def test_the_order_of_listing_has_no_effect(tmp_path_factory, order, batch, seed):
     names = [f"class{n % 3}/image {n}.png" for n in range(40)]
     folder = tmp_path_factory.mktemp("order")
     one = new_catalogue(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
@@ -129,7 +130,7 @@ def test_nothing_to_hold_out(tmp_path):
     assert found.splits == {"train": 2}
 
 
-def test_what_a_killed_process_left_goes(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     left, live, old = (
         tmp_path / f"._catalogue-1.{end}.tmp"
         for end in (f"{os.uname().nodename}.999999", "elsewhere.1", "elsewhere.2")
@@ -140,7 +141,7 @@ def test_what_a_killed_process_left_goes(tmp_path):
         for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
             os.utime(path, (1, 1))
     an_hour_ago = time.time() - 3600
-    # a slow shard on another host
+    # A slow writer on another host still uses such a folder.
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
     new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
@@ -185,7 +186,7 @@ def test_a_file_that_ends_too_early(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
-    """A hundred times the rows, a few MB more: the rest is on the disk."""
+    """A hundred times the rows may need only a few MB more, because the rest is on disk."""
     code = """
 import resource, sys; from pathlib import Path
 from data_prep.write.catalogue import *
@@ -204,11 +205,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         for n in (5_000, 500_000)
     ]
     assert peak_kib[1] - peak_kib[0] < 20_000, (
-        "500,000 rows as Python objects are 200 MB, as arrays 45 MB"
+        "500,000 rows take 200 MB as Python objects and 45 MB as arrays"
     )
 
 
-def test_few_files_are_open_at_once(tmp_path, monkeypatch):
+def test_few_files_are_open_simultaneously(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "MAX_OPEN_FILES", 3)
     monkeypatch.setattr(samples, "_descriptors", type(samples._descriptors)())
     before = len(os.listdir("/proc/self/fd"))

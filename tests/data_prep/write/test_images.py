@@ -1,4 +1,4 @@
-"""The image policy against Pillow, torchvision and the loader's own decoder."""
+"""Test the image policy against Pillow, torchvision and the loader's decoder."""
 
 import hashlib
 import io
@@ -26,12 +26,12 @@ from vit.data.decode.images import decode
 
 DECODE = ImagePolicy("decode")
 HEADERS = ImagePolicy("headers")
-# so close to the pixels that what they ought to be can be told
+# The quality is so high that pixels stay close to the original.
 BEST = ImagePolicy(jpeg_quality=100)
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Smooth colours with some noise; no two corners are alike."""
+    """Return smooth colors with some noise and four different corners."""
     generator = np.random.default_rng(width * height)
     coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize(
         (width, height), Image.Resampling.BICUBIC
@@ -62,7 +62,7 @@ def psnr(a, b) -> float:
     )
 
 
-# --- untouched ------------------------------------------------------------------------------------
+# --- unchanged images -----------------------------------------------------------------------------
 
 UNTOUCHED = {
     "plain": encode(picture()),
@@ -100,7 +100,7 @@ def test_what_needs_no_change_stays_untouched_under_any_policy(policy):
     assert prepare(data, policy)[:4] == (data, 97, 64, None)
 
 
-# --- converted ------------------------------------------------------------------------------------
+# --- converted images -----------------------------------------------------------------------------
 
 TRANSLUCENT = picture(mode="RGBA")
 TRANSLUCENT.putalpha(picture(mode="L"))
@@ -131,21 +131,21 @@ def test_all_else_becomes_an_rgb_jpeg(change, check):
     image = opened(prepared.data)
     assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (97, 64))
     assert isinstance(image, JpegImageFile)
-    assert image.layer[0][1:3] == (1, 1), "full chroma resolution"
+    assert image.layer[0][1:3] == (1, 1), "chroma has full resolution"
     expected = np.asarray(opened(data).convert("RGB")).astype(int)
     assert np.abs(np.asarray(image).astype(int) - expected).max() <= 4
     np.testing.assert_array_equal(decode(prepared.data), image)
     assert b"comment" not in prepared.data
 
 
-def test_transparent_pixels_keep_the_colour_they_hide():
+def test_transparent_pixels_keep_their_hidden_color():
     image = picture(mode="RGBA")
     image.putalpha(0)
     assert psnr(opened(prepare(encode(image, "PNG"), BEST).data), picture()) > 45
 
 
 @pytest.mark.parametrize("quality", [30, 75, 95])
-def test_the_quality_is_what_was_asked_for(quality):
+def test_the_jpeg_quality_is_the_requested_one(quality):
     prepared = prepare(CONVERTED["PNG (RGB)"], ImagePolicy(jpeg_quality=quality))
     ours = opened(prepared.data)
     pillows = opened(encode(picture(), quality=quality))
@@ -189,7 +189,7 @@ def test_of_an_animation_the_first_frame_counts(form):
     assert psnr(opened(prepare(data, BEST).data), first) > 25
 
 
-# --- turned and resized ---------------------------------------------------------------------------
+# --- rotated and resized images -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
@@ -218,9 +218,8 @@ def test_what_is_encoded_again_for_another_reason_keeps_its_orientation_mark():
 
 
 @pytest.mark.parametrize("orientation", [0, *range(1, 9), 9])
-def test_what_asks_to_be_turned_is_known(orientation):
-    """Pillow's exif_transpose is the oracle: it turns these images, and nothing else. 0 and 9 are
-    no orientations."""
+def test_images_with_a_rotating_orientation_are_recognized(orientation):
+    """Pillow's exif_transpose rotates exactly these images. 0 and 9 are invalid orientations."""
     for form in ("JPEG", "PNG", "WEBP"):
         data = encode(picture(), form, exif=oriented(orientation))
         asks = (
@@ -277,11 +276,11 @@ def test_several_changes_are_all_named():
     assert prepared[1:4] == (32, 48, "CMYK JPEG, resized, EXIF orientation 8 applied")
 
 
-# --- damaged --------------------------------------------------------------------------------------
+# --- damaged images -------------------------------------------------------------------------------
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
-    """Flipped, cut, zeroed, inserted, moved bytes: what disks, networks and crashed writers do."""
+    """Flip, cut, zero, insert or move bytes, as disks, networks and crashed writers do."""
     hurt = bytearray(data)
     # mostly the image data
     start = rng.randrange(len(hurt)) if rng.random() < 0.3 else rng.randrange(500, len(hurt))
@@ -327,10 +326,10 @@ def test_the_check_finds_what_a_full_decode_finds(kind):
             change = "unreadable"
         assert change == (None if strict else REFUSED_BY_STRICT if lenient else "unreadable")
         assert (change != "unreadable") == (not raises(decode, data)), (
-            "the loader decodes exactly what was let through"
+            "the loader must decode exactly the accepted images"
         )
         outcomes.append(change)
-    assert len(set(outcomes)) == 3, "the test must have seen sound, doubtful and unreadable ones"
+    assert len(set(outcomes)) == 3, "the test must include intact, doubtful and unreadable images"
 
 
 @pytest.mark.parametrize(
@@ -361,7 +360,7 @@ def test_headers_alone_do_not_show_damaged_image_data():
     assert prepare(bytes(data), DECODE).change == REFUSED_BY_STRICT
 
 
-def test_doubtful_images_are_named_when_they_are_encoded_again_too():
+def test_re_encoded_doubtful_images_are_named_too():
     data = UNTOUCHED["plain"][:20] + b"stray" + UNTOUCHED["plain"][20:]
     assert prepare(data, DECODE)[:4] == (data, 97, 64, REFUSED_BY_STRICT)
     assert prepare(data, ImagePolicy(resize_short_side=32))[1:4] == (
@@ -372,7 +371,7 @@ def test_doubtful_images_are_named_when_they_are_encoded_again_too():
 
 
 def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) -> bytes:
-    """A sound JPEG whose header promises something else."""
+    """Return a valid JPEG whose header declares another size."""
     data = bytearray(encode(picture()))
     frame = data.index(b"\xff\xc0") + 4
     data[frame : frame + 6] = struct.pack(">BHHB", precision, height, width, components)
@@ -383,7 +382,7 @@ def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) ->
 
 
 def png_of(width: int, height: int) -> bytes:
-    """Black, or, beyond a million pixels, the header only."""
+    """Return a black PNG, or only its header above a million pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
@@ -439,7 +438,7 @@ def test_the_reason_is_reported(data, reason, check):
         prepare(data, ImagePolicy(check))
 
 
-def test_a_long_png_fits_once_it_is_resized():
+def test_a_long_png_is_accepted_if_it_is_resized():
     assert prepare(png_of(65_536, 2), ImagePolicy(resize_short_side=1))[1:4] == (
         32_768,
         1,
@@ -470,7 +469,7 @@ def test_nothing_is_printed_and_no_warning_escapes(capfd):
         + b"stray"
         + encode(picture(), exif=broken_exif)[20:],
         encode(picture(mode="P"), "PNG", transparency=bytes(range(256))),
-        png_of(10_000, 10_000),  # between Pillow's warning and its limit, and cut off
+        png_of(10_000, 10_000),  # between Pillow's warning and its limit, and truncated
     ]
     reasons = []
     with warnings.catch_warnings():
@@ -485,7 +484,7 @@ def test_nothing_is_printed_and_no_warning_escapes(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# --- the policy itself ----------------------------------------------------------------------------
+# --- the policy -----------------------------------------------------------------------------------
 
 
 def test_equal_input_gives_equal_bytes_in_any_process(tmp_path):
@@ -506,7 +505,7 @@ def test_equal_input_gives_equal_bytes_in_any_process(tmp_path):
     assert there.strip() == hashlib.sha256(here).hexdigest()
 
 
-def test_options_are_json_and_tell_policies_apart():
+def test_options_are_json_and_differ_between_policies():
     options = [
         ImagePolicy(),
         HEADERS,

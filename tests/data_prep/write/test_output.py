@@ -1,4 +1,4 @@
-"""Files at their destination, whole or not at all: a folder, and a real S3 server."""
+"""Test that files arrive completely or not at all, in a folder and on a real S3 server."""
 
 import os
 import pickle
@@ -30,12 +30,12 @@ def bucket(s3) -> str:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """Short pauses, an empty TMPDIR, and no client of an earlier test."""
+    """Use short pauses, an empty TMPDIR, and no client of an earlier test."""
     forget_clients()
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.05, 0.1))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", None)  # what it found earlier
+    monkeypatch.setattr("tempfile.tempdir", None)  # forget the folder found earlier
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -54,7 +54,7 @@ def made_file(folder: Path, name: str, content: bytes) -> Path:
     return folder / name
 
 
-# ---- what both kinds promise ---------------------------------------------------------------------
+# ---- folders and stores --------------------------------------------------------------------------
 
 
 def test_publish_fetch_overwrite_remove(output, tmp_path):
@@ -99,7 +99,7 @@ def test_json(output):
             output.read_json("x.json")
 
 
-def test_what_others_write_is_seen(output):
+def test_files_of_other_writers_are_found(output):
     assert output.sizes() == {}
     theirs = pickle.loads(pickle.dumps(output))
     assert (theirs.url, theirs.local, str(theirs)) == (output.url, output.local, str(output))
@@ -148,9 +148,10 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
     (tmp_path / "forbidden").mkdir()
     (tmp_path / "forbidden").chmod(0o555)
     program = f"from data_prep.write.output import Output; Output({str(tmp_path / place)!r}).make()"
-    if os.geteuid() == 0:  # whom no permission stops
+    if os.geteuid() == 0:  # root ignores permissions
         for folder in (tmp_path, *tmp_path.parents):
-            if folder.stat().st_mode & 0o055 != 0o055:  # pytest's own are closed to others
+            # pytest's own folders are closed to other users
+            if folder.stat().st_mode & 0o055 != 0o055:
                 folder.chmod(0o755)
         program = f"import data_prep.write.output, os; os.setuid(65534); {program}"
     done = subprocess.run(
@@ -168,7 +169,7 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
 
 
 def test_an_upload_in_parts_arrives_complete(bucket, s3, tmp_path):
-    content = os.urandom(1 << 20) * 34  # from 32 MiB on it goes in parts
+    content = os.urandom(1 << 20) * 34  # files of 32 MiB and more are uploaded in parts
     path = made_file(tmp_path, "big.tar", content)
     output = Output(f"{bucket}/shards")
     output.publish(path)
@@ -186,7 +187,7 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     content = os.urandom(3 << 20)
     before = num_retries()
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (60.0, 0.05, 0.1))
-    # Each of our attempts takes one to ten connections: s3fs tries again up to four times, aiohttp
+    # Each attempt makes one to ten connections: s3fs retries up to four times, and aiohttp
     # sometimes twice each.
     with (
         cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _),
@@ -200,7 +201,7 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     assert num_retries() > before
 
 
-def test_a_killed_upload_leaves_nothing_to_be_seen(bucket, s3, tmp_path):
+def test_a_killed_upload_leaves_no_visible_object(bucket, s3, tmp_path):
     output = Output(bucket)
     output.write_json("before.json", {})
     path = made_file(tmp_path, "a.tar", os.urandom(3 << 20))
@@ -224,7 +225,7 @@ with output.staging() as folder:
     assert output.sizes().keys() == {"before.json"}
     left = list(Path(os.environ["TMPDIR"]).iterdir())
     assert [folder.name.split(".")[1] for folder in left] == ["vit_staging"]
-    with output.staging() as folder:  # the next one clears up
+    with output.staging() as folder:  # the next one cleans up
         assert list(Path(os.environ["TMPDIR"]).iterdir()) == [folder]
         output.publish(Path(shutil.copy(path, folder)))
     assert list(Path(os.environ["TMPDIR"]).iterdir()) == []
@@ -239,12 +240,12 @@ def test_folders_of_the_living_and_of_other_hosts_stay():
     with temporary_folder():
         assert ours.exists()
         assert theirs.exists()
-    os.close(descriptor)  # as the end of its process does
+    os.close(descriptor)  # as happens when the process ends
     with temporary_folder():
         assert not ours.exists()
 
 
-def test_staging_goes_when_its_maker_fails(bucket):
+def test_staging_files_are_removed_if_their_writer_fails(bucket):
     def fail() -> None:
         with Output(bucket).staging() as folder:
             made_file(folder, "half", b"x")

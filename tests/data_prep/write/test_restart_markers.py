@@ -1,4 +1,4 @@
-"""Restart markers against libjpeg: its decoder, its encoder and its jpegtran."""
+"""Test restart markers against libjpeg's decoder, its encoder and jpegtran."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ NEEDS_JPEGTRAN = pytest.mark.skipif(
 
 
 def pixels(width: int, height: int, noise: float = 12) -> np.ndarray:
-    """Smooth colours with noise, (height, width, 3) uint8: long and short runs of zeros, as
-    photographs have them."""
+    """Return smooth colors with noise, (height, width, 3) uint8. They have long and short runs of
+    zeros, like photographs."""
     generator = np.random.default_rng(width * 1000 + height)
     coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize(
         (width, height), Image.Resampling.BICUBIC
@@ -101,15 +101,15 @@ FILES = {
 
 
 def interval_for(mcus_wide: int) -> int:
-    """MCUs between two markers: the largest divisor of a row that gives eight segments, else the
-    one that gives most, else the row."""
+    """Return the MCUs between two markers: the largest divisor of a row that gives eight segments,
+    else the one that gives most, else the row."""
     divisors = [k for k in range(2, mcus_wide // 2 + 1) if mcus_wide % k == 0]
     wanted = [k for k in divisors if mcus_wide // k >= 8]
     return wanted[-1] if wanted else divisors[0] if divisors else mcus_wide
 
 
 def segments(data: bytes) -> list[tuple[int, bytes]]:
-    """(marker, bytes) of the segments up to the start of scan, in order."""
+    """Return (marker, bytes) of the segments up to the start of scan."""
     found = []
     position = 2
     while True:
@@ -127,7 +127,7 @@ SCAN = 0xDA
 
 
 def check_same_image(marked: bytes, original: bytes) -> None:
-    """All that matters is the same, and the markers are where they ought to be."""
+    """Check that the image is unchanged and that the markers are at the right positions."""
     decoded = [simplejpeg.decode_jpeg(data, "RGB", strict=True) for data in (marked, original)]
     assert np.array_equal(*decoded), "other pixels"
     replaced = (TABLES, INTERVAL, SCAN)
@@ -146,7 +146,7 @@ def check_same_image(marked: bytes, original: bytes) -> None:
     ]
     assert numbers == [
         k % 8 for k in range(mcus_high * mcus_wide // header.restart_interval - 1)
-    ], "missing, or in another order"
+    ], "segments are missing or in another order"
 
 
 @NEEDS_NATIVE
@@ -155,16 +155,14 @@ def test_pixels_and_headers_stay(name: str):
     marked, reason = with_restart_markers(FILES[name])
     assert reason is None
     check_same_image(marked, FILES[name])
-    assert with_restart_markers(marked) == (marked, None), (
-        "done twice it gives other bytes than done once"
-    )
+    assert with_restart_markers(marked) == (marked, None), "a second pass must not change the bytes"
 
 
 @NEEDS_NATIVE
 @NEEDS_JPEGTRAN
 @pytest.mark.parametrize("name", FILES)
 def test_codes_are_those_of_jpegtran(name: str):
-    """jpegtran's scan is libjpeg-turbo's own work: its decoder, its optimal tables, its encoder."""
+    """jpegtran uses libjpeg-turbo's own decoder, optimal tables and encoder."""
     header = read_header(FILES[name])
     interval = interval_for(-(-header.width // header.mcu_size[0]))
     command = ["jpegtran", "-optimize", "-restart", f"{interval}B", "-copy", "none"]
@@ -177,8 +175,8 @@ def test_codes_are_those_of_jpegtran(name: str):
 @pytest.mark.parametrize("size", [(333, 97), (640, 48), (248, 160)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"mode": "L"}, {"subsampling": 0, "quality": 97}], ids=str)
 def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dict):
-    """libjpeg in Pillow, told to optimise and where to put markers, writes the whole file that
-    comes out."""
+    """Pillow's libjpeg writes the same file if it optimizes the tables and uses the same marker
+    interval."""
     plain = encode(*size, **options)
     header = read_header(plain)
     interval = interval_for(-(-header.width // header.mcu_size[0]))
@@ -189,7 +187,8 @@ def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dic
 
 @NEEDS_NATIVE
 def test_intervals_are_a_divisor_of_the_row():
-    """As long as eight fit into it; else as many as fit, of two MCUs at least; else the row."""
+    """The interval is the longest that gives eight per row. Otherwise it gives as many as possible,
+    with at least two MCUs, or is the whole row."""
     for mcus_wide in range(1, 130):
         marked = with_restart_markers(simple(8 * mcus_wide, 8, "Gray")).data
         assert read_header(marked).restart_interval == interval_for(mcus_wide)
@@ -202,7 +201,7 @@ def test_photographs_get_smaller(quality: int):
     assert len(with_restart_markers(original).data) < 0.99 * len(original)
 
 
-# ---- what stays as it is -------------------------------------------------------------------------
+# ---- files that do not change --------------------------------------------------------------------
 
 
 def patched(data: bytes, place: int, value: int) -> bytes:
@@ -210,7 +209,7 @@ def patched(data: bytes, place: int, value: int) -> bytes:
 
 
 def component_by_component(data: bytes) -> bytes:
-    """A scan for each component."""
+    """Return a JPEG with a scan for each component."""
     if shutil.which("jpegtran") is None:
         pytest.skip("no jpegtran: apt-get install libjpeg-turbo-progs")
     with open(os.memfd_create("scans"), "wb+") as script:
@@ -306,8 +305,8 @@ def test_strange_things_between_the_headers(name: str):
 
 @NEEDS_NATIVE
 def test_an_image_of_next_to_nothing():
-    """Two bits a block, and markers of 16 for every two blocks: the first guess at the room is too
-    small."""
+    """The file has two bits per block and a 16-bit marker for every two blocks, so the first buffer
+    is too small."""
     encoded = io.BytesIO()
     Image.new("L", (128, 64_000), 77).save(encoded, "JPEG", optimize=True)
     marked, reason = with_restart_markers(encoded.getvalue())
@@ -318,7 +317,7 @@ def test_an_image_of_next_to_nothing():
 
 @NEEDS_NATIVE
 def test_damage_never_changes_an_image():
-    """Whatever the bytes are: the same image comes out, or the same bytes."""
+    """For any bytes, the output must be the same image or the same bytes."""
     random.seed(0)
     files = [
         simple(*size, name) for size in ((40, 24), (65, 33)) for name in ("444", "420", "Gray")
@@ -343,13 +342,13 @@ def test_damage_never_changes_an_image():
         try:
             expected = simplejpeg.decode_jpeg(data, "RGB", strict=False)
         except ValueError:
-            continue  # libjpeg is choosier about headers than the transcoding needs to be
+            continue  # libjpeg is stricter about headers than transcoding needs to be
         assert np.array_equal(simplejpeg.decode_jpeg(marked, "RGB", strict=False), expected)
     assert outcomes[None] > 100, outcomes
     assert outcomes["damaged"] > 100, outcomes
 
 
-# ---- in data preparation -------------------------------------------------------------------------
+# ---- data preparation ----------------------------------------------------------------------------
 
 
 @NEEDS_NATIVE
@@ -387,7 +386,7 @@ def test_converted_images_get_markers_too():
 
 @NEEDS_NATIVE
 def test_what_is_recorded():
-    """Data sets that were begun before there were restart markers can be continued."""
+    """Datasets from before restart markers existed can be continued."""
     assert "restart_markers" not in ImagePolicy().options()
     marked = ImagePolicy(restart_markers="auto")
     assert marked.options() == {**ImagePolicy().options(), "restart_markers": "auto"}
@@ -406,7 +405,7 @@ def test_without_the_native_part_there_are_none(monkeypatch):
 
 @NEEDS_NATIVE
 def test_a_data_set_with_restart_markers(tmp_path, capsys):
-    """Sidecars, card and record count; other options do not mix."""
+    """Sidecars, card and info must agree, and other options are rejected."""
     for number in range(6):
         for name in ("cat", "dog"):
             path = tmp_path / "images" / name / f"{number}.jpg"

@@ -1,5 +1,5 @@
-"""The writer: the same bytes whatever happens on the way, nothing torn, nothing overwritten, and
-readable errors."""
+"""Test the writer: it gives the same bytes after any interruption, leaves no partial file and
+overwrites nothing."""
 
 import errno
 import fcntl
@@ -30,7 +30,7 @@ from vit.data.shards.tar import scan_tar
 from vit.system.files import temporary_beside, temporary_file
 
 
-def test_workers_and_order_leave_no_trace(written, tmp_path):
+def test_workers_and_order_have_no_effect(written, tmp_path):
     backwards = {split: samples[::-1] for split, samples in small_splits().items()}
     write(source_of(tmp_path, backwards), tmp_path / "root", replace(FOUR, workers=2))
     assert digests(tmp_path / "root") == digests(written)
@@ -96,7 +96,7 @@ def test_default_number_of_shards():
         choose_num_shards({"train": 23, "val": 7}, Settings(num_shards=24), 600.0)
 
 
-def test_original_names_and_classes_are_there_on_request(tmp_path, small):
+def test_original_names_and_classes_are_returned_on_request(tmp_path, small):
     write(small, tmp_path / "root", replace(FOUR, with_json=True))
     found = {}
     for tar in (tmp_path / "root").glob("*.tar"):
@@ -125,7 +125,7 @@ def test_minival_is_cut_by_class_and_hash(tmp_path, small):
     ]
 
 
-def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_path, capsys):
+def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small, tmp_path, capsys):
     root = tmp_path / "root"
     write(small, root, FOUR)
     kept = (root / "train-00001.tar").stat().st_mtime_ns
@@ -138,7 +138,7 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
     temporary_beside(root / "train-00000.tar").write_bytes(
         b"left by a killed writer of this host, whose lock went with it"
     )
-    # neither plan nor info: could be anyone's
+    # without a plan or info file the shards could be anyone's
     with pytest.raises(PrepError, match="shards of unknown origin"):
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
@@ -211,7 +211,7 @@ def test_the_file_of_a_live_writer_is_left_alone(small, tmp_path):
     assert elsewhere.exists()
 
 
-def test_the_file_of_a_writer_that_dies_later_than_its_command_goes_with_the_next(
+def test_the_file_of_a_writer_that_outlives_its_command_is_removed_by_the_next(
     small, written, tmp_path
 ):
     root = tmp_path / "root"
@@ -220,7 +220,7 @@ def test_the_file_of_a_writer_that_dies_later_than_its_command_goes_with_the_nex
     fcntl.flock(left, fcntl.LOCK_EX)
 
     def fill(builder: Builder) -> None:
-        assert Path(left.name).exists(), "locked when the next command looked"
+        assert Path(left.name).exists(), "the file was locked when the next command looked"
         left.close()
         small.fill(builder)
 
@@ -235,7 +235,7 @@ def test_a_process_that_finds_the_set_completed_by_another_leaves_nothing(
 
     def fill(builder: Builder) -> None:
         (builder.spool / "first").touch()
-        write(small, root, FOUR)  # the other one, which removes the spool
+        write(small, root, FOUR)  # the other process, which removes the spool folder
         (builder.spool / "second").touch()
         (root / "train-00001.rows.npy").touch()  # of a shard that was published late
         (builder.spool / "first").read_bytes()
@@ -273,11 +273,11 @@ def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypat
         thread.start()
         thread.join(timeout=120)
     assert came == [error or hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()], (
-        "waits for ever, or another end"
+        "the thread hangs or has a different result"
     )
 
 
-def test_a_part_mends_what_is_gone_from_a_complete_data_set(written, small, tmp_path):
+def test_a_part_restores_missing_files_of_a_complete_dataset(written, small, tmp_path):
     root = tmp_path / "root"
     write(small, root, FOUR)
     (root / "val-00000.tar").unlink()
@@ -338,7 +338,7 @@ def test_a_complete_data_set_of_archives_is_not_listed_again(small, tmp_path, ca
         write(source, root, Settings())
 
 
-def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
+def test_a_refused_command_keeps_the_files_of_another(small, tmp_path):
     root = tmp_path / "root"
     source = replace(small, inputs=[tmp_path / "source" / "images.bin"])
     write(source, root, replace(FOUR, part="0-1"))

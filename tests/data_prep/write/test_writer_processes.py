@@ -1,4 +1,4 @@
-"""The writer as real processes: killed, interrupted, sharing the work, on a full disk."""
+"""Test the writer as real processes: killed, interrupted, working together, and on a full disk."""
 
 import filecmp
 import json
@@ -14,18 +14,17 @@ import pytest
 from checksums import digests
 from small_shards import image_bytes
 
-# ---- real processes: kills, full disks -----------------------------------------------------------
+# ---- kills and full disks ------------------------------------------------------------------------
 
 
 BEHIND_US = ["nice", "-n", "5"]
-"""On a busy machine a command that a test wants to stop in the middle must not be done before the
-test sees its files."""
+"""The prefix that lowers the priority of a command, so that a test can stop it in the middle."""
 
 
 @pytest.fixture(scope="module")
 def prepare(tmp_path_factory) -> list[str]:
-    """A command line without its --out: 120 and 30 images in 12 and 3 shards; each image takes some
-    milliseconds."""
+    """Return a command without --out for 120 and 30 images in 12 and 3 shards. Each image takes
+    some milliseconds."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 12), ("val", 3)):
         for label in range(10):
@@ -46,7 +45,7 @@ def undisturbed(prepare, tmp_path_factory) -> Path:
     return root
 
 
-def test_a_dry_run_tells_the_plan_and_writes_nothing(prepare, undisturbed, tmp_path):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(prepare, undisturbed, tmp_path):
     done = subprocess.run(
         [*prepare, "--out", tmp_path / "root", "--dry-run"],
         check=True,
@@ -67,7 +66,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(prepare, undisturbed, tmp_p
 
 
 def without_progress(stderr: str) -> list[str]:
-    """The lines of a command, but for those in which it tells after some seconds how far it is."""
+    """Return the lines of a command without its progress lines."""
     return [line for line in stderr.splitlines() if not line.startswith("writing: ")]
 
 
@@ -78,11 +77,12 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"], start_new_session=True
     )
     while len(list(root.glob("*.tar"))) < num_tars or not list(root.glob(".*.tar.*.tmp")):
-        assert process.poll() is None, "finished before it could be killed"
+        assert process.poll() is None, "the command finished before it could be killed"
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    # the workers follow their parent, or they would write on next to the next run
+    # Workers must die with their parent. Otherwise they would write at the same time as the next
+    # run.
     wait_for_end_of_group(process.pid)
     for tar in root.glob("*.tar"):
         assert filecmp.cmp(tar, undisturbed / tar.name, shallow=False), f"{tar.name} is torn"
@@ -97,7 +97,7 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
 @pytest.mark.parametrize(
     "ranges", [["8-12", "0-3", "4-14"], ["2/3", "0/3", "1/3"]], ids=["overlapping", "equal"]
 )
-def test_processes_that_share_the_work_write_what_one_would(prepare, undisturbed, tmp_path, ranges):
+def test_several_processes_write_the_same_files_as_one(prepare, undisturbed, tmp_path, ranges):
     root = tmp_path / "root"
     parts = [
         subprocess.Popen(
@@ -143,11 +143,11 @@ def wait_for_end_of_group(group: int) -> None:
         pytest.param(signal.SIGTERM, 143, True, marks=pytest.mark.full),
     ],
 )
-def test_interrupted_it_ends_at_once_and_clean(
+def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
-    """The parent alone, as a batch system may; or all processes, as a terminal does, while workers
-    start."""
+    """Only the parent is signaled, as by a batch system, or all processes, as by a terminal, while
+    workers start."""
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],
@@ -156,7 +156,7 @@ def test_interrupted_it_ends_at_once_and_clean(
         text=True,
     )
     while not list(root.glob("_writing.json" if early else ".*.tar.*.tmp")):
-        assert process.poll() is None, "finished before it could be interrupted"
+        assert process.poll() is None, "the command finished before it could be interrupted"
         time.sleep(0.001)
     if early:
         time.sleep(0.1)

@@ -1,5 +1,4 @@
-"""The writer with a store as its root: a real S3 server, kills in mid-upload, and the same bytes as
-in a folder."""
+"""Test the writer on a real S3 server: kills during uploads, and the same bytes as in a folder."""
 
 import os
 import random
@@ -23,7 +22,7 @@ OPTIONS = ["--num-shards", "6", "--resize-short-side", "300", "--workers", "2"]
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Ten classes, 60 and 20 images that take some milliseconds each."""
+    """Write 60 and 20 images of ten classes that take some milliseconds each."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 6), ("val", 2)):
         for number in range(10 * each):
@@ -60,12 +59,12 @@ def local(images, tmp_path_factory) -> dict[str, str]:
 
 
 def found(s3: S3Server, bucket: str) -> dict[str, str]:
-    """What the store holds, as `local` tells it."""
+    """Return the objects in the store, with the names that `local` has."""
     objects = s3.objects(bucket).items()
     return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
 
-def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp_path):
+def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
     bucket = s3.new_bucket()
     moments = random.Random(0)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -82,7 +81,7 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp
         for name, told in found(s3, bucket).items():
             until_the_end = name == "_writing.json" or name.endswith(".rows.npy")
             assert until_the_end or name.startswith(".writable") or told == local[name], (
-                f"{name}: half an object, or another one"
+                f"{name}: a partial or a different object"
             )
     done = subprocess.run(
         prepare(images, f"{bucket}/root"),
@@ -95,7 +94,7 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp
     assert re.search("complete, 10 classes|already complete", done.stdout)
     there = found(s3, bucket).items()
     assert {name: told for name, told in there if not name.startswith(".writable")} == local
-    assert list(tmp_path.iterdir()) == [], "temporary files of killed processes"
+    assert list(tmp_path.iterdir()) == [], "temporary files of killed processes remain"
 
 
 def test_parts_meet_in_a_store(s3, images, local, tmp_path):

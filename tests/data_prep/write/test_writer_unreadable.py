@@ -1,4 +1,5 @@
-"""Images that cannot be read are left out and listed, and tried again; others are converted."""
+"""Test that unreadable images are skipped, listed and tried again, and that others are
+converted."""
 
 import errno
 import hashlib
@@ -22,7 +23,7 @@ from vit.data.shards.data_set import open_split
 from vit.data.shards.tar import scan_tar
 
 
-def test_what_was_left_out_is_tried_again_even_if_the_end_of_that_was_killed(written, tmp_path):
+def test_skipped_images_are_tried_again_even_after_a_kill(written, tmp_path):
     root = tmp_path / "root"
     lenient = replace(FOUR, max_unreadable=0.1)
     write(damaged(tmp_path), root, lenient)
@@ -80,7 +81,7 @@ def damaged(folder: Path) -> Source:
     return source_of(folder, splits)
 
 
-def test_unreadable_images_are_left_out_and_listed(tmp_path, capsys):
+def test_unreadable_images_are_skipped_and_listed(tmp_path, capsys):
     root = tmp_path / "root"
     write(damaged(tmp_path), root, replace(FOUR, max_unreadable=0.1))
     assert "skipped: 2 unreadable images, listed in" in capsys.readouterr().out
@@ -107,7 +108,7 @@ def test_unreadable_images_are_left_out_and_listed(tmp_path, capsys):
     assert json.loads((root / "_info.json").read_text())["quarantined"] == 2
 
 
-def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_path):
+def test_too_many_unreadable_images_are_an_error_until_they_are_repaired(written, tmp_path):
     root = tmp_path / "root"
     strict = replace(FOUR, max_unreadable=0)
     with pytest.raises(
@@ -121,7 +122,7 @@ def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_p
     assert not (root / "_info.json").exists()
     for tar in root.glob("*.tar"):
         scan_tar(tar)
-    # the same command, once they are mended
+    # run the same command after the images were repaired
     write(source_of(tmp_path, small_splits()), root, strict)
     assert digests(root) == digests(written)
 

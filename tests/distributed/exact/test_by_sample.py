@@ -1,5 +1,5 @@
-"""Random draws by sample: they equal a hash, have the right frequencies, and depend only on the
-sample's own key."""
+"""Test random numbers per sample: they equal a hash, have the right frequencies, and depend only on
+the sample's key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_drops_at_the_given_rate_and_scales_the_rest(rate):
     output = DropoutBySample(rate, keys)(torch.ones(64, 10, 100))
     assert set(output.unique().tolist()) <= {0.0, float(np.float32(1 / (1 - rate)))}
     dropped = (output == 0).float()
-    # Four standard deviations of independent draws: over all values, and between samples.
+    # Four standard deviations of independent numbers: over all values, and between samples.
     sigma = (rate * (1 - rate)) ** 0.5
     assert abs(dropped.mean() - rate) <= 4 * sigma / 64_000**0.5
     assert (dropped.mean((1, 2)) - rate).abs().max() <= 4.5 * sigma / 1000**0.5
@@ -49,7 +49,7 @@ def test_drop_path_keeps_or_drops_a_whole_sample():
 
 def test_windows_of_a_sample_draw_by_its_key():
     """Swin's rows are windows, (rows * windows, ...), and a position tensor may have one row for
-    all."""
+    all samples."""
     keys = torch.from_numpy(fold(2, np.arange(2)).view(np.int64))
     windows = DropoutBySample(0.5, keys)(torch.ones(6, 4, 5))
     assert torch.equal(windows.view(2, 12, 5), DropoutBySample(0.5, keys)(torch.ones(2, 12, 5)))
@@ -75,7 +75,7 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
     whole = draw_by_sample(model, 6, CPU)
     whole.set(3, 5, 10)
     together = model(images)
-    assert torch.equal(together, model(images)), "draws must not depend on an earlier pass"
+    assert torch.equal(together, model(images)), "random numbers must not depend on an earlier pass"
     for first, size in ((0, 2), (2, 2), (4, 2), (3, 1)):
         alone = tiny(**OPTIONS, mlp_layer=mlp)
         keys = draw_by_sample(alone, size, CPU)
@@ -84,7 +84,9 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
         torch.testing.assert_close(part, together[first : first + size], rtol=1e-4, atol=1e-5)
     for other in ((4, 5, 10), (3, 6, 10), (3, 5, 11)):
         whole.set(*other)
-        assert not torch.allclose(model(images), together), "seed, step and row count"
+        assert not torch.allclose(model(images), together), (
+            "the numbers must depend on seed, step and row"
+        )
 
 
 def test_each_layer_draws_independently_and_evaluation_does_not_draw():

@@ -1,4 +1,4 @@
-"""Whole runs give the same weights on any number of ranks; their hashes are compared."""
+"""Test that whole runs give the same weights on any number of ranks, by comparing hashes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ EXACT = (
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    """Six leaves a step, with dropout, drop path, mixing and an average."""
+    """Return a config with six micro-batches per step, dropout, drop path, mixing and averaged
+    weights."""
     folder = tmp_path_factory.mktemp("exact")
     return write_config(folder, make_shards(folder), steps=STEPS, batch=24)
 
@@ -51,7 +52,7 @@ def record(run_dir: Path, kind: str) -> list[dict]:
 
 
 def hashes(run_dir: Path) -> dict[int, str]:
-    """sha256 of the state at each checkpoint."""
+    """Return the sha256 of the state at each checkpoint."""
     return {line["step"]: line["sha256"] for line in record(run_dir, "checkpoint")}
 
 
@@ -60,25 +61,25 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
 
 
 def measured(run_dir: Path) -> list[dict]:
-    """Norms of each layer, and the largest attention logits."""
+    """Return the norms of each layer and the largest attention logits."""
     return [{**line, "time": 0} for line in record(run_dir, "norms")]
 
 
 def faults(run_dir: Path) -> list[tuple]:
-    """The updates that the guard skipped, and the samples with the largest losses of all ranks."""
+    """Return the updates that the guard skipped, and the samples with the largest losses of all
+    ranks."""
     return [(line["step"], line["reason"], line["samples"]) for line in record(run_dir, "fault")]
 
 
 @pytest.fixture(scope="module")
 def alone(config, tmp_path_factory) -> Path:
-    """The run without torchrun."""
     folder = tmp_path_factory.mktemp("alone")
     train(config, folder / "run", *EXACT)
     return folder / "run"
 
 
 def test_any_number_of_ranks_also_of_unequal_shares_gives_the_same_bits(config, alone, tmp_path):
-    """Four ranks have 1, 2, 1 and 2 leaves."""
+    """Four ranks have 1, 2, 1 and 2 micro-batches."""
     train(config, tmp_path / "4", *EXACT, ranks=4)
     assert list(hashes(alone)) == [*range(3, STEPS + 1, 3)]
     assert hashes(tmp_path / "4") == hashes(alone)
@@ -99,7 +100,7 @@ def test_no_bit_changes_when_killed_on_three_ranks_and_finished_on_two(config, a
     assert STEPS in hashes(tmp_path / "run")
 
 
-# ---- at length -----------------------------------------------------------------------------------
+# ---- long runs -----------------------------------------------------------------------------------
 
 MANY_RANKS = (1, 2, 3, 4, 6, 8)
 SELDOM = "checkpoint.every_steps=20"
@@ -107,7 +108,7 @@ SELDOM = "checkpoint.every_steps=20"
 
 @pytest.fixture(scope="module")
 def eight_leaves(tmp_path_factory) -> Path:
-    """The same with eight leaves a step, for up to as many ranks, and 200 steps."""
+    """Return a config with eight micro-batches per step, for up to eight ranks and 200 steps."""
     folder = tmp_path_factory.mktemp("eight")
     return write_config(folder, make_shards(folder), steps=200, batch=32)
 
@@ -116,7 +117,8 @@ def eight_leaves(tmp_path_factory) -> Path:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_hundred_steps_on_one_to_eight_ranks(eight_leaves, tmp_path, precision):
-    """With dropout, drop path, mixing, RandAugment, an average and a guard that skips updates."""
+    """The runs use dropout, drop path, mixing, RandAugment, averaged weights and a guard that skips
+    updates."""
     for ranks in MANY_RANKS:
         run_dir = tmp_path / str(ranks)
         precision_too = (f"train.precision={precision}", SELDOM)
@@ -187,7 +189,7 @@ def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, preci
     assert (len(distinct["exact"]), len(distinct["plain"])) == (1, 4)
 
 
-# ---- mistakes ------------------------------------------------------------------------------------
+# ---- user mistakes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,7 @@ def test_a_batch_norm_is_refused():
 
 @pytest.fixture
 def no_limits(monkeypatch):
-    """Without the variables that limit libraries, which the environment of the tests may
+    """Remove the environment variables that limit libraries, which the test environment may
     contain."""
     for name in KERNEL_LIMITS:
         monkeypatch.delenv(name, raising=False)
@@ -261,7 +263,7 @@ def test_rejects_a_number_of_threads_that_is_not_a_number(monkeypatch, threads):
 
 @pytest.mark.usefixtures("no_limits")
 def test_hosts_of_two_kinds_are_refused():
-    """Rank 0 is a different kind of host, and its message uses the same words."""
+    """The other host type is that of rank 0, whose message must use the same words."""
 
     def rank(world):
         if not world.is_main:
@@ -298,7 +300,8 @@ def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
         *TINY,
         "train.steps=9",
     ]
-    # The checkpoints contain the leaves from this step on, but not after it was switched off.
+    # The checkpoints record the number of micro-batches from this step on, but not after it was
+    # switched off.
     refused = run(*arguments, *more[1:2], "data.micro_batch_size=2", *changes[2:])
     assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
     train(config, run_dir, "train.steps=7", *changes)
@@ -316,7 +319,7 @@ def test_a_resume_with_other_leaves_is_refused(config, alone):
 
 @pytest.mark.full
 def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_path):
-    """Both would silently continue with different bits."""
+    """An uncompiled run would silently continue with different bits."""
     train(config, tmp_path / "run", *EXACT, "train.steps=3")
     arguments = ["--config", config, *TINY, *EXACT, "train.compile=true"]
     resumed = run("launch/train.py", *arguments, f"run.dir={tmp_path / 'run'}")

@@ -1,4 +1,5 @@
-"""Sums along a tree: the nodes that each rank keeps, and the same bits on any number of ranks."""
+"""Test sums along a binary tree: the nodes that each rank computes, and equal bits on any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from vit.system.device_memory import LiveBytes
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:
-    """The definition: the left half has the largest power of two of leaves below all."""
+    """Compute the sum by definition: the left half has the largest power of two below the number of
+    leaves."""
     if len(leaves) == 1:
         return leaves[0]
     left = 1 << (len(leaves) - 1).bit_length() - 1
@@ -32,7 +34,8 @@ def by_recursion(leaves: list[Tensor]) -> Tensor:
 
 
 def random_leaves(count: int, size: int = 50) -> Tensor:
-    """Leaves of many magnitudes, so that any other order of additions gives different bits."""
+    """Return leaves of many magnitudes, so that any other order of additions gives different
+    bits."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.randint(-8, 8, (count, size), generator=generator)
     return torch.randn(count, size, generator=generator) * 2.0**scale
@@ -70,7 +73,7 @@ def test_the_nodes_of_any_number_of_ranks_add_up_to_the_same_bits(num_leaves):
 
 
 def test_the_order_matters():
-    """The order must matter, or the tests above would prove nothing."""
+    """If all orders gave the same bits, the tests above would prove nothing."""
     leaves = random_leaves(16)
     sums = (tree_sum(leaves), leaves.sum(0), tree_sum(leaves.roll(1, 0)))
     assert len({hash_of([each]) for each in sums}) == 3
@@ -82,7 +85,7 @@ def test_equal_shares_of_a_power_of_two_leave_one_node():
 
 
 class Layers(nn.Module):
-    """Three layers, one of which does not affect the loss."""
+    """A model of three layers, one of which does not affect the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +119,7 @@ def hash_of(tensors: list[Tensor]) -> str:
 
 
 CASES = [(leaves, size) for leaves in (3, 4, 5, 8, 13) for size in (1, 100, 1 << 20)]
-"""(leaves, bytes of a bucket): a bucket for each parameter, two, one."""
+"""(leaves, bucket size in bytes): one bucket for each parameter, two buckets, and one."""
 
 
 def test_one_rank_against_the_gradients_of_each_leaf():
@@ -155,16 +158,17 @@ def test_holds_as_much_memory_as_it_counts(num_leaves):
 
 
 def test_the_count_includes_data_from_other_ranks():
-    """Two leaves each leave one node. The peak is a leaf, the previous leaf, and two halves of the
-    sum. On three ranks 8 leaves are 2, 3 and 3, and leave 1, 2 and 2 nodes."""
+    """Two leaves leave one node. The peak is a leaf, the previous leaf, and two halves of the sum.
+    On three ranks, 8 leaves are 2, 3 and 3, and leave 1, 2 and 2 nodes."""
     assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
 def peak_over_count(num_leaves: int, world: World) -> float:
-    """Return the peak bytes of all living tensors, the most of any rank, over the counted bytes.
+    """Return the peak bytes of all live tensors, the maximum over ranks, divided by the counted
+    bytes.
 
-    Each gradient is one repeated number, so that nothing else takes space.
+    Each gradient is one repeated number, so that it takes no other memory.
     """
     parameters = [nn.Parameter(torch.zeros(96 * 100)) for _ in range(6)]
     with LiveBytes() as live:
@@ -215,7 +219,7 @@ def test_processes_have_the_bits_of_one_process_and_the_counted_memory(tmp_path,
 
 
 def test_a_step_is_that_of_a_plain_loop_over_leaves():
-    """The gradients of each leaf alone, added by the definition of the tree."""
+    """The loop adds the gradients of each leaf in the order that the tree defines."""
     torch.manual_seed(0)
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2)
     torch.nn.init.normal_(model.head.weight)

@@ -1,4 +1,4 @@
-"""Other programs open the exported folders with the code that the card prints."""
+"""Test that other programs open the exported folders with the code that the model card prints."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def subject_of(model: dict | None = None, **sections: Any) -> Subject:
 
 
 def photo(path: Path) -> None:
-    """Write a smooth photo, so that differences between the programs' resizing stay small."""
+    """Write a smooth photo, so that resizing differs little between programs."""
     y, x = np.mgrid[0:60, 0:90] / 90
     pixels = np.stack([x, y, (x + y) / 2], axis=-1) * 255
     Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
 
 
 def own_logits(subject: Subject, path: Path) -> torch.Tensor:
-    """Return the logits for the photo in the view of our evaluation."""
+    """Return the logits for the photo in our evaluation view."""
     config = subject.config
     size = config.model.height_width()
     image = decode_center(path.read_bytes(), size, config.eval, config.data.interpolation)
@@ -70,7 +70,7 @@ def own_logits(subject: Subject, path: Path) -> torch.Tensor:
 
 
 def run_card(folder: Path, monkeypatch) -> dict[str, Any]:
-    """Run the card's code; return its variables."""
+    """Run the code of the card; return its variables."""
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code is not None
     monkeypatch.chdir(folder)
@@ -117,7 +117,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
     variables = run_card(folder, monkeypatch)
     assert [variables["names"][n] for n in range(3)] == NAMES
     expected = own_logits(subject, folder / "photo.jpg")
-    # torch's and Pillow's resize may differ by one level of 255.
+    # The resizers of torch and Pillow may differ by one level of 255.
     scale = float(expected.abs().max())
     torch.testing.assert_close(variables["logits"], expected, rtol=0, atol=0.05 * scale)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
@@ -240,13 +240,13 @@ def test_a_setting_that_is_missing_in_the_tables_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "view"),
     [
-        ({}, {"crop_pct": 0.9}),  # 32 of 35 pixels are cut out, so the margin is odd
+        ({}, {"crop_pct": 0.9}),  # 32 of 35 pixels are cropped, so the margin is odd
         ({"image_size": [24, 40]}, {"crop_pct": 0.9}),
         ({"image_size": [24, 40]}, {"crop_pct": 0.9, "crop_mode": "squash"}),
     ],
 )
 def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path, monkeypatch):
-    """The image is noise, so that an error of a single pixel in resizing or cutting shows."""
+    """The image is noise, so that an error of a single pixel in resizing or cropping is visible."""
     subject = subject_of(model, eval={**view, "resizer": "pillow"})
     noise = np.random.default_rng(0).integers(0, 256, (61, 91, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
@@ -266,7 +266,7 @@ def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path
 
 def test_unused_classes_get_names_in_the_export(tmp_path):
     """Other programs derive the number of classes from the names, so they could not open a head of
-    5 with 3 names."""
+    5 classes with 3 names."""
     subject = replace(subject_of(), num_classes=5)
     subject.model.head = torch.nn.Linear(48, 5)
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
@@ -280,7 +280,7 @@ def test_unused_classes_get_names_in_the_export(tmp_path):
 
 @pytest.mark.parametrize("model", [{}, {"image_size": [24, 40]}])
 def test_a_view_survives_the_export_to_transformers(model, tmp_path):
-    """The views squash an image to 35x35 or 26x44 and cut out the centre."""
+    """The views squash an image to 35x35 or 26x44 and crop the center."""
     subject = subject_of(model, eval={"crop_pct": 0.9, "crop_mode": "squash", "resizer": "pillow"})
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
     loaded, _ = with_published_config(read_weights(tmp_path / "theirs"), None, "-")
@@ -289,8 +289,8 @@ def test_a_view_survives_the_export_to_transformers(model, tmp_path):
 
 
 def test_a_grid_that_is_not_square_survives_the_export(tmp_path):
-    """15 patches and a class token are 16 positions, as a grid of 4x4 has; only the config tells
-    them apart."""
+    """15 patches and a class token have 16 positions, like a grid of 4x4. Only the config
+    distinguishes them."""
     for program in ("timm", "huggingface"):
         config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
         subject = subject_of({"image_size": [24, 40]}, **config)
@@ -323,7 +323,7 @@ def _fail(*_):
 
 
 def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
-    """No export is needed, because a run keeps a config and a link beside its weights."""
+    """No export is needed, because a run has a config and a link beside its weights."""
     train(write_config(tmp_path, shards), tmp_path / "run")
     folder = tmp_path / "run" / "weights"
     assert (folder / "model.safetensors").readlink() == Path("last_ema.safetensors")

@@ -1,4 +1,4 @@
-"""Forecasts of hours, sizes and limits equal sums by hand."""
+"""Test that forecasts of hours, sizes and limits equal sums by hand."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def write_results(folder, name="2026-11-22-gpu-h200.json", gpu="H200", **row):
 
 
 def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
-    """The run has 300 epochs of 312 batches of 4,096; a forward pass has 35.13 GFLOP, training
-    three times that."""
+    """The run has 300 epochs of 312 batches of 4,096. A forward pass takes 35.13 GFLOP, and
+    training three times that."""
     config = load_config("vit_b16", ["data.root=/nonexistent"])
     forecast = make_forecast(config, 8, H200)
     assert forecast.plan.total_steps == 93_600
@@ -59,7 +59,7 @@ def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
 
 
 def test_skipped_and_repeated_computations_change_the_operations():
-    """The model has two blocks; embedding and head are a seventh of the operations."""
+    """The model has two blocks. Embedding and head take a seventh of the operations."""
     plain = make_forecast(config_of(model=TINY), 1, H200)
     subset = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": "constant"}
     by_subset = make_forecast(config_of(model={**TINY, **subset}), 1, H200)
@@ -95,9 +95,9 @@ def test_stages_of_image_size_count_with_their_own_operations():
     assert [stage.stop for stage in staged.stages] == [50 * 64, 75 * 64, 100 * 64]
     of_stages = [stage.train_flops for stage in staged.stages]
     assert of_stages == pytest.approx([each.train_flops for each in alone.values()], rel=5e-3)
-    assert staged.forward_flops == alone[64].forward_flops, "evaluations have the model's size"
+    assert staged.forward_flops == alone[64].forward_flops, "evaluations use the model's size"
     assert alone[32].hours[0] < staged.hours[0] < alone[64].hours[0]
-    # The difference is the matrices of positions, which have a few kilobytes.
+    # The difference is the matrices of positions, which take a few kilobytes.
     assert staged.memory.total == pytest.approx(alone[64].memory.total, rel=1e-3)
     assert staged.host_memory == alone[64].host_memory
     assert not alone[64].stages

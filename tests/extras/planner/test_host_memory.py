@@ -1,4 +1,4 @@
-"""The planned memory of a host equals the memory that a run requests at its start."""
+"""Test that the planned host memory equals the memory that a run requests when it starts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Fixtures of published recipes, whose commands are data and whose configs are in a folder."""
-
 from __future__ import annotations
 
 import functools

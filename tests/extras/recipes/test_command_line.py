@@ -1,4 +1,5 @@
-"""`launch/recipe.py` prints and writes the right files, and its rows in docs/errors.md are true."""
+"""Test that `launch/recipe.py` prints and writes the right files, and that its rows in
+docs/errors.md are true."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_a_command_on_stdin_becomes_a_yaml_file_and_a_report(tmp_path, monkeypat
     assert f"--config {out} " in header
 
 
-def test_without_out_the_yaml_goes_to_stdout_and_the_report_to_stderr(capsys):
+def test_without_out_the_yaml_is_on_stdout_and_the_report_on_stderr(capsys):
     command = PUBLISHED["mae_b16_ft"]["command"]
     run_here("launch/recipe.py", "import", command)
     printed = capsys.readouterr()

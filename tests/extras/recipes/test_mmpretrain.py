@@ -1,4 +1,4 @@
-"""MMPretrain's variants of the plain ViT are imported: two tokens, and a norm before the blocks."""
+"""Test that MMPretrain's variants of ViT are imported: two tokens, and a norm before the blocks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_the_distilled_vit_has_the_second_token(import_child):
 
 
 def test_a_norm_before_the_blocks_becomes_timms_clip_model(import_child):
-    """The config follows configs/clip/vit-base-p16_pt-64xb64_in1k.py, whose patches also have no
-    bias."""
+    """The config follows configs/clip/vit-base-p16_pt-64xb64_in1k.py, whose patch embedding also
+    has no bias."""
     base = "vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
     imported = import_child(base, "pre_norm=True")
     with torch.device("meta"):

@@ -1,4 +1,5 @@
-"""Unsupported optimizers of other programs are refused, and their rates are not taken over."""
+"""Test that unsupported optimizers of other programs are rejected and that their learning rates are
+not imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The program of a command is recognised; known programs that cannot be imported are named."""
+"""Test that the program of a command is recognized, and that known programs that cannot be imported
+are named."""
 
 from __future__ import annotations
 

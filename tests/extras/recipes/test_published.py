@@ -1,5 +1,8 @@
-"""Published recipes are imported completely: each setting is explained, the YAML loads, and the
-values are those of the papers and READMEs."""
+"""Test that published recipes are imported completely.
+
+Each setting must be explained, the YAML must load, and the values must be those of the papers and
+READMEs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ ONE_EACH = (
     *("deit_b16", "deit3_h14_800ep", "vit5_b16", "rope_b16", "mae_b16_ft", "torchvision_l16"),
     *("jax_deit3_b16_400ep", "mm_mae_l16_ft", "bv_augreg_b16"),
 )
-"""One recipe of each program; timm's is in test_timm.py."""
+"""One recipe of each program. timm's are in test_timm.py."""
 
 
 def value(imported, key):
@@ -66,7 +69,7 @@ def test_each_setting_of_a_recipe_is_explained_and_the_yaml_loads(name, imported
     assert max(map(len, file.read_text().splitlines())) <= 100 or "command " in file.read_text()
 
 
-# These facts are copied from papers and READMEs, independently of the importer.
+# These values were copied from papers and READMEs, independently of the importer.
 STATED: dict[str, dict] = {
     # DeiT, Table 9: batch 1024, lr 5e-4 x 1024 / 512; README: 83.1 after 30 epochs at 5e-6
     "deit_b16": {
@@ -155,7 +158,7 @@ STATED: dict[str, dict] = {
         "eval.resize_px": 232,
         "augment.erasing_prob": 0.1,
     },
-    # Better plain ViT: decay 0.1 as torch's AdamW has it, crops from 5 %, 10,000 steps
+    # Better plain ViT: decay 0.1 as in torch's AdamW, crops from 5 %, 10,000 steps
     "bv_s16_90ep": {
         "data.train_split": "train[:99%]",
         "optim.weight_decay": pytest.approx(0.1),
@@ -204,7 +207,7 @@ def test_the_values_of_a_recipe_equal_those_of_its_paper(name, imported):
 
 
 def test_label_smoothing_of_classyvision_is_converted_to_our_value():
-    """(one-hot + v / K) / (1 + v), computed: open-mmlab/mmpretrain, LabelSmoothLoss."""
+    """The value is (one-hot + v / K) / (1 + v), as in open-mmlab/mmpretrain's LabelSmoothLoss."""
     theirs = [(float(n == 2) + 0.1 / 5) / 1.1 for n in range(5)]
     share = 0.1 / 1.1
     ours = [(1 - share) * float(n == 2) + share / 5 for n in range(5)]
@@ -224,7 +227,7 @@ def test_maes_supervised_recipe_equals_our_config(imported):
         and f"{section}.{key}" not in (*places, "run.dir")
     }
     assert unlike == {
-        "augment.erasing_prob": (0.25, 0.0),  # MMPretrain's own
+        "augment.erasing_prob": (0.25, 0.0),  # MMPretrain's own value
         "augment.erasing_mode": ("rand", "pixel"),
         "schedule.min_lr": (1e-5, 0.0),
         "schedule.warmup_lr": (pytest.approx(1.6e-6), None),
@@ -317,8 +320,8 @@ def test_the_counts_of_the_report_equal_those_of_the_findings(imported):
 
 @pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
 def test_the_learning_rate_of_a_recipe_equals_ours(name, imported):
-    """The other program's rate is computed by functions that tests/extras/recipes/test_rates.py
-    compares with timm and torch."""
+    """tests/extras/recipes/test_rates.py compares the functions for the other program's rate with
+    timm and torch."""
     names = {f for finding in imported(name).reading.findings for f in finding.theirs}
     (schedule,) = {
         "warmup_epochs",

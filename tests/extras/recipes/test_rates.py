@@ -1,4 +1,5 @@
-"""Our formulas for other programs' learning rates equal the schedulers of timm and torch."""
+"""Test that our formulas for other programs' learning rates equal the schedulers of timm and
+torch."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_our_formula_for_timms_cosine_per_step_equals_timms():
 
 
 def test_the_rate_of_deits_main_lags_by_an_epoch():
-    """It calls `lr_scheduler.step(epoch)` after the epoch (facebookresearch/deit@7e160fe4)."""
+    """DeiT calls `lr_scheduler.step(epoch)` after the epoch (facebookresearch/deit@7e160fe4)."""
     group = optimizer(1e-3)
     scheduler, _ = create_scheduler_v2(
         group, "cosine", 30, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5
@@ -94,7 +95,8 @@ def test_our_formula_for_torchvisions_rate_equals_torchs(linear):
 
 
 def test_our_formula_for_maes_rate_equals_maes():
-    """The oracle is adjust_learning_rate in facebookresearch/mae@efb2a806:util/lr_sched.py."""
+    """The expected rate comes from adjust_learning_rate in
+    facebookresearch/mae@efb2a806:util/lr_sched.py."""
     rate = after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6)
     assert rate(2.5) == pytest.approx(1e-3)
     assert rate(5) == pytest.approx(2e-3)

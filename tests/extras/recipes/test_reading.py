@@ -1,4 +1,4 @@
-"""Commands and configs are parsed as data, and are never executed."""
+"""Test that commands and configs are parsed as data and never executed."""
 
 from __future__ import annotations
 

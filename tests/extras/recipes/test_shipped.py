@@ -1,5 +1,8 @@
-"""Each recipe in configs/ that reproduces a published one equals its imported source except for the
-differences in its header, starts from the stage that it names, and does its first steps."""
+"""Test the recipes in configs/ that reproduce published ones.
+
+Each must equal its imported source except for the differences in its header, start from the stage
+that it names, and complete its first steps.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
 """Run folder -> recipe."""
 CHEAPEST = "big_vision/vit_s16_90ep"
-"""The recipe that `make test` trains in a small version; the mark `full` trains all others."""
-# Settings of places, hardware, and the frequency of evaluations and logs.
+"""The recipe that `make test` trains in a small version. The mark `full` trains all others."""
+# Settings for paths, hardware, and the frequency of evaluations and logs.
 PLACES = {
     "data.root",
     "data.micro_batch_size",
@@ -127,12 +130,13 @@ TABLES = {
 
 
 def entry(path: Path, word: str) -> str:
-    """Return the text after `word` in a recipe's header in one line, "" if the word is absent."""
+    """Return the text after `word` in a recipe's header as one line, or "" if the word is
+    absent."""
     match = re.search(rf"^# {word}\s((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M)
     return " ".join(re.sub(r"^# ", "", match[1], flags=re.M).split()) if match else ""
 
 
-# Recipe -> the command of published.yaml, or the recipe, from which it differs only as its header
+# Recipe -> the command in published.yaml, or the recipe, from which it differs only as its header
 # states.
 EQUALS = {
     "augreg/vit_b16_300ep": "bv_augreg_b16_strong2",
@@ -210,7 +214,7 @@ def test_a_recipe_has_exactly_the_values_of_its_sources_table(name):
 
 
 def test_every_recipe_is_compared_with_a_source():
-    """A recipe states the source `none`, or has an entry in `EQUALS`, in `TABLES` or in
+    """A recipe either states the source `none`, or is listed in `EQUALS`, in `TABLES` or in
     tests/project/test_configs.py."""
     config_tests = (ROOT / "tests" / "project" / "test_configs.py").read_text()
     for path in CONFIGS:
@@ -327,7 +331,7 @@ def test_a_small_version_does_three_steps_and_an_evaluation(name, trained):
     starts_at_zeros = config.init.checkpoint is None or config.init.reset_head
     starts_at_zeros &= config.model.weight_init != "timm"
     if starts_at_zeros and config.model.init_head_bias is None:
-        # Softmax gives three classes of probability 1/3; a sigmoid gives each 1/2.
+        # Softmax gives three classes a probability of 1/3, and a sigmoid 1/2.
         first = 0.6931 if config.loss.name == "bce" else 1.0986
         assert losses[0] == pytest.approx(first, abs=2e-3)
     assert all(0 < loss < 30 for loss in losses)

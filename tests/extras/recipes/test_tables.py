@@ -1,7 +1,8 @@
-"""Our tables of other programs' arguments have the flags, types and defaults of their parsers.
+"""Test that our tables of other programs' arguments have the flags, types and defaults of their
+parsers.
 
-A program extracted `parsers.json` from the sources of the other programs: each `add_argument` with
-its flags and its default. No value was typed by hand.
+`parsers.json` was extracted from the sources of the other programs by a script: each `add_argument`
+with its flags and default.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_earlier_defaults_of_timm_equal_those_of_its_earlier_parsers(day):
         for name, default in of_then.items()
         if name in now and (default or None) != (now[name] or None)
     }
-    # These belong to step schedules and batch norm, which are reported as unavailable.
+    # Arguments of step schedules and batch norm, which are reported as unavailable.
     for name in ("model", "decay_milestones", "dist_bn"):
         changed.pop(name, None)
     older = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())
@@ -109,7 +110,7 @@ def test_commands_are_parsed_as_by_argparse():
     assert read_words(deit.TABLE, ["--no-model-ema"]).values["model_ema"] is False
 
 
-def test_all_unknown_flags_are_named_at_once_with_the_nearest():
+def test_all_unknown_flags_are_reported_together_with_the_nearest_flags():
     with pytest.raises(ValueError, match="has no") as raised:
         read_words(timm_train.TABLE, ["--bath-size", "3", "--wieght-decay=1", "--model", "x"])
     message = str(raised.value)

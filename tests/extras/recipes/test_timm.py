@@ -1,5 +1,5 @@
-"""Recipes of timm's train.py are imported with timm's meanings, from commands and argument
-files."""
+"""Test that recipes of timm's train.py are imported with timm's semantics, from commands and
+argument files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS = {
     *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
     *("momentum_dtype", "clipping_threshold"),
 }
-"""Settings of optimizers that must equal those of timm's factory."""
+"""The optimizer settings that must equal those of timm's factory."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 
@@ -47,7 +47,7 @@ def test_a_vit_becomes_our_size_with_the_view_of_timms_weights():
     values = settings(f"torchrun --nproc_per_node=8 train.py {VIT} --opt adamw --lr 1e-3")
     assert values["model.name"] == "vit_b16"
     assert values["data.global_batch_size"] == 1024
-    assert values["data.mean"] == [0.5, 0.5, 0.5]  # from the augreg weights, as timm trains
+    assert values["data.mean"] == [0.5, 0.5, 0.5]  # from the augreg weights, as in timm
     assert values["eval.crop_pct"] == 0.9
     assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without a policy
     assert values["optim.weight_decay"] == 2e-5
@@ -105,13 +105,13 @@ def test_cooldown_and_prefix_add_epochs_and_a_policy_replaces_colour_jitter():
 
 
 def earlier_defaults(command):
-    """Return the report's warning about defaults of earlier versions, in one line."""
+    """Return the report's warning about defaults of earlier versions as one line."""
     (text,) = (f.text for f in import_recipe(command).reading.findings if "2021-09-02" in f.text)
     return text
 
 
 def test_changed_defaults_of_unstated_arguments_are_listed_as_flags():
-    """The command of huggingface/pytorch-image-models#275 is of November 2020."""
+    """The command of huggingface/pytorch-image-models#275 is from November 2020."""
     text = earlier_defaults(
         "./distributed_train.sh 8 /data --model vit_base_patch16_224 --sched cosine --epochs 300"
         " --warmup-epochs 5 --lr 1e-3 --opt adam --batch-size 64"
@@ -121,7 +121,7 @@ def test_changed_defaults_of_unstated_arguments_are_listed_as_flags():
     assert set(re.findall(r"--[a-z-]+ \S*\d", of_2021)) == set(re.findall(r"--\S+ \S+", flags))
     assert "--min-lr 1e-6" in of_2022
     assert "--weight-decay" not in of_2022
-    assert "--remode" not in text, "without erasing its mode must not be listed"
+    assert "--remode" not in text, "without erasing, its mode must not be listed"
 
 
 def test_the_warning_lists_every_unstated_argument():

@@ -1,5 +1,3 @@
-"""Fixtures of a real S3 server, and of a proxy that causes faults on the way to it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

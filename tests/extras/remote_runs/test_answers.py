@@ -1,4 +1,5 @@
-"""Answers of S3 servers that differ from Amazon's, and objects that are replaced during a read."""
+"""Test responses of S3 servers that differ from Amazon's, and objects that are replaced during a
+read."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def store_of(url: str) -> ObjectStore:
 @pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
 def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy, answer):
     """Some servers refuse an existing file without naming the condition. Others do not support
-    conditions, so the file is overwritten."""
+    conditions, so the file must be overwritten."""
     store = store_of(s3.new_bucket())
     assert store.write("a", b"1", only_new=True)
     assert not store.write("a", b"2", only_new=True)
@@ -65,7 +66,7 @@ def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path)
     url = s3.new_bucket()
     one = os.urandom(20 << 20)
     two = os.urandom(20 << 20)
-    # This client bypasses the proxy, as another machine would.
+    # This client bypasses the proxy, like another machine.
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{s3.port}")
     client.put_object(Bucket=url[5:], Key="run/weights", Body=one)
     ranges = []
@@ -91,7 +92,7 @@ def test_a_reader_during_the_joining_of_parts_reads_each_line_once(tmp_path: Pat
         store.write(part_name(at), line)
         at += len(line)
     listing = store.list_below()
-    store.write(part_name(0), b"".join(lines))  # the first action of `join_parts`
+    store.write(part_name(0), b"".join(lines))  # the first request of `join_parts`
     assert read_record(store, listing) == b"".join(lines)
     join_parts(store, listing, b"".join(lines))
     assert read_record(store, store.list_below()) == b"".join(lines)

@@ -1,5 +1,7 @@
-"""A run at a URL of Google's store, simulated by an emulator (`pip install gcsfs
-gcp-storage-emulator`; skipped without it). The emulator does not support conditional writes."""
+"""Test a run in Google Cloud Storage with an emulator (`pip install gcsfs gcp-storage-emulator`).
+
+Without the emulator the test is skipped. The emulator does not support conditional writes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would use gRPC
+    # gcsfs would otherwise use gRPC
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield "gs://bucket"
     server.stop()

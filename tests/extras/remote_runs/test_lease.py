@@ -1,5 +1,8 @@
-"""Only one job at a time holds the lease of a run: jobs wait, take over, and notice a lost lease.
-The store is a folder by its URL, which can refuse to replace a file but has no other locks."""
+"""Test that only one job at a time holds the lease of a run.
+
+Jobs wait, take over, and notice a lost lease. The store is a folder with a file:// URL, which can
+refuse to replace a file but has no other locks.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ def test_a_late_renewal_does_not_end_the_next_job(store, tmp_path):
 
 
 class _Slow(ObjectStore):
-    """A store with slow writes, after which `follower`, the next job's lease, is written again."""
+    """A store with slow writes. After each write, `follower` writes the next job's lease again."""
 
     def __init__(self, store: ObjectStore, path: Path, follower: str):
         super().__init__(store.url, store.retry)

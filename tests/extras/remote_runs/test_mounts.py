@@ -1,4 +1,5 @@
-"""A run folder on a mounted bucket gets a note, if the kernel's list of mounts shows one."""
+"""Test the note about a run folder on a mounted bucket, which the kernel's list of mounts
+reveals."""
 
 from __future__ import annotations
 

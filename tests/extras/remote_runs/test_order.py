@@ -1,5 +1,8 @@
-"""The order of writes to a run at a URL: a kill between any two operations leaves the newest
-checkpoint complete, with the record up to its step."""
+"""Test the order of writes to a run at a URL.
+
+A kill between any two operations must leave the newest checkpoint complete, with all metrics up to
+its step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from vit.data.storage.object_store import ObjectStore
 
 
 def assert_whole(bucket: Path) -> None:
-    """Assert that each listed checkpoint has its tensors, and the record all steps before it."""
+    """Assert that each listed checkpoint has its tensors and the metrics of all steps before it."""
     record = b"".join(path.read_bytes() for path in sorted(bucket.glob("record/part_*")))
     lines = [json.loads(line) for line in record.splitlines()]
     trained = {line["step"] for line in lines if line["kind"] == "train"}

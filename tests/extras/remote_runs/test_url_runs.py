@@ -1,5 +1,7 @@
-"""A run at a URL has the same bits as a run in a folder, also on an empty machine and despite
-faults on the way to a real S3 server."""
+"""Test that a run at a URL has the same bits as a run in a folder.
+
+The tests use a real S3 server, empty machines and faults on the network.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def train_at(config: Path, url: str, local: Path, *more: str, ranks: int = 0, ok
 
 
 def record_at(url: str, folder: Path) -> list[dict]:
-    """Return the valid lines of the record at a URL."""
+    """Return the valid lines of the metrics at a URL."""
     store = store_at(url, 60)
     path = folder / "record.jsonl"
     path.write_bytes(read_record(store, store.list_below()))
@@ -53,7 +55,7 @@ def record_at(url: str, folder: Path) -> list[dict]:
 
 
 def assert_whole(url: str, folder: Path, steps: int = STEPS) -> None:
-    """Assert that the record at the URL has each step once, and that its checkpoints are
+    """Assert that the metrics at the URL have each step once, and that the checkpoints there are
     complete."""
     lines = record_at(url, folder)
     counts = Counter(line["step"] for line in lines if line["kind"] == "train")
@@ -78,7 +80,7 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """Return the final state of an undisturbed run in a folder."""
+    """Return the final state of an uninterrupted run in a folder."""
     folder = tmp_path_factory.mktemp("whole")
     run_here(
         *("launch/train.py", "--config", write_config(folder, shards, steps=STEPS), *TINY),
@@ -128,7 +130,7 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
     assert printed["correct_top1"] == evals[-1]["correct_top1_ema"]
     fetched = local_run(url)
     assert newest_checkpoint(fetched) is None, (
-        "the fetched weights are as new as the checkpoint, which is not needed"
+        "the weights are as new as the checkpoint, so it must not be fetched"
     )
     assert (fetched / "metrics.jsonl").read_bytes() == b"".join(parts)
     weights = f"{url}/weights/best.safetensors"
@@ -136,8 +138,8 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
 
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
-    """Return a fault that suspends the `number`-th PUT to a path containing `at`; append all these
-    paths to `sent`."""
+    """Return a fault that suspends the `number`-th PUT to a path containing `at` and appends all
+    these paths to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
         if method == "PUT" and at in path:
@@ -240,7 +242,7 @@ def test_expired_keys_end_a_run_with_their_name_and_it_resumes_with_new_keys(
     assert "credentials come from AWS_ACCESS_KEY_ID" in done.stderr
     assert f"the working copy {tmp_path / 'one'} is complete, and the same command" in done.stderr
     assert done.stderr.count("error: ") <= 2, (
-        "there is one error of ours, and torchrun's report of it"
+        "the error must occur once, and once in torchrun's report"
     )
     assert "AKIA" not in done.stderr
     proxy.is_good()
@@ -264,8 +266,8 @@ def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
 
 @pytest.mark.full
 def test_expired_keys_are_not_reported_to_a_scheduler_as_a_mistake(s3, proxy, tmp_path, config):
-    """The ranks end with status 2, and the launcher cannot see whether there is a newer
-    checkpoint."""
+    """The ranks end with status 2, and the launcher cannot see whether a newer checkpoint
+    exists."""
     url = f"{s3.new_bucket()}/runs/x"
     is_expired = False
 
@@ -299,7 +301,7 @@ def test_a_second_job_is_refused_and_a_third_takes_over_from_a_suspended_job(
     second = train_at(config, url, local[1], steps, ok=False)
     assert second.returncode == 2
     assert "in use by a live run (process " in second.stderr
-    assert not (local[1] / "metrics.jsonl").exists(), "nothing may be fetched for a refused job"
+    assert not (local[1] / "metrics.jsonl").exists(), "nothing may be fetched for a rejected job"
 
     os.kill(first.process.pid, signal.SIGSTOP)
     third = Background(
@@ -408,7 +410,7 @@ def test_an_outdated_working_copy_is_updated_and_an_emptied_url_is_refused(
 
 @pytest.mark.full
 def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
-    """The store is a folder by its URL, so copying needs no other tool."""
+    """The store is a folder with a file:// URL, so copying needs no other tool."""
     arguments = ["--config", config, *TINY]
     home = tmp_path / "home"
     run_here("launch/train.py", *arguments, f"run.dir={home}", "train.steps=6")
@@ -432,7 +434,7 @@ def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
 def test_a_file_url_works_without_locks_and_its_many_parts_are_joined(
     tmp_path, config, monkeypatch
 ):
-    """A folder by its file:// URL needs no locks and no renames, as on a mounted bucket."""
+    """A folder with a file:// URL needs no locks and no renames, as on a mounted bucket."""
     monkeypatch.setattr("vit.extras.remote_runs.record_parts.JOIN_FROM", 3)
     url = f"file://{tmp_path}/mnt/run"
     for number, steps in enumerate((6, 9, 12)):

@@ -1,4 +1,5 @@
-"""The contact sheet has a row for each of the first images and a column for each of its draws."""
+"""Test that the contact sheet has a row for each of the first images and a column for each of its
+random draws."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def sheets(monkeypatch):
 
 
 def test_each_row_shows_one_image_and_its_augmented_versions(config, sheets, tmp_path):
-    """Each draw flips the whole image, and half of the draws erase a box; outside the box a draw is
-    the mirrored original."""
+    """Each draw flips the whole image, and half of the draws erase a box. Outside the box a draw
+    must be the mirrored original."""
     chosen = [
         "augment.crop_scale=[1,1]",
         "augment.crop_ratio=[1,1]",
@@ -40,7 +41,7 @@ def test_each_row_shows_one_image_and_its_augmented_versions(config, sheets, tmp
     (columns,) = sheets
     assert [title for title, _ in columns] == ["original", "draw 1", "draw 2", "as mixed"]
     assert {len(cells) for _, cells in columns} == {4}, (
-        "three images and one more, because groups have two"
+        "three images are requested, but mixing groups have two"
     )
     originals, first, second, mixed = (cells for _, cells in columns)
     for row, original in enumerate(originals):

@@ -1,4 +1,5 @@
-"""The curves of a run are drawn from its record, and several panels fit in one page."""
+"""Test that the curves of a run are drawn from its metrics, and that several panels fit on one
+page."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
     path = record(
         tmp_path,
         {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
-        # 10 steps of 12 images at 60 images/s take 2 s, of which 0.5 s were waits.
+        # 10 steps of 12 images at 60 images/s take 2 s, including waits of 0.5 s.
         train_line(10),
         train_line(30, data_wait_s=4.0),
         train_line(50, data_wait_s=1.0),  # replaced by the restart
@@ -94,7 +95,7 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
 
 
 def test_unequal_shares_of_ranks_add_up_to_the_batch(tmp_path):
-    """Three ranks have 3, 3 and 2 leaves, together the images of the global batch."""
+    """Three ranks have 3, 3 and 2 micro-batches, together the images of the global batch."""
     plan = {"world_size": 3, "micro_batch_size": 2, "accumulation_steps": 3}
     start = {"kind": "start", "step": 0, "restarts": 0, "plan": {**plan, "global_batch_size": 16}}
     history = curves._read_curves(record(tmp_path, start, train_line(15)))
@@ -194,7 +195,7 @@ def test_a_weight_decay_that_changes_is_drawn_beside_the_rate(tmp_path):
     assert decay.get_lines()[0].get_xydata().tolist() == [[10, 0.1], [20, 0.2], [30, 0.3]]
 
 
-def test_panels_can_stand_in_one_page(tmp_path):
+def test_several_panels_fit_on_one_page(tmp_path):
     panels = curves.curve_panels(troubled_run(tmp_path))
     assert list(panels) == ["loss", "accuracy", "learning_rate", "throughput"]
     ids = Counter()
@@ -216,7 +217,7 @@ def test_panels_can_stand_in_one_page(tmp_path):
     assert set(ids.values()) == {1}
     assert "best 77.70 %" in panels["accuracy"].split(">")[0]
     assert panels == curves.curve_panels(tmp_path / "metrics.jsonl"), (
-        "the same record must give the same bytes"
+        "the same metrics must give the same bytes"
     )
 
 
@@ -230,7 +231,7 @@ def test_a_users_matplotlib_settings_change_nothing(tmp_path):
     np.testing.assert_array_equal(drawn, expected)
 
 
-# --- accuracy in training, and several runs -------------------------------------------------------
+# --- training accuracy, and several runs ----------------------------------------------------------
 
 
 def run_with_margins(folder: Path, mixup: str = "mixup_alpha: 0.0") -> tuple[Path, np.ndarray]:

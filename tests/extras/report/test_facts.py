@@ -1,4 +1,4 @@
-"""The numbers on the page are right for incomplete records and killed runs."""
+"""Test that the numbers on the page are right for incomplete metrics and killed runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_older_records_and_cpus_have_no_share_of_a_peak(tmp_path):
 
 
 def shown(folder: Path, *lines: dict) -> str:
-    """Return the text of the page of a run that has only a record."""
+    """Return the page text of a run that has only metrics."""
     record(folder, START, *lines)
     html = make_report(folder, torch.device("cpu")).page.read_text()
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html))

@@ -1,5 +1,7 @@
-"""The numbers behind the pictures of a model equal brute force and scikit-learn, and computing them
-does not change the model."""
+"""Test the numbers behind a model's pictures against brute force and scikit-learn.
+
+Computing them must not change the model.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def some_maps(tokens: int) -> list[torch.Tensor]:
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that torch dispatches."""
+    """A dispatch mode that counts torch's operations."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +138,7 @@ def test_the_attention_of_the_output_equals_brute_force(global_pool):
 
 @pytest.mark.parametrize("registers", [0, 2])
 def test_a_map_head_counts_as_one_more_layer(registers):
-    """Its query attends only to patches, with weights of sum 1."""
+    """Its query attends only to patches, with weights that sum to 1."""
     model = VisionTransformer((32, 24), **SMALL, global_pool="map", reg_tokens=registers).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -237,10 +239,10 @@ def test_the_memory_of_layers_equals_the_planners():
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]
     assert needs.weights == sum(tensor.nbytes for tensor in tensors)
-    # The hidden layer of an MLP and its input exist at the same time.
+    # The hidden layer of an MLP and its input are in memory at the same time.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
-    # One micro-batch of 200 images on one rank.
+    # A micro-batch of 200 images on one rank.
     plan = SimpleNamespace(
         world_size=1, global_batch_size=200, micro_batch_size=200, rank_batch_size=200
     )
@@ -286,7 +288,7 @@ def test_each_head_can_have_its_own_picture(tmp_path):
     assert all(Image.open(path).size == (24, 32) for path in written)
 
 
-# ---- two models ----------------------------------------------------------------------------------
+# ---- comparison of two models --------------------------------------------------------------------
 
 
 def test_images_that_only_one_model_classifies_right_are_sorted_by_the_others_confidence():
@@ -308,7 +310,7 @@ def test_models_with_different_classes_are_not_compared():
 
 
 def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn, monkeypatch):
-    """matplotlib warns twice at each place, and the name of a class may be on a hundred
+    """matplotlib warns twice at each position, and the name of a class may be on a hundred
     pictures."""
     monkeypatch.setattr(style, "_missing_letters", set())
     for name in ("a.png", "b.png"):
@@ -319,7 +321,7 @@ def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn
 
 
 def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
-    """With patches of 8x16 pixels, a grid of 4x3 has the shape of an image of 32x48."""
+    """With patches of 8x16 pixels, a grid of 4x3 must have the shape of an image of 32x48."""
     image = torch.zeros(3, 32, 48, dtype=torch.uint8)
     heads = torch.rand(1, 1, 4, 3)
     inside_plots.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")

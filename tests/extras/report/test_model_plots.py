@@ -1,4 +1,5 @@
-"""The numbers behind a run's pictures equal independent oracles, and the pictures show them."""
+"""Test that the numbers behind a run's pictures equal independent implementations, and that the
+pictures show them."""
 
 from __future__ import annotations
 
@@ -235,7 +236,7 @@ def test_rollout_of_handmade_attention_has_the_known_values():
     )
     assert rollout([one_hot_rows(2, 2, 2, 2)], 1, "token").tolist() == [[0, 1, 0]]
     # With the layers in order, patch 1 flows into patch 2, and then patch 2 into the class token.
-    # In the reverse order patch 1 does not reach the class token.
+    # In the reverse order, patch 1 does not reach the class token.
     into_patch = one_hot_rows(0, 1, 1, 3)
     into_class = one_hot_rows(2, 1, 2, 3)
     assert rollout([into_patch, into_class], 1, "token").tolist() == [[1, 1, 0]]
@@ -263,7 +264,7 @@ def test_the_attention_picture_shows_the_attended_region(tmp_path, channels):
         "the region must be marked in the overlay"
     )
     assert yellow.nonzero()[1].max() < middle, (
-        "only the left half of the first image is attended to"
+        "only the left half of the first image may receive attention"
     )
     assert places(right, BLUE).sum() > 50
     assert not places(right, ORANGE).any()
@@ -285,7 +286,7 @@ def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, ti
         (y.stop - y.start, x.stop - x.start)
         for y, x in ndimage.find_objects(ndimage.label(yellow)[0])
     ]
-    # The end of the colour bar is flat.
+    # The end of the color bar is flat.
     patches = [size for size in sizes if size[1] <= 2 * size[0]]
     assert len(patches) == tiles, "each tile must have one bright patch"
     all_y, all_x = (violet | yellow).nonzero()
@@ -296,7 +297,7 @@ def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, ti
     )
 
 
-# --- mistakes -------------------------------------------------------------------------------------
+# --- mistakes of the model ------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:A single label was found")
@@ -381,7 +382,7 @@ def test_the_picture_of_confused_pairs_shows_examples(tmp_path):
     red[0] = 201
     pairs = [(10, 999, 4, 50), (1, 0, 2, 50)]
     shown = pixels(plot_most_confused(pairs, [[red] * 9, [grey]], NAMES, tmp_path / "m.png"))
-    assert ndimage.label(places(shown, (201, 0, 0)))[1] == 6, "there must be at most six examples"
+    assert ndimage.label(places(shown, (201, 0, 0)))[1] == 6, "at most six examples may be shown"
     assert ndimage.label(places(shown, (77, 77, 77), 0))[1] >= 1
     bars, num_bars = ndimage.label(ndimage.binary_opening(places(shown, ORANGE), np.ones((9, 9))))
     widths = [place[1].stop - place[1].start for place in ndimage.find_objects(bars)]
@@ -435,7 +436,7 @@ def test_shares_of_mixed_targets_are_printed(target, expected):
     st.floats(0.5, 3.0),
 )
 @settings(max_examples=100)
-def test_long_names_are_shortened_to_their_room(text, width_in):
+def test_long_names_are_shortened_to_the_available_width(text, width_in):
     def width(text: str) -> float:
         return (
             text_to_path.get_text_width_height_descent(

@@ -1,4 +1,5 @@
-"""Near-duplicate images, re-encoded or brightened, are found, and similarities are exact."""
+"""Test that near-duplicate images, re-encoded or brightened, are found, and that similarities are
+exact."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def ignore(done: int, total: int) -> None:
 
 
 def draw(rng: np.random.Generator) -> Image.Image:
-    """Return a picture of random coloured patches that resembles no other."""
+    """Return a picture of random colored patches that resembles no other picture."""
     patches = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((48, 48), Image.Resampling.BICUBIC)
 
@@ -52,8 +53,8 @@ COPIES = {
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> Path:
-    """Train for two epochs on images of which 0 to 8 have a copy with another class in the training
-    set, 9 to 17 have a copy in the evaluation set, and 18 has an identical file."""
+    """Train for two epochs with planted duplicates. Images 0 to 8 have a copy with another class in
+    the training set, 9 to 17 have a copy in the evaluation set, and 18 has an identical file."""
     folder = tmp_path_factory.mktemp("planted")
     rng = np.random.default_rng(0)
 
@@ -81,7 +82,7 @@ def planted(tmp_path_factory) -> Path:
 
 
 def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
-    monkeypatch.setattr(near_doubles, "BLOCK", 32)  # several blocks, the last one of both splits
+    monkeypatch.setattr(near_doubles, "BLOCK", 32)  # several blocks, the last one with both splits
     source = ReportSource(planted, CPU)
     train = source.train_set.split
     val = source.val_split
@@ -94,7 +95,7 @@ def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
     pairs = {frozenset(train.key(n)[7:] for n in pair[:2]) for pair in doubles.pairs}
     expected = {frozenset({f"image{n:02}", f"{list(COPIES)[n % 3]}{n:02}"}) for n in range(9)}
     assert pairs == expected, (
-        "recall and precision must be 1; the identical file is reported elsewhere"
+        "recall and precision must be 1, and the report lists the identical file elsewhere"
     )
     assert {(train.key(a)[7:], val.key(b)[7:]) for a, b, _ in doubles.also_evaluated} == {
         (f"image{n:02}", f"{list(COPIES)[n % 3]}{n:02}") for n in range(9, 18)
@@ -133,7 +134,7 @@ def test_the_page_and_the_table_show_both_images(planted, capsys):
         rows = {row["key"][7:]: row for row in csv.DictReader(file)}
     trained_on = [n for n in range(NUM_IMAGES) if f"image{n:02}" in rows]
     assert len(trained_on) > NUM_IMAGES // 2, (
-        "most images must have a line; images that were not seen have none"
+        "most images must have a line, but not images that were never seen"
     )
     for number in trained_on:
         row = rows[f"image{number:02}"]

@@ -1,4 +1,4 @@
-"""The picture of norms follows from the lines of the record."""
+"""Test the picture of norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report is one self-contained page that agrees with the record and exists for every kind of
+"""Test that the report is one self-contained page that agrees with the metrics, for every kind of
 run."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
     def values(self) -> list[str]:
-        """Return the numbers as the record has them, which are more precise than the text."""
+        """Return the exact numbers, which are more precise than the text."""
         return [attributes["value"] for attributes in self.attributes("data")]
 
 
@@ -98,7 +98,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
                 assert value.startswith("#") or (
                     tag == "img" and value.startswith("data:image/png;base64,")
                 ), place
-            # Namespaces are only names, and the other URLs are only shown.
+            # Namespaces are only names, and the other URLs are only displayed.
             if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):
                 assert not re.search("https?:|javascript:", value), place
     for attributes in page.attributes("img"):
@@ -115,7 +115,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
 
 
 def report_of(run_dir: Path) -> Page:
-    """Write the page with the real command, and parse it."""
+    """Write the page with the real command and parse it."""
     done = run("launch/report.py", run_dir)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == str(run_dir / "report" / "index.html")
@@ -124,7 +124,6 @@ def report_of(run_dir: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the shards with hostile class names."""
     root = tmp_path_factory.mktemp("hostile") / "shards"
     shutil.copytree(shards, root)
     info = json.loads((root / "_info.json").read_text())
@@ -134,19 +133,19 @@ def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
-    """Return a run that was started again after its end, and its page."""
+    """Return a run that was restarted after it had ended, and its page."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, hostile, batch=48, steps=12)
     run_dir = folder / "a run <i>&amp; more"
     for _ in range(2):
-        # The rate is far too high, so that there are mistakes to show.
+        # The learning rate is far too high, so that the model makes mistakes.
         more = ("log.norms_every_steps=5", "schedule.final_weight_decay=0.4")
         train(config, run_dir, "optim.lr=0.5", *more, ranks=0)
     return run_dir, report_of(run_dir)
 
 
 def remade(run_dir: Path) -> Page:
-    """Write the page in this process, and parse it."""
+    """Write the page in this process and parse it."""
     return Page(make_report(run_dir, CPU).page)
 
 
@@ -156,7 +155,6 @@ def copied(run_dir: Path, to: Path) -> Path:
 
 
 def set_key(run_dir: Path, key: str, value: str) -> None:
-    """Change a line of config.yaml."""
     path = run_dir / "config.yaml"
     path.write_text(
         re.sub(
@@ -242,7 +240,7 @@ def test_hostile_names_are_escaped(finished):
         assert re.sub(r"\s+", " ", name) in page.text
     assert "1337" not in page.text
     assert "a run <i>&amp; more" in page.text
-    # These <i> elements are bars; the folder's name must not become one.
+    # These <i> elements are bars. The folder's name must not become one.
     assert not page.attributes("i") or all(
         "style" in attributes for attributes in page.attributes("i")
     )
@@ -250,7 +248,8 @@ def test_hostile_names_are_escaped(finished):
 
 
 def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatch, tmp_path):
-    """The report decodes only a part of the batch; the oracle is the whole batch of one rank."""
+    """The report decodes only a part of the batch. The expected images are those of the whole batch
+    on one rank."""
     run_dir, _ = finished
     seen = {}
     monkeypatch.setattr(
@@ -279,7 +278,7 @@ def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatc
 
 
 def test_tables_for_loggers_are_right_and_drawing_keeps_the_random_state(finished, tmp_path):
-    """Training hands these tables to W&B; drawing must not change its random numbers."""
+    """Training passes these tables to W&B. Drawing them must not change its random numbers."""
     run_dir, _ = finished
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -386,7 +385,7 @@ def test_running_and_killed_runs_have_pages(config, tmp_path):
 
 
 def page_text(folder: Path, *lines: dict | str, in_use: bool | None = None) -> str:
-    """Return the text of the page of a run that has only a record."""
+    """Return the page text of a run that has only metrics."""
     folder.mkdir(exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
     (folder / "metrics.jsonl").write_text("".join(texts))
@@ -532,8 +531,8 @@ def test_images_are_picked_from_all_classes_deterministically():
 
 
 def chromium(page: Path, width: int, folder: Path) -> list[str]:
-    """Open a page in a browser window of `width` pixels; return the lines of its console. The
-    picture of the window is written to `folder`."""
+    """Open a page in a browser window of `width` pixels and save a picture of the window in
+    `folder`; return the lines of its console."""
     quiet = [
         "--no-first-run",
         "--disable-background-networking",
@@ -576,7 +575,7 @@ def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_pat
     run_dir, page = finished
     assert chromium(run_dir / "report" / "index.html", width, tmp_path) == []
 
-    # The page's policy must refuse a foreign script, and the browser logs that.
+    # The page's policy must block a foreign script, and the browser logs that.
     foreign = tmp_path / "foreign.html"
     foreign.write_text(
         page.html.replace("</body>", "<script>console.log('taken over')</script></body>")

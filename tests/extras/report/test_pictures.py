@@ -1,4 +1,4 @@
-"""The choice of images for the pictures."""
+"""Test which images are chosen for the pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replayed batch equals the tensors of the original training step to the bit."""
+"""Test that a replayed batch equals the tensors of the original training step bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train_here(config: Path, run_dir: Path, *overrides: str) -> Path:
 
 
 def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -> Replay:
-    """Assert that a replay of `step` equals the dumped step, losses included."""
+    """Assert that a replay of `step` equals the dumped step, including the losses."""
     replay = Replay(ReportSource(run_dir, CPU), step, rank)
     expected = dumped(dumps, step)
     if rank is not None:
@@ -55,7 +55,7 @@ def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -
     assert [row.row for row in rows] == list(replay.rows)
     assert [row.label for row in rows] == expected["labels"].tolist()
     is_kept = np.array([row.weight > 0 for row in rows])
-    losses = np.array([row.loss for row in rows], np.float64)  # None is NaN
+    losses = np.array([row.loss for row in rows], np.float64)  # None means NaN
     assert np.array_equal(losses[is_kept], expected["losses"].half().numpy()[is_kept])
     assert np.isnan(losses[~is_kept]).all()
     margins = expected["margins"].half().numpy()
@@ -64,7 +64,7 @@ def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -
 
 
 def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, shards):
-    """The run uses micro-batches and mixing; the second attempt runs in this process."""
+    """The run uses micro-batches and mixing. The second attempt runs in this process."""
     config = write_config(tmp_path, shards, steps=7)
     dumps = tmp_path / "given"
     dumps.mkdir()

@@ -1,6 +1,6 @@
-"""The table "Asking a run" of docs/errors.md is true: a test provokes each row.
+"""Test the table "Asking a run" of docs/errors.md: each row is provoked.
 
-One row uses the real command, which shows how a ValueError is printed; the others run in this
+One row uses the real command, which shows how a ValueError is printed. The others run in this
 process.
 """
 
@@ -167,7 +167,7 @@ def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
 
 
 def test_a_run_without_weights_is_replayed_with_a_note(finished, tmp_path):
-    """A batch needs only the config and the data; predictions.npz does not contain weights."""
+    """A batch needs only the config and the data, and predictions.npz does not contain weights."""
     folder = shutil.copytree(finished, tmp_path / "copy")
     ask = ["--step", 3, "--csv", tmp_path / "with.csv"]
     run_here(REPLAY, folder / "run", *ask)

@@ -1,5 +1,5 @@
-"""Streams yield complete samples with their own labels endlessly, and report that they are not
-exact."""
+"""Test that streams yield complete samples with their own labels endlessly, and report that they
+are not exact."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tars(shards: Path) -> str:
 
 @pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (3, 1), (2, 2)])
 def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
-    """3 shards are divided among 1 or 3 readers; of 4 readers each takes every fourth sample."""
+    """3 shards are divided among 1 or 3 readers. With 4 readers, each reads every fourth sample."""
     seen = Counter()
     for rank in range(ranks):
         for batch in read(
@@ -77,7 +77,7 @@ def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
     if not workers:
         assert len(seen) == 60
         assert max(seen.values()) <= 4, (
-            "in three epochs of one reader only samples in the buffer may be delayed"
+            "in three epochs of one reader, only samples in the buffer may be delayed"
         )
 
 
@@ -94,7 +94,7 @@ def test_images_belong_to_the_samples_of_their_keys(shards):
                 for i in keys[label]
             ]
             near = min((view.float() - image.float()).abs().mean() for view in views)
-            assert near < 12, "the image does not belong to its class"
+            assert near < 12, "the image does not match its class"
 
 
 def test_passes_differ_and_a_later_start_gives_another_pass(shards):
@@ -180,8 +180,8 @@ def test_an_invalid_stream_is_reported(stream, message, workers, shards, tmp_pat
 
 @pytest.fixture
 def twenty(shards, tmp_path) -> Path:
-    """Write a tar of 20 samples. `<folder>/first.tar` ends before the 11th sample; `damaged.tar`
-    and `hole.tar` have a damaged header there."""
+    """Write a tar of 20 samples. `<folder>/first.tar` ends before the 11th sample, where
+    `damaged.tar` and `hole.tar` have a damaged header."""
     image = open_split(shards, "train").read(0)
     path = write_tar(
         tmp_path / "twenty.tar",
@@ -231,7 +231,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("stream", "message"), BROKEN, ids=[stream for stream, _ in BROKEN])
 def test_an_incomplete_tar_is_reported(stream, message, twenty):
-    """If it counted as finished, each pass would miss samples."""
+    """If an incomplete tar counted as finished, each pass would miss samples."""
     with pytest.raises(ShardError, match=message):
         read(batches(stream.format(folder=twenty.parent)))
 
@@ -267,8 +267,8 @@ def test_complete_tars_of_all_writers_are_read_to_the_end(kind, twenty, tmp_path
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_each_sample_is_read_once_despite_interrupted_transfers(ranges, twenty, monkeypatch):
-    """The server refuses, cuts transfers, and becomes silent within a tar; without ranges it sends
-    the whole tar again."""
+    """The server refuses requests, cuts transfers, and becomes silent within a tar. Without range
+    support it sends the whole tar again."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     data = twenty.read_bytes()
     with WebServer({"/a.tar": data}) as server:
@@ -339,7 +339,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
         ShardError,
         match=r"1 samples found, .*; each of the 2 readers \(ranks times data.num_workers\) needs",
     ):
-        # Enough batches that both workers make one.
+        # Enough batches are read that both workers make one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
 
 

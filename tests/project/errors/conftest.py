@@ -1,4 +1,5 @@
-"""Scenarios run at once in one thread a core, because most of their time is Python's start."""
+"""Fixtures that run scenarios in parallel, in one thread per core, because Python's start takes
+most of their time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from error_rows import Place
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A finished run of three steps."""
     place = Place(tmp_path_factory.mktemp("finished"), shards, Path())
     place.train("train.steps=3", "eval.every_steps=100")
     assert place.done.returncode == 0, place.done.stderr
@@ -28,7 +28,8 @@ def happened(
     shards: Path,
     finished: Path,
 ):
-    """Row -> the future of its scenario, for the rows that were chosen on pytest's command line."""
+    """Return row -> the future of its scenario, for the rows that were chosen on pytest's command
+    line."""
     scenario = request.module.scenario
     base = tmp_path_factory.mktemp("errors")
 

@@ -1,4 +1,4 @@
-"""Mistakes in a config, provoked row by row (docs/errors.md)."""
+"""Test mistakes in a config: each row of docs/errors.md is provoked."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ ALONE = {
         *("augment.three_augment=true", "augment.randaugment_layers=2")
     ],
 }
-"""Scenarios that consist of settings alone."""
+"""The scenarios that consist only of settings."""
 for problem, settings in ALONE.items():
     scenario.of[problem] = lambda place, settings=settings: place.train(*settings)
 

@@ -1,4 +1,4 @@
-"""Missing, damaged, rejected or swapped data, provoked row by row (docs/errors.md)."""
+"""Test missing, damaged, rejected or swapped data: each row of docs/errors.md is provoked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _(place):
 def _(place):
     place.train("train.steps=1", "eval.sets.trained.split=train[:50%]")
     notes = [line for line in place.done.stderr.splitlines() if "byte-equal" in line]
-    assert len(notes) == 1, "val has different images, so only the set is noted"
+    assert len(notes) == 1, "val has different images, so only the dataset is noted"
 
 
 @scenario("a set to evaluate on with a class that the model does not have")
@@ -110,7 +110,7 @@ def _(place):
     offset = [int(row["offset"]) for row in index[:3]]
     a, b, c = (start - 512 for start in offset)
     assert index["size"][0] != index["size"][1]
-    # the first two samples change places
+    # swap the first two samples
     (root / "train-00000.tar").write_bytes(data[:a] + data[b:c] + data[a:b] + data[c:])
     place.train("train.steps=5")
 

@@ -1,4 +1,4 @@
-"""Limits and faults of a machine, provoked row by row (docs/errors.md)."""
+"""Test limits and faults of a machine: each row of docs/errors.md is provoked."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_names_the_setting_to_lower_when_memory_runs_out(allocate):
             with pytest.raises((MemoryError, RuntimeError)) as caught:
                 next(loader)
         assert not multiprocessing.active_children(), (
-            "a worker outlives its loader while a traceback holds the iterator"
+            "a worker outlives its loader while a traceback references the iterator"
         )
         assert "while loading a batch. Lower data.num_workers" in exit.out_of_memory(caught.value)
 

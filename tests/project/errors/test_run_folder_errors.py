@@ -1,4 +1,4 @@
-"""Checkpoints, run folders and full disks, provoked row by row (docs/errors.md)."""
+"""Test checkpoints, run folders and full disks: each row of docs/errors.md is provoked."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _(place):
     state = place.run_dir / "checkpoints" / "step_00000003" / "state.safetensors"
     os.truncate(state, state.stat().st_size - 10)
     place.train("train.steps=3")
-    # set aside for a user to look at, not deleted: the files are the same under another name
+    # The files are renamed, not deleted, so that a user can look at them.
     place.after = {
         re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()
     }
@@ -137,8 +137,8 @@ ENDLESS = (
 
 
 def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> None:
-    """Train until another program fills the disk. The previous checkpoint must stay whole, and the
-    same command must continue from it when there is room again."""
+    """Fill the disk during a training. The previous checkpoint must stay intact, and the same
+    command must continue from it when space is free again."""
     with small_disk(place.folder / "disk") as disk:
         place.run_dir = disk / "run"
         background = Background(place.config, place.run_dir, *ENDLESS, ranks=ranks)

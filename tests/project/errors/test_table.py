@@ -1,4 +1,4 @@
-"""Each row of the table has one scenario."""
+"""Test that each row of the table has one scenario."""
 
 from __future__ import annotations
 

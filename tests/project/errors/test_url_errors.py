@@ -1,4 +1,4 @@
-"""Runs at URLs, and folders that are not runs, provoked row by row (docs/errors.md)."""
+"""Test runs at URLs, and folders that are not runs: each row of docs/errors.md is provoked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ int renameat(int a, const char *from, int b, const char *to) { errno = ENOSYS; r
 
 
 def at(place: Place, name: str = "copy") -> list[str]:
-    """Settings of a run at a URL that leave only the row's files in the place."""
+    """Return settings of a run at a URL that leave only the row's files in the folder."""
     local = place.folder.with_name(f"{place.folder.name}_{name}")
     return [f"run.dir=file://{place.folder}/there", f"run.local_dir={local}", "run.lease_s=1"]
 
@@ -65,7 +65,7 @@ def _(place):
     finally:
         lease.release()
     for files in (place.before, place.after):
-        files.pop("there/lease.json")  # rewritten all the time
+        files.pop("there/lease.json")  # constantly rewritten
 
 
 @scenario("a working copy that holds something else")

@@ -1,4 +1,4 @@
-"""The planner can read the files of results that the benchmark writes."""
+"""Test that the planner can read the result files of the benchmark."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_file_collects_models_and_replaces_repeated_measurements(tmp_path):
         ("vit_b16", 1, 0.34),
     ]
     assert content["loading"] == [LOADING], (
-        "a measurement without data must keep the loading results"
+        "a measurement without data must not delete the loading results"
     )
     page = path.with_suffix(".md").read_text()
     for cells in ("vit_l16 at 224x224", "on 8 x NVIDIA H200", "34.0 %", "| 2,940 | 2.0 % less"):

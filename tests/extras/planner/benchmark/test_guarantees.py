@@ -1,4 +1,4 @@
-"""Each promise of `make gpu-check` can fail: its functions detect planted faults on a CPU."""
+"""Test that every check of `make gpu-check` detects a planted fault, on a CPU."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_weights_that_differ_in_one_number_are_detected():
     assert guarantees.distance(first, second) == pytest.approx(2.0)
 
 
-# --- parts ----------------------------------------------------------------------------------------
+# --- parts of the check ---------------------------------------------------------------------------
 
 
 def test_errors_overruns_and_crashes_become_lines_and_keep_earlier_lines():

@@ -1,4 +1,4 @@
-"""The measurement of a step: structure and counts; no test depends on durations."""
+"""Test the structure and the counts of a measured step. No test depends on durations."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_part_of_a_step_is_timed_without_changing_the_step(step, config):
 
 
 def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
-    """Timing needs two warm-up steps and the timed ones; a loader makes exactly that many
+    """Timing needs two warm-up steps and the timed ones. A loader must make exactly that many
     batches."""
     batches = synthetic_batches(config, 8, 5, WORLD.device, count=6)
     stream = iter([step.augment.change_batch(batch) for batch in batches])
@@ -98,7 +98,7 @@ def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 64])
 @pytest.mark.parametrize("first", [1, 4, 100])
 def test_the_largest_size_is_found_from_any_first_size(limit, first, step, config):
-    """Memory is full above `limit` rows, with the error of the CUDA allocator."""
+    """Above `limit` rows, the step raises the error of the CUDA allocator."""
     tried = []
 
     def make_batch(rows):

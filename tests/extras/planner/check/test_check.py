@@ -1,5 +1,5 @@
-"""`launch/train.py --check` as a user types it: it succeeds or reports all problems at once, and
-leaves no files."""
+"""Test that `launch/train.py --check` succeeds or reports all problems together, and leaves no
+files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def words(config: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return each file and folder, the lock included, with its size and modification time."""
+    """Return each file and folder, including the lock, with its size and modification time."""
     return {
         str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -41,7 +41,6 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def verdicts(text: str) -> dict[str, str]:
-    """Return the verdict of each row of the table."""
     return {
         name.strip(): verdict
         for verdict, name in re.findall(r"^  (ok|note|FAIL|-) +(\S+(?: \S+)?)  ", text, re.M)
@@ -49,7 +48,6 @@ def verdicts(text: str) -> dict[str, str]:
 
 
 def row(text: str, name: str) -> str:
-    """Return the text of a row of the table in one line."""
     match = re.search(
         rf"^  (?:ok|note|FAIL|-) +{re.escape(name)}  +(.*(?:\n {{8}}.*)*)", text, re.M
     )
@@ -59,7 +57,7 @@ def row(text: str, name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # long paths would be broken at any letter
+    monkeypatch.setenv("COLUMNS", "400")  # long paths would otherwise be wrapped
 
 
 def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, capsys):
@@ -100,7 +98,7 @@ def test_all_problems_are_reported_at_once(config, shards, tmp_path, capsys):
     (root / "train-00002.tar").unlink()
     (tmp_path / "file").touch()
     before = everything(tmp_path)
-    # A row may have a note, depending on this machine.
+    # Some machines add a note to a row.
     with pytest.raises(ValueError, match=r"[34] of 12 ok, 2 FAILED \(shards, run folder\)"):
         run_here("launch/train.py", *words(config, tmp_path / "file" / "run"))
     table = capsys.readouterr().out
@@ -155,12 +153,12 @@ def test_a_failed_check_under_torchrun_ends_with_the_summary(config, shards, tmp
 
 
 SECONDS = ("model.image_size=224", "model.depth=12", "data.num_workers=1")
-"""Settings with which a step takes seconds."""
+"""Settings that make a step take seconds."""
 
 
 def has_workers(pid: int) -> bool:
-    """Return whether a rank has begun its steps. Processes that it starts during imports end at
-    once."""
+    """Return whether a rank has started its steps. Processes that it starts during imports end
+    quickly."""
     before = children(pid)
     time.sleep(0.5)
     return any(child in before for child in children(pid))
@@ -182,7 +180,8 @@ def has_workers(pid: int) -> bool:
     ],
 )
 def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, stage, expected):
-    """Another rank names it after the limit; ranks that wait for it in a collective also end."""
+    """Another rank names it after the time limit. Ranks that wait for it in a collective also
+    end."""
     more = ("--check", "--check-limit-s=15", *SECONDS)
     checking = Background(config, tmp_path / "run", *more, ranks=3, cold=True)
     while len(pids := checking.trainers()) < 3 or (
@@ -224,8 +223,8 @@ def test_a_signal_during_the_test_checkpoint_leaves_no_files(config, tmp_path, n
 
 @pytest.mark.full
 def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypatch):
-    """The check reports the holder of the run and the checkpoint to resume from, on a machine
-    without a copy of the run."""
+    """On a machine without a copy of the run, the check reports the job that holds the run and the
+    checkpoint to resume from."""
     Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
     store_at = pytest.importorskip("vit.extras.remote_runs.place").store_at
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -263,7 +262,7 @@ def test_a_rate_below_one_is_not_printed_as_zero():
 
 
 @pytest.mark.full
-def test_a_disk_without_room_for_the_checkpoint_is_reported(config, tmp_path):
+def test_a_disk_without_space_for_the_checkpoint_is_reported(config, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         leave_free(disk, 1200)
         before = everything(disk)

@@ -1,4 +1,4 @@
-"""The table of findings as a user sees it."""
+"""Test the printed table of findings."""
 
 from __future__ import annotations
 

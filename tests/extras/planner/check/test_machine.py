@@ -1,4 +1,4 @@
-"""The clocks of hosts are compared through a store, and W&B is checked before a run."""
+"""Test that the check compares the clocks of hosts and tests the connection to W&B."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTS = ("a", "b", "b", "c")
 
 
 def clocks(monkeypatch: pytest.MonkeyPatch, ahead_s: dict[int, float]) -> list:
-    """Compare clocks on four ranks, whose clocks are ahead by `ahead_s` seconds."""
+    """Compare clocks on four ranks whose clocks are ahead by `ahead_s` seconds."""
     own = threading.local()
     shifted = SimpleNamespace(
         time=lambda: time.time() + getattr(own, "ahead_s", 0.0), perf_counter=time.perf_counter
@@ -55,7 +55,7 @@ def test_one_rank_of_each_host_compares_its_clock_with_rank_0s(monkeypatch):
     assert right.said.startswith("2 hosts within 2")
 
 
-def test_a_host_that_does_not_take_part_is_named(monkeypatch):
+def test_a_host_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(machine, "ANSWER_S", 0.5)
 
     def rank(world: World) -> machine.Clock | None:

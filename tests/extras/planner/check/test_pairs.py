@@ -1,4 +1,4 @@
-"""The pairs of ranks whose connections are measured, and the verdict on slow pairs."""
+"""Test which pairs of ranks have their connection measured, and when a pair counts as slow."""
 
 from __future__ import annotations
 

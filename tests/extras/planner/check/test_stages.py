@@ -1,5 +1,5 @@
-"""The parts of a check on several ranks: a rank that does not answer is named, and no rank waits
-forever."""
+"""Test the stages of a check on several ranks: a rank that does not answer is named, and no rank
+waits forever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def short_waits(monkeypatch):
 
 
 def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
-    """Return a part whose finding lists the values of the ranks that answered."""
+    """Return a stage whose finding lists the values of the ranks that answered."""
 
     def judge(values: dict[int, Any]) -> Iterator[Finding]:
         yield Finding(name, Verdict.OK, str(values))
@@ -37,7 +37,7 @@ def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
 def check(
     parts_of: Callable[[World], list[CheckStage]], limit_s: float = 30.0, leave: int | None = None
 ) -> list[Any]:
-    """Run the parts on three ranks; return rank 0's findings, [] of each other rank, or a rank's
+    """Run the stages on three ranks. Return rank 0's findings, [] for other ranks, or a rank's
     error. The rank `leave` does not take part."""
 
     def rank(world: World) -> list[tuple[str, str, str]]:
@@ -80,7 +80,7 @@ def test_equal_problems_are_reported_once_with_their_ranks_and_other_parts_still
 
 
 def test_ranks_that_wait_for_a_failed_rank_continue():
-    ever = threading.Event()  # stands for a collective that the failed rank does not join
+    ever = threading.Event()  # replaces a collective that the failed rank does not join
 
     def parts_of(world: World) -> list[CheckStage]:
         def fail() -> None:
