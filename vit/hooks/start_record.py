@@ -106,7 +106,7 @@ def start_record(
         record.say(line)
     if not state.is_finished(data.plan):  # a command that is repeated on a finished run adds none
         record.start_tensorboard()
-        record.start_wandb({**values, "provenance": made_by})
+        record.start_wandb()
     return record
 
 
