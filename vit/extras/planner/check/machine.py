@@ -187,9 +187,9 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     if importlib.util.find_spec("wandb") is None:
         return lacking, "not installed: pip install wandb, or log.wandb=off"
     if mode == "offline":
-        return Verdict.OK, "offline, as asked; wandb sync uploads it later"
+        return Verdict.OK, "offline, as asked: wandb sync uploads the run later"
     url = _wandb_url()
-    offline = "the run is kept offline, and wandb sync uploads it later"
+    offline = "launch/report.py --to-wandb uploads the run later"
     if not _has_wandb_key(url):
         return lacking, f"no key for {url}: {offline}; wandb login, or log.wandb=offline"
     began_s = time.perf_counter()
