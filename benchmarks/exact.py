@@ -26,7 +26,7 @@ from pathlib import Path
 
 from measure import as_result, default_out, keep, machine, rows_of
 
-from vit.loggers.record import read_lines, read_metrics
+from vit.loggers.lines import read_lines, read_metrics
 
 ROOT = Path(__file__).parents[1]
 LEAF_ROWS = 8

@@ -32,7 +32,7 @@ from typing import Any
 
 from measure import as_result, default_out, keep, machine, rows_of
 
-from vit.loggers.record import read_lines
+from vit.loggers.lines import read_lines
 
 ROOT = Path(__file__).parents[1]
 SMALL = (

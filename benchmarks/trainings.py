@@ -33,7 +33,7 @@ from vit.config.schema import Config
 from vit.data.shards.data_set import open_split
 from vit.distributed.process_group import join_world
 from vit.extras.compose import build_run
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.train import train
 
 FOUND_FILE = "found.json"

@@ -27,7 +27,7 @@ from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.extras.export.export import check_holds, export, read_subject
 from vit.extras.export.model_card import Origin
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE
 from vit.system.command_line import Parser
 from vit.system.files import sha256_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import check_versions  # noqa: F401
 import yaml
 
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.system.command_line import Parser
 

@@ -32,7 +32,7 @@ from processes import (
 from servers import WebServer
 
 from vit.hooks.sample_losses import epoch_files
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 
 STEPS = 24
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vit.config.io import load_config
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.train import train
 from vit.weights.files import read_weights
 

@@ -48,7 +48,7 @@ from safetensors.torch import load_file
 from servers import S3Server
 
 from vit.config.io import load_config
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE
 from vit.system.meter import duration
 

@@ -19,7 +19,7 @@ from servers import S3Server
 
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6

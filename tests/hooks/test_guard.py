@@ -42,7 +42,8 @@ from vit.data.shards.data_set import open_split
 from vit.distributed.process_group import World
 from vit.hooks.guard import Guard, Rewind, limit_of
 from vit.hooks.sample_losses import epoch_files, read_epoch
-from vit.loggers.record import Record, read_metrics
+from vit.loggers.lines import read_metrics
+from vit.loggers.record import Record
 from vit.run_folder import sealed
 from vit.training.plan import make_plan
 from vit.training.step_result import NON_FINITE, SPIKE, StepValues

@@ -15,7 +15,7 @@ from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.hooks.monitor import Monitor
 from vit.hooks.order_check import OrderCheck
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.run import Run
 
 

@@ -1,15 +1,25 @@
-"""W&B's server, for the tests of this folder."""
+"""W&B's server, for the tests of this folder, and an environment without an account."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from loggers.wandb_runs import Server, use_server
 
 
+@pytest.fixture(autouse=True)
+def no_account(tmp_path_factory, monkeypatch):
+    """Remove the key, proxy and settings of this machine's user."""
+    for name in os.environ:
+        if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
 @pytest.fixture
-def server(monkeypatch) -> Iterator[Server]:
+def server(no_account, monkeypatch) -> Iterator[Server]:
     server = Server()
     use_server(monkeypatch, server.url)
     yield server

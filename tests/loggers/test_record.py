@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit.config.schema import LogConfig
-from vit.loggers.record import Record, numbers_of, read_metrics
+from vit.loggers.lines import numbers_of, read_metrics
+from vit.loggers.record import Record
 from vit.run_folder import METRICS_FILE, RunLock
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +170,7 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     record.write("train", 1, loss=1.0)
     record.progress(1, "x")
     record.train_line(1, "x")
-    record.start_wandb({})
+    record.start_wandb()
     record.start_tensorboard()
     record.log_pictures({"curves": tmp_path / "curves.png"})
     record.log_table("classes", ["class"], [["one"]])

@@ -15,7 +15,8 @@ from processes import Background, train, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vit.config.schema import LogConfig
-from vit.loggers.record import Record, read_metrics
+from vit.loggers.lines import read_metrics
+from vit.loggers.record import Record
 from vit.run_folder import METRICS_FILE
 
 ON = LogConfig(wandb="off", tensorboard=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import threading
@@ -14,8 +13,6 @@ from loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
-    parts,
-    read_wandb,
     record_of,
     use_server,
     wait_for,
@@ -24,18 +21,8 @@ from loggers.wandb_runs import (
 
 from vit.loggers import wandb_logger
 
-WAITING_S = 7.0
-"""The promised limits: with any server, a start and an end together wait for no more than this, and
-start W&B no more than twice."""
-
-
-@pytest.fixture(autouse=True)
-def no_account(tmp_path_factory, monkeypatch):
-    """Without a key, a proxy or settings of this machine's user."""
-    for name in os.environ:
-        if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+WAITING_S = 15.0
+"""The promised limit: with any server, a start and an end together wait for no more than this."""
 
 
 @pytest.fixture
@@ -91,20 +78,20 @@ def answering() -> Iterator[Callable[[list[bytes]], str]]:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("accepts and is silent", "no run after 3 s"),
+        ("accepts and is silent", "not ready 10 s after"),
         ("401", "CommError: .* error 401"),
         # each test starts W&B once, and has one of these two ends
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("refuses", "no run after 3 s"),
-                ("has no such name", "no run after 3 s"),
-                ("drops packets", "no run after 3 s"),
-                ("answers a byte at a time", "no run after 3 s"),
+                ("refuses", "not ready 10 s after"),
+                ("has no such name", "not ready 10 s after"),
+                ("drops packets", "not ready 10 s after"),
+                ("answers a byte at a time", "not ready 10 s after"),
                 ("403", "CommError: .* error 403"),
-                ("500", "no run after 3 s"),
+                ("500", "not ready 10 s after"),
                 ("a login page", "CommError: .* invalid character '<'"),
-                ("another protocol", "no run after 3 s"),
+                ("another protocol", "not ready 10 s after"),
             )
         ),
     ],
@@ -138,15 +125,13 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         url = answering(pieces)
     use_server(monkeypatch, url)
     if reason.startswith("CommError"):  # W&B's own reason, once W&B has reported it
-        monkeypatch.setitem(wandb_logger.LIMITS_S, "run", 60.0)
+        monkeypatch.setattr(wandb_logger.WandbProcess.close, "__defaults__", (False, False, 60.0))
     spent_s = one_run(tmp_path)
     for each in held:
         each.close()
     (message,) = capfd.readouterr().err.splitlines()
-    assert re.match(rf"wandb: offline \({reason}.*\); upload with: wandb sync ", message), message
+    assert re.match(rf"wandb: stopped \({reason}.*\); .* --to-wandb$", message), message
     assert holds(spent_s)
-    (part,) = parts(tmp_path)
-    assert numbers(read_wandb(part)[2]) == expected(range(3))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     one_run(tmp_path / "off")
     assert record_of(tmp_path) == record_of(tmp_path / "off"), (
@@ -155,26 +140,13 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     wait_for(lambda: not wandb_pids())
 
 
+@pytest.mark.full
 def test_a_longer_run_reports_wandbs_own_reason(tmp_path, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         use_server(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
-    monkeypatch.setattr(wandb_logger, "INIT_S", 2.0)
     one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not wandb_pids()))
     (message,) = capfd.readouterr().err.splitlines()
-    assert re.match(
-        r"wandb: offline \(CommError: .* connection refused\); upload with: ", message
-    ), message
-    assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
-
-
-def test_a_server_that_hangs_means_offline(tmp_path, server, capfd, holds):
-    server.mode = "hang"
-    spent_s = one_run(tmp_path)
-    (message,) = capfd.readouterr().err.splitlines()
-    assert message.startswith("wandb: offline (no run after 3 s); upload with: ")
-    assert holds(spent_s)
-    assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
-    wait_for(lambda: not wandb_pids())
+    assert re.match(r"wandb: stopped \(CommError: .* connection refused\); ", message), message
 
 
 @pytest.mark.parametrize("failure", [pytest.param("leaves", marks=pytest.mark.full), "hangs"])
@@ -189,15 +161,28 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
             server.leave()
 
     spent_s = one_run(tmp_path, range(5), meanwhile=lose)
-    first, last = capfd.readouterr().err.splitlines()
+    first, *_, last = capfd.readouterr().err.splitlines()
     assert holds(spent_s)
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
     assert re.match(
-        r"wandb: offline \(http://127.0.0.1:\d+ does not answer: .*\); upload with: python"
-        r" launch/report.py \S+ --to-wandb$",
-        last,
+        r"wandb: stopped \(http://127.0.0.1:\d+ does not answer: .*\); .* --to-wandb$", last
     ), last
-    assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(5))
     assert len(record_of(tmp_path)) == 7
     server.released.set()
     wait_for(lambda: not wandb_pids())
+
+
+def test_a_server_that_hangs_for_five_seconds_about_the_end_gets_every_line(tmp_path, server):
+    """One probe without an answer must not end the upload."""
+
+    def recover() -> None:
+        server.mode = "ok"
+        server.released.set()
+
+    def hang() -> None:
+        wait_for(lambda: server.names)
+        server.mode = "hang"
+        threading.Timer(5.0, recover).start()
+
+    one_run(tmp_path, range(5), meanwhile=hang)
+    assert numbers(server.history) == expected(range(5))

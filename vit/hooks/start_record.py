@@ -108,7 +108,7 @@ def start_record(
         record.say(line)
     if not state.is_finished(data.plan):  # repeating the command on a finished run adds no log
         record.start_tensorboard()
-        record.start_wandb({**values, "provenance": made_by})
+        record.start_wandb()
     return record
 
 

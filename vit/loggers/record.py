@@ -18,13 +18,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
+from vit.loggers.lines import numbers_of, read_metrics
 from vit.run_folder import METRICS_FILE, RunLock
 from vit.system.by_name import load
 from vit.system.files import replacing
@@ -33,85 +34,6 @@ from vit.system.redact import printed, shown, shown_values
 
 SILENT_S = 60.0
 """The longest time without a line in a log file, because steps may take minutes each."""
-
-
-_OF_EACH_LINE = {"kind", "step", "time"}
-OF_PROVENANCE = ("command", "git", "python", "torch", "host")
-"""The keys of `provenance`, which `start` lines also contain."""
-
-
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the readable lines of a `metrics.jsonl`, and the number of unreadable lines.
-
-    Text after the last line break was cut off by a kill and is ignored.
-    """
-    lines = list[dict[str, Any]]()
-    num_unreadable = 0
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for row in text.split("\n")[:-1]:
-        try:
-            line = json.loads(row)
-            lines.append({**line, "kind": str(line["kind"]), "step": int(line["step"])})
-        except (ValueError, TypeError, KeyError):
-            num_unreadable += 1
-    return lines, num_unreadable
-
-
-def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `lines` without the lines that a resume or a rewind has replaced."""
-    valid: list[dict[str, Any]] = []
-    for line in lines:
-        if line["kind"] in ("start", "rewind"):
-            valid = [old for old in valid if old["kind"] == "start" or old["step"] <= line["step"]]
-        valid.append(line)
-    return valid
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the readable lines of a `metrics.jsonl` that are still valid."""
-    return without_redone(read_lines(path)[0])
-
-
-def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line to display, with names such as `train/loss`.
-
-    Lines of norms give names such as `norms/grad_norm/blocks.0`. Other kinds of lines give {}.
-    """
-    kind = line["kind"]
-    if kind == "norms":
-        line = {
-            f"{name}/{layer}": value
-            for name in line.keys() - _OF_EACH_LINE
-            for layer, value in line[name].items()
-        }
-    elif kind not in ("train", "eval", "fault", "rewind"):
-        return {}
-    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
-    return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
-
-
-class Rows(NamedTuple):
-    """The rows that W&B displays."""
-
-    rows: list[tuple[int, dict[str, float]]]
-    """The step and the numbers by name of each valid line."""
-    most: int
-    """The largest number of valid lines at any time."""
-
-
-def rows_of(lines: list[dict[str, Any]]) -> Rows:
-    """Return the rows that W&B displays. lines: all lines of a run, even replaced ones."""
-    rows: list[tuple[int, dict[str, float]]] = []
-    most = 0
-    restarts = 0
-    for line in lines:
-        if line["kind"] in ("start", "rewind"):
-            rows = [(step, numbers) for step, numbers in rows if step <= line["step"]]
-            restarts = line.get("restarts", restarts)
-        if numbers := numbers_of(line):
-            rows.append((line["step"], {"restarts": restarts, **numbers}))
-            most = max(most, len(rows))
-    return Rows(rows, most)
 
 
 class Record:
@@ -137,7 +59,6 @@ class Record:
         self._tensorboard: Any = None
         self._live: Progress | None = None
         self._step = first_step
-        self._restarts = 0
         self._outcome = ""
         if not is_main:
             return
@@ -188,16 +109,12 @@ class Record:
         line = {"kind": kind, "step": step, "time": round(time_s, 3), **values}
         self._append(json.dumps(line) + "\n")
         self._step = step
-        self._restarts = values.get("restarts", self._restarts)
         self._outcome = values.get("outcome", self._outcome)
         numbers = numbers_of(line)
         if self._tensorboard is not None:
             self._tensorboard.send(step, line["time"], numbers)
-        if self._wandb is None:
-            return
-        if numbers:
-            self._wandb.send(step=step, numbers={"restarts": self._restarts, **numbers})
-        self._wandb.poll_messages()
+        if self._wandb is not None:
+            self._wandb.poll()
 
     def _append(self, line: str) -> None:
         if self._file.closed:
@@ -250,7 +167,7 @@ class Record:
         elif self.is_main and time.monotonic() - self._printed_at > SILENT_S:
             self.say(text)
         if self._wandb is not None:
-            self._wandb.poll_messages()
+            self._wandb.poll()
 
     def train_line(self, step: int, text: str) -> None:
         """Show a line of training metrics on the live line, or print it without a terminal."""
@@ -258,25 +175,17 @@ class Record:
             self.say(text)
         self.progress(step, text)
 
-    def start_wandb(self, run_config: dict[str, Any]) -> None:
+    def start_wandb(self) -> None:
         """Start to display this run on W&B. A resumed run continues the same W&B run.
 
         Training does not wait for W&B; a later line reports whether it works.
         """
         if not self.is_main or self._config.wandb == "off":
             return
-        wandb_view = load("vit.loggers.wandb_logger", "log.wandb")
-        mode = wandb_view.wanted_mode(self._config.wandb)
+        wandb_logger = load("vit.loggers.wandb_logger", "log.wandb")
+        mode = wandb_logger.wanted_mode(self._config.wandb)
         if mode != "off":
-            self._wandb = wandb_view.WandbProcess(
-                self._run_dir,
-                project=self._config.wandb_project,
-                mode=mode,
-                config=run_config,
-                argv=shown_values(sys.argv),
-                shown=rows_of(read_lines(self._run_dir / METRICS_FILE)[0]),
-                say=self.say,
-            )
+            self._wandb = wandb_logger.WandbProcess(self._run_dir, mode, self.say)
 
     def start_tensorboard(self) -> None:
         """Start to display this run in TensorBoard, beginning with all existing lines."""
@@ -291,10 +200,6 @@ class Record:
     def go_back(self, step: int, text: str, **values: Any) -> None:
         """Print and record that the run rewinds to `step`. Later lines become invalid."""
         self.say(text)
-        if self._wandb is not None:
-            lines = read_lines(self._run_dir / METRICS_FILE)[0]
-            rows = rows_of([*lines, {"kind": "rewind", "step": step}]).rows
-            self._wandb.send(rewind=len(rows))
         self.write("rewind", step, **values)
         if self._tensorboard is not None:  # start a new file, which begins with the valid lines
             self._tensorboard.close()
@@ -306,13 +211,12 @@ class Record:
         if self._tensorboard is not None:
             self._tensorboard.send_pictures(self._step, named)
         if self._wandb is not None:
-            paths = {name: str(path) for name, path in named.items()}
-            self._wandb.send(step=self._step, pictures=paths)
+            self._wandb.add_pictures(named)
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Show a table on W&B as `report/<name>`."""
         if self._wandb is not None:
-            self._wandb.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
+            self._wandb.add_table(f"report/{name}", columns, rows)
 
     def close(self) -> None:
         """Close the live line, metrics.jsonl, the event file and the W&B run.
@@ -329,7 +233,7 @@ class Record:
             self._tensorboard.close()
             self._tensorboard = None
         if self._wandb is not None:
-            self._wandb.close(self._outcome == "error", self._outcome == "stopped")
+            self._wandb.close(failed=self._outcome == "error", stopped=self._outcome == "stopped")
             self._wandb = None
 
 

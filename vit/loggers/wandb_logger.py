@@ -1,63 +1,47 @@
-"""Run Weights & Biases in a separate process that can neither block nor crash training.
+"""Run Weights & Biases in a separate process, which can neither block nor crash training.
 
-Rank 0 appends all numbers for W&B to the feed, an unnamed temporary file with one JSON object per
-line, beginning with the valid lines of metrics.jsonl. A second process runs
-`vit/loggers/wandb_process.py`, reads the feed, and is the only process that imports wandb. It opens
-the run, online or else offline, and reports to rank 0 through a second unnamed file. Neither
-process ever waits for the other.
+`vit/loggers/wandb_process.py` is that process. It reads the record, so training sends it nothing
+but the end. Online it runs beside training. Offline it runs after training, and writes one folder.
 
-If the second process fails, it is restarted offline from the first line of the feed. W&B's local
-folder then contains the complete run, which `wandb sync` can upload. If training is killed, the
-second process still reads the feed to its end and finishes.
-
-    runs/<name>/wandb_id                   one id for all attempts
-    runs/<name>/wandb/[offline-]run-*/     W&B's folders: one per online attempt, one offline
-    runs/<name>/wandb/console.log          output of W&B
-    runs/<name>/wandb/tmp-*/               temporary files of W&B while its process runs
+    runs/<name>/wandb_id               one id for all attempts
+    runs/<name>/wandb/run-*/           W&B's own folder of each attempt online
+    runs/<name>/wandb/offline-run-*/   the whole run, for `wandb sync`
+    runs/<name>/wandb/end.json         outcome, pictures and tables of the last attempt
+    runs/<name>/wandb/console.log      the output of W&B
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from vit.loggers import wandb_process
-from vit.loggers.record import Rows
-from vit.loggers.wandb_process import FINISH_S, POLL_S, Messages, temporary_folder
+from vit.loggers.wandb_process import END_FILE, FINISH_S, POLL_S, children_of, remedy
+from vit.system.files import replacing
 
-INIT_S = 30.0
-"""The time limit for opening a run online. It may be long, because training continues."""
-ANNOUNCE_S = 6.0
-"""The duration after which an upload is announced. If the server does not answer, the upload has
-been canceled by then."""
-LIMITS_S = {"start": 30.0, "run": 3.0, "offline run": 30.0, "end": FINISH_S + 30.0}
-"""The time that `close` waits for each event of the process.
-
-A "run" that does not open online is opened offline instead. An "offline run" has no alternative, so
-its limit is long. Only a slow disk or a busy machine delays it.
-"""
+OPEN_S = 10.0
+"""Longest wait for an online run to be opened, after the end of training."""
 STOPPED_S = 10.0
-"""The time limit for an upload after a signal, because a scheduler may not wait longer."""
+"""Longest upload if a signal stopped the run, because a scheduler may not wait."""
+ANNOUNCE_S = 6.0
+"""Time of an upload after which it is announced."""
 SCRIPT = wandb_process.__file__
 
 Mode = Literal["online", "offline", "off"]
 
 
 def wanted_mode(setting: str) -> Mode:
-    """Combine `log.wandb` with W&B's environment variable WANDB_MODE.
-
-    An online run becomes offline if the API key is missing or the server does not answer.
-    """
+    """Combine `log.wandb` with W&B's own variable WANDB_MODE."""
     variable = os.environ.get("WANDB_MODE", "")
     if setting == "off" or variable == "disabled":
         return "off"
@@ -67,156 +51,126 @@ def wanted_mode(setting: str) -> Mode:
 
 
 class WandbProcess:
-    """The interface for the training process. No method raises an error, and only `close` waits.
+    """The side of the training process. No method raises, and only `close` waits.
 
-    `shown`: the rows of existing lines. `say`: prints a line. Call `poll_messages` regularly to
-    print the reports of the second process.
+    say: prints a line. `poll` prints the lines of the other process; call it from time to time.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        project: str,
-        mode: Mode,
-        config: dict[str, Any],
-        argv: list[str],
-        shown: Rows,
-        say: Callable[[str], None],
-    ):
-        self._say = say
-        self._console = run_dir / "wandb" / "console.log"
+    def __init__(self, run_dir: Path, mode: Mode, say: Callable[[str], None]):
+        self._run_dir = run_dir
+        self._folder = run_dir / "wandb"
+        self._mode = mode
+        self._print = say
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_open = mode == "offline"
         self._is_complete = False
-        try:
-            self._console.parent.mkdir(exist_ok=True)
-            self._console.unlink(missing_ok=True)
-            # The file has no name, so nothing is left behind, no matter how the processes end.
-            self._feed: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115  open during the run
-                dir=run_dir, buffering=0
-            )
-        except OSError as error:
-            say(f"wandb: not used ({error.strerror})")
-            return
-        self._launch()
-        start = {"run_dir": str(run_dir), "project": project, "mode": mode, "config": config}
-        counts = {"kept": len(shown.rows), "most": shown.most}
-        self.send(start={**start, **counts, "argv": argv, "init_s": INIT_S})
-        for step, numbers in shown.rows:
-            self.send(step=step, numbers=numbers)
+        self._end: dict[str, Any] = {"pictures": {}, "tables": {}}
+        if mode == "online":
+            with self._reporting_os_errors():
+                (self._folder / END_FILE).unlink(missing_ok=True)
+                self._launch()
 
-    def _launch(self, why_offline: str = "") -> None:
-        """Start the process, which reads the feed from its first line. why_offline: the reason why
-        the first process failed, if this is the second."""
-        self._is_second = bool(why_offline)
-        self._await("start")
-        self._failure = ""
-        feed = self._feed.fileno()
-        # -P removes the script's folder from the path, because its modules would shadow W&B's.
-        command = [sys.executable, "-P", SCRIPT, str(os.getpid()), str(feed), why_offline]
-        try:
-            self._reports: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-            with self._console.open("ab") as console:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._reports,
-                    stderr=console,
-                    pass_fds=[feed],
-                    start_new_session=True,  # Ctrl-C in the terminal only reaches training
-                )
-        except OSError as error:
-            self._say(f"wandb: not used ({error.strerror})")
-            return
-        self._messages = Messages(self._reports.fileno())
+    def _say(self, text: str) -> None:
+        self._print(f"wandb: {text}")
 
-    def _await(self, event: str) -> None:
-        self._awaited = event
-        self._awaited_since = time.monotonic()
-
-    def send(self, **message: Any) -> None:
-        """Append `message` to the feed."""
-        if self._process is None:
-            return
+    @contextmanager
+    def _reporting_os_errors(self) -> Iterator[None]:
         try:
-            self._feed.write(json.dumps(message, default=_plain).encode() + b"\n")
-        except (TypeError, ValueError) as error:  # not representable in JSON
-            self._say(f"wandb: cannot show {message.get('table', 'this')} ({error})")
+            yield
         except OSError as error:  # a full disk
-            self._kill()
-            self._say(f"wandb: stopped ({error.strerror}); metrics.jsonl has what fits on the disk")
+            self._stop(str(error.strerror))
 
-    def poll_messages(self) -> None:
-        """Print the reports of the process, and restart it once if it has failed."""
-        if self._process is None:
+    def _launch(self) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            self._say("not installed: metrics.jsonl only (pip install wandb, or log.wandb=off)")
             return
-        status = self._process.poll()  # check before reading, so that no message is missed
-        for message in self._messages.read():
-            if "say" in message:
-                self._say(f"wandb: {message['say']}")
-            elif "awaits" in message:
-                self._await(message["awaits"])
-            else:
-                self._failure = message["failed"]
-        if status == 0:
-            self._process = None
-            self._is_complete = not self._failure
-        elif status is not None:
-            self._fail(
-                self._failure or f"its process ended with status {status}: see {self._console}"
+        # -P: without the script's folder on the path, where its modules would shadow W&B's.
+        command = [sys.executable, "-P", SCRIPT, str(self._run_dir), self._mode, str(os.getpid())]
+        self._folder.mkdir(exist_ok=True)
+        with (self._folder / "console.log").open("wb") as console:
+            self._process = subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=console,
+                # Its exporters of telemetry would delay the process's end.
+                env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
+                start_new_session=True,  # so that Ctrl-C in the terminal only reaches training
             )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
 
-    def _fail(self, reason: str) -> None:
-        self._kill()
-        if self._is_second:
-            self._say(f"wandb: stopped ({reason}); metrics.jsonl has everything")
-        else:
-            self._launch(reason)
-
-    def _kill(self) -> None:
-        """Kill the process and W&B's service, which may hang."""
+    def _stop(self, reason: str) -> None:
+        """End the process and W&B's service, which may hang and would not end by itself."""
         if self._process is not None:
-            services = []
-            with suppress(OSError):  # /proc exists only on Linux
-                pid = self._process.pid
-                if self._process.poll() is None:  # otherwise the pid may have been reused
-                    services = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            services = children_of(self._process.pid) if self._process.poll() is None else []
             self._process.kill()
             for service in services:
                 with suppress(ProcessLookupError):
-                    os.kill(int(service), signal.SIGKILL)
+                    os.kill(service, signal.SIGKILL)
             self._process.wait()
-            folder = temporary_folder(self._console.parent, self._process.pid)
-            shutil.rmtree(folder, ignore_errors=True)
             self._process = None
+            for folder in self._folder.glob("tmp-*"):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._say(f"stopped ({reason}); {remedy(self._run_dir)}")
 
-    def close(self, failed: bool = False, stopped: bool = False) -> bool:
-        """Wait until everything is uploaded or on disk, up to the limits in `LIMITS_S`.
+    def poll(self) -> None:
+        """Print the lines of the process."""
+        if self._process is None:
+            return
+        status = self._process.poll()  # before reading, so that no line is missed
+        for line in (self._output.read() or b"").decode().splitlines():
+            self._is_open = True
+            self._say(line)
+        if status in (0, 1):  # it has printed the reason of a failure
+            self._process = None
+            self._is_complete = status == 0
+        elif status is not None:
+            self._stop(f"its process ended with status {status}")
 
-        `stopped`: whether a signal ended the run, which limits the upload to `STOPPED_S`. Returns
-        whether W&B has received everything.
+    def add_pictures(self, pictures: dict[str, Path]) -> None:
+        """Show PNG files by name when the run ends."""
+        self._end["pictures"] |= {name: str(path) for name, path in pictures.items()}
+
+    def add_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Show a table when the run ends."""
+        self._end["tables"][name] = {"columns": columns, "data": rows}
+
+    def close(self, failed: bool = False, stopped: bool = False, open_s: float = OPEN_S) -> bool:
+        """Wait until everything is uploaded or on disk, and return whether it is.
+
+        stopped: a signal ended the run, so the upload takes at most `STOPPED_S`. open_s: the
+        longest wait for the run to be opened.
         """
-        self.send(end={"failed": failed})
+        text = json.dumps({**self._end, "failed": failed}, default=_plain)
+        with self._reporting_os_errors():
+            self._folder.mkdir(exist_ok=True)
+            with replacing(self._folder / END_FILE) as file:
+                file.write(text.encode())
+            if self._mode == "offline":
+                self._launch()
         closed_at = time.monotonic()
-        limits_s = {**LIMITS_S, "end": STOPPED_S} if stopped else LIMITS_S
+        limit_s = STOPPED_S if stopped else FINISH_S + POLL_S
         is_announced = False
         try:
             while self._process is not None:
-                self.poll_messages()
-                limit_s = limits_s[self._awaited]
-                waited_s = time.monotonic() - max(self._awaited_since, closed_at)
-                if waited_s > limit_s:
-                    self._fail(f"no {self._awaited} after {limit_s:.0f} s")
-                elif self._awaited == "end" and waited_s > ANNOUNCE_S and not is_announced:
+                self.poll()
+                is_uploading = self._mode == "online" and self._is_open
+                waited_s = time.monotonic() - closed_at
+                if self._process is not None and waited_s > (limit_s if self._is_open else open_s):
+                    self._stop(f"not ready {waited_s:.0f} s after the end of training")
+                elif is_uploading and waited_s > ANNOUNCE_S and not is_announced:
                     is_announced = True
-                    self._say(f"wandb: uploading the remaining data for at most {FINISH_S:.0f} s")
+                    self._say(f"uploading the rest, for {limit_s:.0f} s at most")
                 time.sleep(POLL_S / 5)
-        finally:
-            if self._process is not None:  # Ctrl-C
-                self._kill()
-                self._say("wandb: interrupted; metrics.jsonl has everything")
+        except KeyboardInterrupt:
+            self._stop("interrupted")
+            raise
         return self._is_complete
 
 
 def _plain(value: Any) -> Any:
-    """Convert numbers and arrays of numpy and torch to Python, and anything else to text."""
+    """Convert numpy's and torch's numbers and arrays to Python's, anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,27 +1,22 @@
-"""Display a run on Weights & Biases. Only this process imports wandb.
+"""Show a run on Weights & Biases from its record; this is the only process that imports wandb.
 
-`vit.loggers.wandb_logger`, in the training process, starts this file as a script, so it imports no
-modules of this project. The logger appends JSON objects to the feed, one per line:
+    python vit/loggers/wandb_process.py RUN_DIR MODE PARENT
 
-    start            the run to open: folder, id, project, config; `kept` and `most`, see below
-    step, numbers    a row: a line of metrics.jsonl
-    rewind: k        the rows from the k-th on are invalid, because the run has rewound
-    step, pictures   PNG files; or a table with its columns
-    end              the end of the run
+`vit.loggers.wandb_logger` starts this file as a script. The record is the feed: the script follows
+`metrics.jsonl`, and takes the run's config from `config.yaml`. Training ends the run by writing
+`wandb/end.json`, with the outcome, pictures and tables. If training was killed, the script reads
+the record to its end. It prints lines for the user on stdout.
 
-**W&B shows each line of metrics.jsonl exactly once, even after kills.** The feed begins with the
-valid lines of metrics.jsonl, so a row has the same number in every attempt, and this number is
-W&B's `_step`. Online, the service reports how many rows it has, and only missing rows are sent. If
-the service has more than the `kept` rows with which this attempt starts, these steps will be
-repeated, so the run is rewound to the last kept row, as W&B documents. Most accounts may not
-rewind; repeated rows then keep their first values. Offline, a W&B folder contains all rows, and
-earlier offline folders are removed. If `wandb sync` has uploaded an earlier folder, its rows are
-not written again. `most` is the largest number of rows of any attempt.
+**W&B shows each line of the record once, also after kills.** A row's W&B step (`_step`) is its
+number among the valid lines of the record, so it is the same in each attempt. The service reports
+how many rows it has, and only later rows are sent. Steps that training repeats keep their first
+values on W&B. Offline, the script writes one folder with all rows, after training has ended.
+
+The script tries once. After a failure, `launch/report.py RUN --to-wandb` runs it again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -34,323 +29,193 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+import yaml
+
+sys.path.append(str(Path(__file__).parents[2]))  # last, so that no module here shadows W&B's
+
+from vit.loggers.lines import PROVENANCE, Rows, parse_lines
+
+Say = Callable[[str], None]
+
+END_FILE = "end.json"
 FINISH_S = 60.0
-"""The time limit for uploads after the last step while the server answers. It is enough for 7 MB of
-pictures at 1 Mbit/s."""
+"""Longest upload after the end of training: 7 MB of pictures at 1 Mbit/s."""
+INIT_S = 30.0
+"""Longest time to open a run online; training continues meanwhile."""
 PROBE_S = 3.0
-"""The time limit for answers of the server during the final upload."""
-PROBE_EVERY_S = 2.0
+"""Longest time for the server to answer while the end of a run is uploaded."""
+MAX_MISSES = 3
+"""Probes in a row without an answer, after which the upload is abandoned."""
 POLL_S = 0.1
-"""The time between checks of a file to which another process appends."""
-ROWS_FILE = "rows"
-"""The file in W&B's folder with the number of rows in that folder. It is empty until the folder is
-complete."""
 
 
-class Messages:
-    """Reads JSON objects that another process appends to a file, one per line."""
+def remedy(run_dir: Path) -> str:
+    """Return the advice after an upload that failed."""
+    command = f"python launch/report.py {shlex.quote(str(run_dir))} --to-wandb"
+    return f"metrics.jsonl has everything; to upload it: {command}"
 
-    def __init__(self, handle: int):
-        self._handle = handle
-        self._position = 0
+
+def children_of(pid: int) -> list[int]:
+    """Return the direct children of a process; [] where /proc does not exist."""
+    with suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+class Feed:
+    """The record of a training process, and the end that this process writes."""
+
+    def __init__(self, run_dir: Path, parent: int):
+        self._end_file = run_dir / "wandb" / END_FILE
+        self._parent = parent
+        self._file = (run_dir / "metrics.jsonl").open("rb")
         self._incomplete = b""
+        self.rows = Rows()
+        self.start: dict[str, Any] = {}
+        """The last start line."""
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield new messages without waiting."""
-        # Use pread, because the file position belongs to the writing process.
-        while part := os.pread(self._handle, 65536, self._position):
-            self._position += len(part)
-            *lines, self._incomplete = (self._incomplete + part).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError):  # cut off by a full disk
-                    yield json.loads(line)
+    def is_over(self) -> bool:
+        """Return whether training has ended or was killed."""
+        return self._end_file.exists() or os.getppid() != self._parent
+
+    def read(self) -> None:
+        """Take the new lines of the record."""
+        *lines, self._incomplete = (self._incomplete + self._file.read()).split(b"\n")
+        for line in parse_lines([line.decode(errors="replace") for line in lines])[0]:
+            self.rows.add(line)
+            if line["kind"] == "start":
+                self.start = line
+
+    def end(self) -> dict[str, Any]:
+        """Return the content of the end file: failed, pictures (PNG files by name), tables."""
+        if not self._end_file.exists():
+            return {"failed": True, "pictures": {}, "tables": {}}
+        end: dict[str, Any] = json.loads(self._end_file.read_text())
+        return end
 
 
-def temporary_folder(wandb_dir: Path, pid: int) -> Path:
-    """Return the folder for temporary files of the process `pid`."""
-    return wandb_dir / f"tmp-{pid}"
+def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
+    """Show the run on W&B until training ends. mode: online or offline. say: reports a line."""
+    import wandb
 
-
-# --- the feed -------------------------------------------------------------------------------------
-
-
-def _follow(feed: int, parent: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of training up to `end`, which is added if training was killed."""
-    messages = Messages(feed)
+    feed = Feed(run_dir, parent)
+    server = wandb.setup()
+    url = server.settings.base_url if mode == "online" else ""
+    threading.Thread(target=_limit_end, args=(feed, run_dir, url, say), daemon=True).start()
+    feed.read()
+    run = _open_run(wandb, run_dir, mode, feed.start)
+    next_step = run.starting_step
+    num_sent = min(next_step, feed.rows.most)
+    offset = next_step - num_sent  # pictures of earlier attempts are steps of W&B, too
+    if mode == "online":
+        say(run.url)
     while True:
-        is_gone = os.getppid() != parent  # check before reading, so that no message is missed
-        yield from messages.read()
-        if is_gone:
-            yield {"end": {"failed": True}}
-        time.sleep(POLL_S)
-
-
-class _SoFar(NamedTuple):
-    """The content of the feed when a run is opened."""
-
-    num_messages: int
-    rows: frozenset[int]
-    """The numbers of the messages that are valid rows."""
-    start_rows: int
-    """The number of rows with which the attempt starts."""
-    most: int
-    """The largest number of rows that W&B can have, without rows that were not sent yet."""
-
-
-def _look_through(feed: int, start: dict[str, Any]) -> _SoFar:
-    rows: list[int] = []
-    start_rows = start["kept"]
-    number = -1
-    for number, message in enumerate(Messages(feed).read()):
-        if "numbers" in message:
-            rows.append(number)
-        elif "rewind" in message:
-            start_rows = message["rewind"]
-            del rows[start_rows:]
-    return _SoFar(number + 1, frozenset(rows), start_rows, start["most"])
-
-
-# --- one opened run -------------------------------------------------------------------------------
-
-
-class _Opened(NamedTuple):
-    """An opened W&B run."""
-
-    run: Any
-    num_rows: int
-    """The number of rows that W&B already has."""
-    offset: int
-    """The difference between `_step` and a row's number, because pictures also use steps."""
-    why_offline: str
-    """The reason why the run is offline; empty if it is online."""
-
-
-def _show(feed: int, parent: int, why_offline: str, report: Callable[..., None]) -> None:
-    """Open the run, show all messages, and finish. Open the run again after each rewind."""
-    start = next(_follow(feed, parent)).get("start")
-    if start is None:  # training was killed at this moment
-        return
-    # W&B creates temporary folders on import. Python would remove them at exit, but this process
-    # ends without the usual exit (`_leave`), so it removes the folder explicitly.
-    temporary = temporary_folder(Path(start["run_dir"], "wandb"), os.getpid())
-    temporary.mkdir(exist_ok=True)
-    tempfile.tempdir = str(temporary)
-    try:
-        import wandb
-    except ImportError:
-        remedy = "pip install wandb, or log.wandb=off to silence this"
-        report(say=f"not installed: metrics.jsonl only ({remedy})")
-        return
-    wandb.setup()  # starts W&B's service
-    for attempt in count():
-        so_far = _look_through(feed, start)
-        opened = _open_run(wandb, start, so_far, why_offline, report)
-        why_offline = opened.why_offline
-        if attempt == 0:
-            if why_offline:
-                report(say=f"offline ({why_offline}); upload with: {_how_to_upload(opened.run)}")
-            else:
-                report(say=opened.run.url)
-        report(awaits="end")
-        num_rows = _show_to_end(wandb, opened, so_far, _follow(feed, parent), report)
-        if num_rows is None:
-            return
-        start["most"] = max(start["most"], num_rows)
-        opened.run.finish()
-        time.sleep(1.1 - time.time() % 1)  # W&B names its folders by the second
-
-
-def _show_to_end(
-    wandb: Any,
-    opened: _Opened,
-    so_far: _SoFar,
-    feed: Iterator[dict[str, Any]],
-    report: Callable[..., None],
-) -> int | None:
-    """Show the feed from its first line. Return None at the end of the feed, or the number of rows
-    at a rewind."""
-    run = opened.run
-    row = 0
-    failed = False
-    for number, message in enumerate(feed):
-        is_old = number < so_far.num_messages
-        if number == so_far.num_messages and opened.why_offline:
-            _remove_parts(run)
-        if "end" in message:
-            failed = message["end"]["failed"]
+        is_over = feed.is_over()  # before reading, so that no line is missed
+        feed.read()
+        for step, numbers in feed.rows.rows[num_sent:]:
+            run.log({"global_step": step, **numbers}, step=num_sent + offset, commit=True)
+            num_sent += 1
+        if is_over:
             break
-        if "rewind" in message and not is_old:
-            return row
-        if "numbers" in message:
-            if is_old and number not in so_far.rows:
-                continue
-            if row >= opened.num_rows:
-                values = {"global_step": message["step"], **message["numbers"]}
-                run.log(values, step=row + opened.offset, commit=True)
-            row += 1
-        else:
-            _log(wandb, run, message, report)
-    server_url = "" if opened.why_offline else run.settings.base_url
-    threading.Thread(target=_limit_upload, args=(server_url, report), daemon=True).start()
-    run.finish(exit_code=int(failed))
-    wandb.teardown()  # waits until the service has written everything
-    _remove_parts(run)
-    _part(run).joinpath(ROWS_FILE).write_text(str(row))
-    return None
+        time.sleep(POLL_S)
+    end = feed.end()
+    last_step = feed.rows.rows[-1][0] if feed.rows.rows else 0
+    makers = {name: partial(wandb.Image, path) for name, path in end["pictures"].items()}
+    makers |= {name: partial(wandb.Table, **table) for name, table in end["tables"].items()}
+    for name, make in makers.items():
+        try:
+            run.log({"global_step": last_step, name: make()})
+        except Exception as error:  # a missing file, rows of unequal length
+            say(f"cannot show {name} ({_one_line(error)})")
+    run.finish(exit_code=int(end["failed"]))
+    wandb.teardown()  # waits until W&B's service has written everything
+    if mode == "offline":
+        part = Path(run.settings.sync_dir)
+        for older in part.parent.glob(f"offline-run-*-{run.id}"):
+            if older != part:
+                shutil.rmtree(older, ignore_errors=True)
+        say(f"offline; upload with: wandb sync {shlex.quote(str(part))}")
 
 
-def _open_run(
-    wandb: Any, start: dict[str, Any], so_far: _SoFar, why_offline: str, report: Callable[..., None]
-) -> _Opened:
-    """Open the run: online, unless the mode is offline or `why_offline` is given."""
-    folder = Path(start["run_dir"])
-    id_file = folder / "wandb_id"
+def _open_run(wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]) -> Any:
+    id_file = run_dir / "wandb_id"
     if not id_file.exists() or not id_file.read_text().strip():
         id_file.write_text(uuid.uuid4().hex[:8])
     run_id = id_file.read_text().strip()
-    sys.argv = start["argv"]  # W&B records the command line of a run
-
-    def init(**options: str) -> Any:
-        return wandb.init(
-            project=start["project"],
-            name=folder.resolve().name,
-            id=run_id,
-            dir=str(folder),
-            config=start["config"],
-            settings=wandb.Settings(  # a new object each time, because W&B changes it
-                silent=True,
-                console="off",
-                init_timeout=start["init_s"],
-                program=sys.argv[0],
-                x_stats_pid=os.getppid(),  # measure the training process, not this one
-            ),
-            **options,
-        )
-
-    run = None
-    next_step = 0
-    if start["mode"] == "offline":
-        why_offline = why_offline or "as configured"
-    if not why_offline:
-        report(awaits="run")
-        try:
-            run = init(mode="online", resume="allow")
-            next_step = run.starting_step
-        except wandb.errors.UsageError as error:
-            why_offline = str(error).partition(".")[0]
-    if run is not None and next_step > so_far.start_rows > 0:
-        moment = f"{run_id}?_step={so_far.start_rows - 1}"
-        run, next_step = _rewind(wandb, run, init, moment, report)
-    if run is None:
-        report(awaits="offline run")
-        run = init(mode="offline")
-        next_step = _rows_uploaded(folder / "wandb", run_id)
-    _part(run).joinpath(ROWS_FILE).write_text("")
+    wandb_dir = run_dir / "wandb"
+    if mode == "offline" and (
+        any(wandb_dir.glob(f"run-*-{run_id}"))
+        or any(wandb_dir.glob(f"offline-run-*-{run_id}/*.synced"))
+    ):
+        raise ValueError("W&B has a part of this run, which `wandb sync` would repeat")
+    config_file = run_dir / "config.yaml"
+    config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
+    provenance = {key: start[key] for key in PROVENANCE if key in start}
+    sys.argv = start.get("command", "").split() or sys.argv  # W&B records the command of a run
+    run = wandb.init(
+        project=config.get("log", {}).get("wandb_project", "vit"),
+        name=run_dir.resolve().name,
+        id=run_id,
+        dir=str(run_dir),
+        config={**config, "provenance": provenance},
+        mode=mode,
+        resume="allow" if mode == "online" else None,
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=INIT_S,
+            program=sys.argv[0],
+            x_stats_pid=os.getppid(),  # memory and CPU time of training, not of this process
+        ),
+    )
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
-    num_rows = min(next_step, so_far.most)
-    return _Opened(run, num_rows, 0 if why_offline else next_step - num_rows, why_offline)
+    return run
 
 
-def _rewind(
-    wandb: Any, run: Any, init: Callable[..., Any], moment: str, report: Callable[..., None]
-) -> tuple[Any, int]:
-    """Make the service drop the rows after `moment`. Return the run and its number of rows."""
-    run.finish()
-    report(awaits="run")
-    try:
-        run = init(mode="online", resume_from=moment)
-    except wandb.errors.Error as error:
-        reason = _one_line(error)
-        report(say=f"repeated steps keep their first values on W&B (rewind failed: {reason})")
-        wandb.teardown()  # otherwise the id would remain in use
-        wandb.setup()
-        report(awaits="run")
-        run = init(mode="online", resume="allow")
-    return run, run.starting_step
-
-
-def _how_to_upload(run: Any) -> str:
-    """Return a command that uploads each row of `run` once."""
-    folder = _part(run).parent
-    for online in folder.glob(f"run-*-{run.id}"):
-        rows = online / ROWS_FILE
-        if rows.exists() and not rows.read_text():
-            # The upload was interrupted, so only the service knows how many rows it has.
-            return f"python launch/report.py {shlex.quote(str(folder.parent))} --to-wandb"
-    return f"wandb sync {shlex.quote(str(folder))}/offline-run-*"
-
-
-def _part(run: Any) -> Path:
-    """Return the local folder with the data of `run`."""
-    return Path(run.settings.sync_dir)
-
-
-def _remove_parts(run: Any) -> None:
-    """Remove the offline folders of this run whose rows W&B also has with `run`."""
-    own = _part(run)
-    for path in own.parent.glob(f"offline-run-*-{run.id}"):
-        if path.name != own.name and not any(path.glob("*.synced")):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _rows_uploaded(wandb_dir: Path, run_id: str) -> int:
-    """Return the number of rows in uploaded local folders."""
-    num_rows = 0
-    for path in wandb_dir.glob(f"*run-*-{run_id}/{ROWS_FILE}"):
-        if path.parent.name.startswith("run-") or any(path.parent.glob("*.synced")):
-            num_rows = max(num_rows, int(path.read_text() or 0))
-    return num_rows
-
-
-def _log(wandb: Any, run: Any, message: dict[str, Any], report: Callable[..., None]) -> None:
-    """Show pictures or a table."""
-    makers = {
-        name: partial(wandb.Image, path) for name, path in message.get("pictures", {}).items()
-    }
-    if "table" in message:
-        table = partial(wandb.Table, columns=message["columns"], data=message["rows"])
-        makers[message["table"]] = table
-    for name, make in makers.items():
-        try:
-            run.log({"global_step": message["step"], name: make()})
-        except Exception as error:  # a missing file, rows of unequal length, too many tables
-            report(say=f"cannot show {name} ({_one_line(error)})")
-
-
-def _limit_upload(server_url: str, report: Callable[..., None]) -> None:
-    """End this process if the upload takes too long or the server does not answer.
+def _limit_end(feed: Feed, run_dir: Path, server_url: str, say: Say) -> None:
+    """End this process if the upload takes too long after training, or the server is gone.
 
     W&B would repeat requests for hours.
     """
+    while not feed.is_over():
+        time.sleep(POLL_S)
     deadline = time.monotonic() + FINISH_S
     reason = f"not uploaded within {FINISH_S:.0f} s"
+    num_misses = 0
     while time.monotonic() < deadline:
         try:
             if server_url:
                 urllib.request.urlopen(server_url, timeout=PROBE_S).close()
+            num_misses = 0
         except urllib.error.HTTPError:
-            pass  # the server answers
+            num_misses = 0  # the server answers
         except OSError as error:
-            reason = f"{server_url} does not answer: {getattr(error, 'reason', error)}"
-            break
-        time.sleep(PROBE_EVERY_S)
-    report(failed=reason)
+            num_misses += 1
+            if num_misses == MAX_MISSES:
+                reason = f"{server_url} does not answer: {getattr(error, 'reason', error)}"
+                break
+        time.sleep(PROBE_S / 2)
+    _fail(run_dir, reason, say)
+
+
+def _fail(run_dir: Path, reason: str, say: Say) -> NoReturn:
+    say(f"stopped ({reason}); {remedy(run_dir)}")
     _leave(1)
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process immediately, even if threads of W&B hang."""
-    if tempfile.tempdir is not None:
-        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a full disk
-        sys.stdout.flush()  # `os._exit` would discard W&B's output
+    """End this process at once, although threads of W&B or its service may hang."""
+    for pid in children_of(os.getpid()) if status else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     os._exit(status)
 
 
@@ -359,25 +224,24 @@ def _one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Run `wandb_process.py PARENT FEED WHY_OFFLINE`. Reports are written to stdout, and W&B's
-    output to stderr."""
-    # Slurm sends signals to all processes of a job, but this process must read the feed to its end.
+    """Run the command line above."""
+    # Slurm sends signals to all processes of a job, but this one must read the record to its end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    reports = os.fdopen(os.dup(1), "w")
+    lines = os.fdopen(os.dup(1), "w")  # a handle of its own, because W&B prints to stdout
     os.dup2(2, 1)
 
-    def report(**message: str) -> None:
-        with contextlib.suppress(OSError):
-            reports.write(json.dumps(message) + "\n")  # a single write, because two threads report
-            reports.flush()
+    def say(line: str) -> None:
+        with suppress(OSError):  # training was killed, so nobody reads
+            print(line, file=lines, flush=True)
 
-    parent, feed = map(int, sys.argv[1:3])
+    run_dir = Path(sys.argv[1])
+    # W&B's temporary files; they would otherwise outlive this process, which skips Python's exit.
+    tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=run_dir / "wandb")
     try:
-        _show(feed, parent, sys.argv[3], report)
+        follow(run_dir, sys.argv[2], int(sys.argv[3]), say)
     except BaseException as error:  # W&B may raise anything, including SystemExit
-        report(failed=_one_line(error))
-        _leave(1)
+        _fail(run_dir, _one_line(error), say)
     _leave(0)
 
 

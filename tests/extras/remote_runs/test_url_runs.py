@@ -23,7 +23,7 @@ from vit.checkpoint.checkpoint import newest_checkpoint
 from vit.extras.remote_runs.place import store_at
 from vit.extras.remote_runs.reading import local_run
 from vit.extras.remote_runs.record_parts import parts_in, read_record
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 
 STEPS = 24
 LEASE_S = 2.0

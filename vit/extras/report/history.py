@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from vit.loggers.record import read_lines, without_redone
+from vit.loggers.lines import read_lines, without_redone
 from vit.system.redact import shown_values
 
 

@@ -98,4 +98,4 @@ def test_wandb_is_checked_with_and_without_a_reachable_server(no_key, monkeypatc
     verdict, message = checked_wandb("auto")
     assert verdict == "note"
     assert "does not answer (" in message
-    assert "wandb sync" in message
+    assert "--to-wandb" in message

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from vit.config.io import recipes_folder
 from vit.extras.planner.benchmark.gpu_check_lines import Line
-from vit.loggers.record import read_metrics
+from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE
 
 LAUNCH = Path(__file__).parents[4] / "launch"

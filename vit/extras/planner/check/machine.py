@@ -192,9 +192,9 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     if mode == "offline":
         return Verdict.OK, "offline, as configured: upload the run later with wandb sync"
     url = _wandb_url()
-    offline = "the run is logged offline, and wandb sync uploads it later"
+    offline = "launch/report.py --to-wandb uploads the run later"
     if not _has_wandb_key(url):
-        return lacking, f"no key for {url}, so {offline}: run wandb login, or set log.wandb=offline"
+        return lacking, f"no key for {url}: {offline}; run wandb login, or set log.wandb=offline"
     began_s = time.perf_counter()
     try:
         urllib.request.urlopen(url, timeout=ANSWER_S).close()
@@ -204,7 +204,7 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
         reason = getattr(error, "reason", error)
         return (
             lacking,
-            f"{url} does not answer ({reason}), so {offline}: check the network and the proxy",
+            f"{url} does not answer ({reason}): {offline}; check the network and the proxy",
         )
     return Verdict.OK, f"{url} answered in {time.perf_counter() - began_s:.2f} s, and a key exists"
 

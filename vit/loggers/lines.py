@@ -1,0 +1,90 @@
+"""Read the lines of a record, `metrics.jsonl`, without torch, so that small processes start fast.
+
+A restarted run appends to the same file: later lines replace earlier ones from the step of their
+`start` line on, and from the step of a `rewind` line on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROVENANCE = ("command", "git", "python", "torch", "host")
+"""Keys of a `start` line that name the software and the machine."""
+_OF_EACH_LINE = {"kind", "step", "time"}
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the readable lines of a `metrics.jsonl`, and the number of unreadable lines.
+
+    Text after the last line break was cut off by a kill and is ignored.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return parse_lines(text.split("\n")[:-1])
+
+
+def parse_lines(rows: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
+    """Return the readable lines among `rows`, and the number of unreadable ones."""
+    lines = list[dict[str, Any]]()
+    num_unreadable = 0
+    for row in rows:
+        try:
+            line = json.loads(row)
+            lines.append({**line, "kind": str(line["kind"]), "step": int(line["step"])})
+        except (ValueError, TypeError, KeyError):
+            num_unreadable += 1
+    return lines, num_unreadable
+
+
+def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `lines` without the lines that a resume or a rewind has replaced."""
+    valid: list[dict[str, Any]] = []
+    for line in lines:
+        if line["kind"] in ("start", "rewind"):
+            valid = [old for old in valid if old["kind"] == "start" or old["step"] <= line["step"]]
+        valid.append(line)
+    return valid
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the readable lines of a `metrics.jsonl` that are still valid."""
+    return without_redone(read_lines(path)[0])
+
+
+def numbers_of(line: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line to display, with names such as `train/loss`.
+
+    Lines of norms give names such as `norms/grad_norm/blocks.0`. Other kinds of lines give {}.
+    """
+    kind = line["kind"]
+    if kind == "norms":
+        line = {
+            f"{name}/{layer}": value
+            for name in line.keys() - _OF_EACH_LINE
+            for layer, value in line[name].items()
+        }
+    elif kind not in ("train", "eval", "fault", "rewind"):
+        return {}
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+    return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
+
+
+class Rows:
+    """The rows that W&B shows: step and numbers by name of each valid line."""
+
+    def __init__(self) -> None:
+        self.rows = list[tuple[int, dict[str, float]]]()
+        self.most = 0
+        """The largest number of rows so far; lines that replace others lower the number."""
+        self._restarts = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add the next line of the record."""
+        if line["kind"] in ("start", "rewind"):
+            self.rows = [row for row in self.rows if row[0] <= line["step"]]
+            self._restarts = line.get("restarts", self._restarts)
+        if numbers := numbers_of(line):
+            self.rows.append((line["step"], {"restarts": self._restarts, **numbers}))
+            self.most = max(self.most, len(self.rows))
