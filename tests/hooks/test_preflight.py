@@ -251,7 +251,9 @@ def test_reports_whether_memory_suffices(config, tmp_path):
             "_native.so was built for another version of this package; build it again: pip"
             " install -e .",
         )
-        message = "JPEGs are decoded by simplejpeg, at 0.6 times the speed: _native.so was built for"
+        message = (
+            "JPEGs are decoded by simplejpeg, at 0.6 times the speed: _native.so was built for"
+        )
         assert any(
             note.startswith(message) for note in check(tiny(config), enough).numbers["notes"]
         )
