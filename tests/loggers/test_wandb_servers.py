@@ -140,15 +140,6 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     wait_for(lambda: not wandb_pids())
 
 
-@pytest.mark.full
-def test_a_longer_run_reports_wandbs_own_reason(tmp_path, monkeypatch, capfd):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        use_server(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
-    one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not wandb_pids()))
-    (message,) = capfd.readouterr().err.splitlines()
-    assert re.match(r"wandb: stopped \(CommError: .* connection refused\); ", message), message
-
-
 @pytest.mark.parametrize("failure", [pytest.param("leaves", marks=pytest.mark.full), "hangs"])
 def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
     tmp_path, server, capfd, holds, failure
