@@ -34,43 +34,61 @@ class Gpu:
         return self.fp32_tflops if precision == "fp32" else self.bf16_tflops
 
 
-GPUS = (
-    # NVIDIA's data sheets: V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM), GH200, HGX
-    # B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16 from their
-    # fp8 and fp4); A10G by AWS's G5, H20 by its sellers; appendix A of the GA102, Ada and RTX
-    # Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32
-    # accumulation; AMD's data sheet of the MI300X. The first matching pattern is used, so narrower
-    # patterns come first.
-    Gpu("H100-PCIe", 756.0, 51.0, 79.1, 2039.0, r"\bH100.*PCIe"),
-    Gpu("H100-NVL", 835.0, 60.0, 93.1, 3938.0, r"\bH100.*NVL"),
-    Gpu("H100", 989.4, 66.9, 79.1, 3352.0, r"\bH100\b"),
-    Gpu("H200-NVL", 835.0, 60.0, 139.8, 4800.0, r"\bH200.*NVL"),
-    Gpu("H200", 989.4, 66.9, 139.8, 4800.0, r"\bH200\b"),
-    Gpu("GH200-144GB", 989.4, 66.9, 139.8, 4900.0, r"\bGH200 144G"),
-    Gpu("GH200", 989.4, 66.9, 94.5, 4000.0, r"\bGH200\b"),
-    Gpu("H20", 148.0, 44.0, 95.1, 4000.0, r"\bH20\b(?!-3e)"),
-    Gpu("B200", 2250.0, 75.0, 178.3, 7700.0, r"\bB200\b"),
-    Gpu("B300", 2250.0, 75.0, 267.7, 7700.0, r"\bB300\b"),
-    Gpu("GB200", 2500.0, 80.0, 184.0, 8000.0, r"\bGB200\b"),
-    Gpu("GB300", 2500.0, 80.0, 276.5, 8000.0, r"\bGB300\b"),
-    Gpu("A100-40GB", 312.0, 19.5, 39.4, 1555.0, r"\bA100\b.*40GB"),
-    Gpu("A100", 312.0, 19.5, 79.2, 2039.0, r"\bA100\b"),
-    Gpu("A10G", 70.0, 31.2, 22.1, 600.0, r"\bA10G\b"),
-    Gpu("A10", 125.0, 31.2, 22.1, 600.0, r"\bA10\b"),
-    Gpu("L40S", 362.0, 91.6, 44.4, 864.0, r"\bL40S\b"),
-    Gpu("L40", 181.0, 90.5, 44.4, 864.0, r"\bL40\b"),
-    Gpu("L4", 121.0, 30.3, 22.0, 300.0, r"\bL4\b"),
-    Gpu("V100-PCIe", 112.0, 14.0, 15.8, 900.0, r"\bV100-PCIE"),
-    Gpu("V100-32GB", 125.0, 15.7, 31.7, 900.0, r"\bV100.*32GB"),
-    Gpu("V100", 125.0, 15.7, 15.8, 900.0, r"\bV100\b"),
-    Gpu("T4", 65.0, 8.1, 14.6, 320.0, r"\bT4\b"),
-    Gpu("RTX-3090", 71.0, 35.6, 23.6, 936.0, r"\b3090\b(?! Ti)"),
-    Gpu("RTX-4090", 165.2, 82.6, 23.5, 1008.0, r"\b4090\b(?! D| Laptop)"),
-    Gpu("RTX-5090", 209.5, 104.8, 31.4, 1792.0, r"\b5090\b(?! D| Laptop)"),
-    Gpu("RTX-6000-Ada", 364.2, 91.1, 47.4, 960.0, r"\bRTX 6000 Ada\b"),
-    Gpu("RTX-PRO-6000", 503.8, 125.0, 94.9, 1792.0, r"\bRTX PRO 6000 Blackwell Workstation\b"),
-    Gpu("MI300X", 1307.4, 163.4, 191.7, 5300.0, r"\bMI300X\b"),
-)
+# Columns: name, bf16 TFLOP/s, fp32 TFLOP/s, memory in GiB, bandwidth in GB/s, pattern.
+#
+# Sources: NVIDIA's data sheets of V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM), GH200,
+# HGX B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16 from their
+# fp8 and fp4). A10G by AWS's G5, H20 by its sellers. Appendix A of the GA102, Ada and RTX Blackwell
+# architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32 accumulation.
+# AMD's data sheet of the MI300X.
+#
+# The first matching pattern is used, so narrower patterns come first.
+_TABLE = r"""
+H100-PCIe      756.0   51.0   79.1  2039.0  \bH100.*PCIe
+H100-NVL       835.0   60.0   93.1  3938.0  \bH100.*NVL
+H100           989.4   66.9   79.1  3352.0  \bH100\b
+H200-NVL       835.0   60.0  139.8  4800.0  \bH200.*NVL
+H200           989.4   66.9  139.8  4800.0  \bH200\b
+GH200-144GB    989.4   66.9  139.8  4900.0  \bGH200 144G
+GH200          989.4   66.9   94.5  4000.0  \bGH200\b
+H20            148.0   44.0   95.1  4000.0  \bH20\b(?!-3e)
+B200          2250.0   75.0  178.3  7700.0  \bB200\b
+B300          2250.0   75.0  267.7  7700.0  \bB300\b
+GB200         2500.0   80.0  184.0  8000.0  \bGB200\b
+GB300         2500.0   80.0  276.5  8000.0  \bGB300\b
+A100-40GB      312.0   19.5   39.4  1555.0  \bA100\b.*40GB
+A100           312.0   19.5   79.2  2039.0  \bA100\b
+A10G            70.0   31.2   22.1   600.0  \bA10G\b
+A10            125.0   31.2   22.1   600.0  \bA10\b
+L40S           362.0   91.6   44.4   864.0  \bL40S\b
+L40            181.0   90.5   44.4   864.0  \bL40\b
+L4             121.0   30.3   22.0   300.0  \bL4\b
+V100-PCIe      112.0   14.0   15.8   900.0  \bV100-PCIE
+V100-32GB      125.0   15.7   31.7   900.0  \bV100.*32GB
+V100           125.0   15.7   15.8   900.0  \bV100\b
+T4              65.0    8.1   14.6   320.0  \bT4\b
+RTX-3090        71.0   35.6   23.6   936.0  \b3090\b(?! Ti)
+RTX-4090       165.2   82.6   23.5  1008.0  \b4090\b(?! D| Laptop)
+RTX-5090       209.5  104.8   31.4  1792.0  \b5090\b(?! D| Laptop)
+RTX-6000-Ada   364.2   91.1   47.4   960.0  \bRTX 6000 Ada\b
+RTX-PRO-6000   503.8  125.0   94.9  1792.0  \bRTX PRO 6000 Blackwell Workstation\b
+MI300X        1307.4  163.4  191.7  5300.0  \bMI300X\b
+"""
+
+
+def _read_row(row: str) -> Gpu:
+    name, bf16, fp32, memory, bandwidth, pattern = row.split(maxsplit=5)
+    return Gpu(
+        name=name,
+        bf16_tflops=float(bf16),
+        fp32_tflops=float(fp32),
+        memory_gib=float(memory),
+        bandwidth_gbs=float(bandwidth),
+        pattern=pattern,
+    )
+
+
+GPUS = tuple(map(_read_row, _TABLE.strip().splitlines()))
 
 
 def find_gpu(name: str) -> Gpu:
