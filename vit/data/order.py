@@ -99,7 +99,6 @@ class _EpochBlocks:
         return number * self.block + inside
 
     def _permuted(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Permute `slots`, using a table of all slots if they are few."""
         if self.permutation.n > TABLE_BELOW:
             return self.permutation(slots)
         if self._table is None:
@@ -277,7 +276,6 @@ class Order:
     def _samples_of_draws(
         self, draws: NDArray[np.int64], copies: NDArray[np.int64], shuffle: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Map draws to samples, and give new copy numbers to samples that are drawn again."""
         samples = np.empty_like(draws)
         start = 0
         for number, share in enumerate(self.shares):
@@ -449,7 +447,6 @@ def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _Epoch
 # to 128 lanes and take 2 MiB per process.
 @lru_cache(maxsize=256)
 def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
-    """Return the permutation inside one window."""
     hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
     # A stable sort, because versions of numpy may order equal hashes differently.
     return np.argsort(hashes, kind="stable")

@@ -198,7 +198,6 @@ class Sources:
             split.close()
 
     def _of_source(self, i: int) -> tuple[Split, int]:
-        """Return the split that contains sample `i`, and its number in that split."""
         number = bisect.bisect_right(self.firsts, i) - 1
         return self.splits[number], i - self.firsts[number]
 
@@ -251,7 +250,6 @@ def _how_to_name(root: Any) -> str:
 
 
 def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
-    """Raise ShardError if a label has different class names in two sources."""
     named = [(number, split) for number, split in enumerate(splits) if split.class_names]
     for (first_number, first), (number, split) in pairwise(named):
         pairs = zip_longest(first.class_names, split.class_names)

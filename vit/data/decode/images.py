@@ -131,7 +131,6 @@ def _formats() -> tuple[str, ...]:
 
 
 def _why_not(data: bytes, error: Exception) -> str:
-    """Return the reason why `data` is not an image."""
     if not data:
         return "0 bytes"
     if data.startswith(b"\xff\xd8"):
@@ -356,7 +355,6 @@ def undecodable(data: bytes, reason: ValueError) -> ValueError:
 
 
 def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] | None) -> None:
-    """Raise ValueError if `actual` (width, height) is not `expected` or does not contain `box`."""
     left, top, width, height = box
     if expected is not None and expected != actual:
         raise ValueError(
