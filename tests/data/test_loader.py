@@ -181,7 +181,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         == 11
     )
     expected = (
-        r"data.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\); 4 workers"
+        r"data.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\), but 4 workers"
         r" need"
     )
     with pytest.raises(ValueError, match=expected) as raised:

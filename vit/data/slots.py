@@ -38,7 +38,7 @@ EVAL_READY_BATCHES = 2
 
 @dataclass(frozen=True)
 class Ring:
-    """How a rank's batches are divided among its workers, and their memory."""
+    """The division of a rank's batches among its workers, and their memory."""
 
     part_rows: int
     """The number of rows that one worker makes at a time."""

@@ -3,7 +3,7 @@
 Samples are numbered source after source, so a number determines the source and the sample in it.
 Labels follow the class names of the evaluation split. If a source has different names, or names in
 another order, its labels are mapped by name. If the source or the evaluation split has no names,
-labels are mapped by number, and the report says so. In that case all sources with names must have
+labels are mapped by number, with a note in the log. In that case all sources with names must have
 the same names.
 """
 

@@ -10,8 +10,8 @@ Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transp
 without blending, palettes are looked up, CMYK is read as Adobe writes it, and profiles are ignored.
 There are two exceptions, because clipping would ruin the image. 16-bit gray values are scaled to 8
 bits (of 16-bit colors, Pillow reads the upper 8). 32-bit integers and floats are rejected because
-their range is unknown. Of an animation, the first frame is used. EXIF orientation is ignored, as in
-all published results, except that Pillow itself turns TIFFs.
+their range is unknown. Only the first frame of an animation is used. EXIF orientation is ignored,
+as in all published results, except that Pillow itself turns TIFFs.
 
 The size in a header is compared with `MAX_PIXELS` before memory is allocated. Apart from Pillow's
 decoder (1 to 4 bytes per pixel), only the requested pixels are allocated. The largest image

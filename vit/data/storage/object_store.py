@@ -180,7 +180,7 @@ class ObjectStore:
         name = name or path.name
 
         def put(fs: Any, folder: str) -> None:
-            size = path.stat().st_size  # read in each attempt, because a log may grow meanwhile
+            size = path.stat().st_size  # read in each attempt, because a log may grow
             self._make_parent(fs, f"{folder}/{name}")
             fs.put_file(str(path), f"{folder}/{name}", **self._transfer)
             _check_arrived(_version(fs, folder, name).size, size)
