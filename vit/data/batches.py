@@ -4,8 +4,7 @@ The order returns the samples of this rank's rows at a position. The index conta
 the size of each image, so crops are drawn before decoding. Images are decoded directly into their
 rows of preallocated memory (`vit.data.slots`). The content of a row depends neither on the process
 that makes it nor on earlier rows. A run can therefore start at any position without computing
-earlier batches. Evaluation distributes all samples of a split over the ranks in batches of one
-shape, padded with rows of weight 0. `vit.data.loader` assigns rows to workers.
+earlier batches. `vit.data.loader` assigns rows to workers.
 """
 
 from __future__ import annotations
@@ -340,7 +339,6 @@ class TrainBatches(FromShards, AugmentedBatches):
         return self.make_rows(position, first_row, rows, samples)
 
     def _read_ahead(self, position: int) -> None:
-        """Start to fetch all rows of a later batch. The worker with the first part calls this."""
         later = position + self.split.read_ahead_batches
         if later == position or (self.num_batches is not None and later >= self.num_batches):
             return
@@ -435,7 +433,6 @@ def write_rows(
 
 
 def _rows_by_sample(ids: NDArray[np.int64]) -> list[list[int]]:
-    """Return the rows of each distinct sample, so that copies of an image are decoded once."""
     groups: dict[int, list[int]] = {}
     for row, sample in enumerate(ids.tolist()):
         groups.setdefault(sample, []).append(row)

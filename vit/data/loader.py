@@ -4,8 +4,7 @@ Training puts parts of batches into one pipe. A part is a range of rows of one b
 write them to. A free worker takes the next part, writes its rows into the slot and reports
 completion in a few bytes. When all parts of a batch are complete, the loader returns the batch
 without copying, pickling or allocating anything. Several workers share a batch, so few slots keep
-many workers busy and the first batch arrives early. The content of a batch depends neither on the
-number of workers nor on their speed.
+many workers busy and the first batch arrives early.
 
     training                                       workers
     free slot, next position  -> (parts) pipe  ->  a free worker writes rows into the slot
@@ -179,7 +178,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.close()
 
     def _receive(self, position: int) -> Batch:
-        """Wait until the batch at `position` is complete."""
         # Results that arrived since the last batch are not part of this wait.
         self._note(self._pool.results(wait=False))
         # The watch times the whole batch: parts that trickle in must not hide a long wait.
@@ -204,7 +202,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         return replace(batch, bad_keys=bad_keys)
 
     def _start_batches(self) -> None:
-        """Put the parts of a batch into the pool for each free slot."""
         while self._slots.free and (position := next(self._not_started, None)) is not None:
             slot = self._slots.free.popleft()
             self._slot_of[position] = slot

@@ -147,12 +147,10 @@ def create_train_batches(
 
 
 def _reader(data: DataConfig) -> Any:
-    """Return the module for `data.reader`. Raises ValueError if the module is not installed."""
     return load(READERS[data.reader], f"data.reader={data.reader}")
 
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:
-    """Raise ValueError if an image of `val_split` is also a training sample."""
     trained = find_trained(train_set, val_split)
     if count := np.count_nonzero(np.any(trained, axis=0)):
         settings = ", ".join(

@@ -4,10 +4,10 @@ All samples are numbered and divided into blocks of consecutive samples. In each
 permutation keyed by (seed, epoch) shuffles the blocks. The shuffled sequence is cut into
 `num_lanes` lanes of equal length. Inside a lane, samples are shuffled in consecutive windows. The
 window borders differ from lane to lane, so that disk reads do not come in bursts. A batch takes
-equally many samples from each lane, with rows grouped by lane. Of R ranks, rank r gets the rows [r
-G/R, (r+1) G/R). The content of a batch therefore depends neither on ranks nor on workers. Any batch
-of any epoch is computed without the batches before it, and memory is bounded for any number of
-samples.
+equally many samples from each lane, with rows grouped by lane. With R ranks, rank r gets the rows
+[r G/R, (r+1) G/R). The content of a batch therefore depends neither on ranks nor on workers. Any
+batch of any epoch is computed without the batches before it, and memory is bounded for any number
+of samples.
 
 An epoch consists of N // G full batches of distinct samples. The samples that do not fill a batch
 differ from epoch to epoch.
@@ -99,7 +99,6 @@ class _EpochBlocks:
         return number * self.block + inside
 
     def _permuted(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Permute `slots`, using a table of all slots if they are few."""
         if self.permutation.n > TABLE_BELOW:
             return self.permutation(slots)
         if self._table is None:
@@ -129,8 +128,8 @@ class Share:
         Also returns how often each sample was drawn earlier in this shuffle, (n,).
         """
         if self.num_draws == self.num_samples:
-            # The order has already permuted the draws. A second permutation would give a run with
-            # one complete source another order than a run without `shares`.
+            # The order has already permuted the draws. A second permutation would make the order of
+            # a run with one complete source differ from that of a run without `shares`.
             places = draws
             times = np.zeros_like(draws)
         else:
@@ -277,7 +276,6 @@ class Order:
     def _samples_of_draws(
         self, draws: NDArray[np.int64], copies: NDArray[np.int64], shuffle: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Map draws to samples, and give new copy numbers to samples that are drawn again."""
         samples = np.empty_like(draws)
         start = 0
         for number, share in enumerate(self.shares):
@@ -449,7 +447,6 @@ def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _Epoch
 # to 128 lanes and take 2 MiB per process.
 @lru_cache(maxsize=256)
 def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
-    """Return the permutation inside one window."""
     hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
     # A stable sort, because versions of numpy may order equal hashes differently.
     return np.argsort(hashes, kind="stable")

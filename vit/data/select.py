@@ -97,7 +97,6 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
 
 
 def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) -> str:
-    """Remove the samples that the file `path` lists; return a note about missing keys."""
     keys, labels = _read_exclude(path, split, name)
     numbers = _numbers_of_keys(split, keys) if keys else {}
     for samples in numbers.values():
@@ -121,7 +120,6 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
 
 
 def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> None:
-    """Remove the samples that do not pass the filter `text`."""
     row_filter = RowFilter(text)
     for start in range(0, split.num_samples, CHUNK_ROWS):
         rows = split.index[start : start + CHUNK_ROWS]
@@ -146,7 +144,6 @@ def count_labels(
 def _subset(
     numbers: NDArray[np.integer], labels: NDArray[np.integer], selection: Selection
 ) -> NDArray[np.integer]:
-    """Return the samples with the smallest hashes among `numbers`, ascending."""
     keys = fold_numbers(partial(fold, selection.subset_seed), numbers)
     if selection.fraction is not None and selection.fraction_of == "all":
         return numbers[are_ranked(keys, 0, max(round(selection.fraction * len(numbers)), 1))]
@@ -203,7 +200,6 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
 
 
 def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
-    """Return the sample numbers of each key that exists in the split."""
     num_keys = Counter(idx_name(key) for key in keys)
     numbers = defaultdict[str, list[int]](list)
     for number, name in enumerate(_idx_names(split)):

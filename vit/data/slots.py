@@ -5,8 +5,7 @@ allocated once, before training, so page faults occur only in the first round. W
 into a slot, and training gets a batch whose tensors are views of the slot. The slot becomes free
 when the last of these tensors is released.
 
-The memory is an anonymous file (memfd) because containers limit /dev/shm to 64 MiB. The status of
-each worker (`vit.system.stages`) is stored after the slots.
+The memory is an anonymous file (memfd) because containers limit /dev/shm to 64 MiB.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ EVAL_READY_BATCHES = 2
 
 @dataclass(frozen=True)
 class Ring:
-    """How a rank's batches are divided among its workers, and their memory."""
+    """The division of a rank's batches among its workers, and their memory."""
 
     part_rows: int
     """The number of rows that one worker makes at a time."""

@@ -3,7 +3,7 @@
 Samples are numbered source after source, so a number determines the source and the sample in it.
 Labels follow the class names of the evaluation split. If a source has different names, or names in
 another order, its labels are mapped by name. If the source or the evaluation split has no names,
-labels are mapped by number, and the report says so. In that case all sources with names must have
+labels are mapped by number, with a note in the log. In that case all sources with names must have
 the same names.
 """
 
@@ -198,7 +198,6 @@ class Sources:
             split.close()
 
     def _of_source(self, i: int) -> tuple[Split, int]:
-        """Return the split that contains sample `i`, and its number in that split."""
         number = bisect.bisect_right(self.firsts, i) - 1
         return self.splits[number], i - self.firsts[number]
 
@@ -251,7 +250,6 @@ def _how_to_name(root: Any) -> str:
 
 
 def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
-    """Raise ShardError if a label has different class names in two sources."""
     named = [(number, split) for number, split in enumerate(splits) if split.class_names]
     for (first_number, first), (number, split) in pairwise(named):
         pairs = zip_longest(first.class_names, split.class_names)

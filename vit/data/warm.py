@@ -126,7 +126,6 @@ def _size(num_bytes: float) -> str:
 
 
 def _shards_of(text: str | None, num_shards: int) -> range:
-    """Return the shards that `text` describes, such as `3` or `0-9`; None: all."""
     if text is None:
         return range(num_shards)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)

@@ -233,7 +233,6 @@ class WorkerPool:
         self._selector.register(results, selectors.EVENT_READ, number)
 
     def _receive(self, number: int, received: list[Result]) -> bool:
-        """Append the results that worker `number` sent to `received`. Return True if it is dead."""
         pipe = self._workers[number][1]
         # The pipe of a dead worker ends after everything it sent. If the kill cut a message in
         # half, reading the message raises EOFError too.
@@ -327,7 +326,6 @@ class WorkerPool:
         self.watch.idle_s = 0.0
 
     def _cause_of_death(self, worker: BaseProcess) -> str:
-        """Return a message about a worker that the pool did not kill: cause of death and remedy."""
         worker.join(END_WAIT_S)
         code = worker.exitcode
         if code is None or code >= 0:
@@ -392,7 +390,6 @@ def _end_workers(
 def _work(
     batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection, niceness: int
 ) -> None:
-    """Make parts until killed."""
     os.nice(niceness)
     # A worker must use one core. By default its resizes would start a thread on every core.
     torch.set_num_threads(1)
@@ -426,7 +423,6 @@ def _work(
 
 
 def _make(batches: Batches, status: WorkerStatus, position: int, first: int, rows: Batch) -> Result:
-    """Write rows of the batch at `position`, from row `first` on, into `rows`."""
     status.take(position, first)
     began_s = time.perf_counter()
     bad_keys: tuple[str, ...] = ()

@@ -63,7 +63,6 @@ MIDDLE_GREY = (128.0, 128.0, 128.0)
 
 
 def _by_table(levels: Callable[[Tensor, Tensor], Tensor]) -> Op:
-    """Return an operation that maps levels to `levels`(images, strength)."""
     return Op(Kind.TABLE, lambda drawn: levels(pixel_ops.LEVELS, drawn.strength))
 
 
@@ -98,7 +97,6 @@ def _sheared_y(shear: Tensor, size: Size) -> Matrix:
 
 
 def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
-    """Return the matrix that moves the content by `left` and `up` pixels."""
     return 1.0, 0.0, left, 0.0, 1.0, up
 
 

@@ -295,7 +295,6 @@ def _draw_erasing(
 
 
 def _draw_noise(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[NDArray]:
-    """Draw the fill of the box: a standard normal color, or the seed of the pixel noise."""
     if config.erasing_mode == "rand":
         u1, u2 = (uniform(keys[:, None], _ERASE, i, np.arange(3)) for i in (5, 6))
         return list(_normal(u1, u2).T)

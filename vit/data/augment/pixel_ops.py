@@ -161,7 +161,6 @@ def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
 
 
 def _added(images: Tensor) -> Tensor:
-    """Return the sums of 3 x 3 pixels, (B, C, H - 2, W - 2)."""
     three = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
     return (three[..., :-2] + three[..., 1:-1]).add_(three[..., 2:])
 

@@ -69,7 +69,6 @@ def resize(
 
 
 def _resize_by_torch(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Resize a (C, H, W) uint8 image with torch's public function."""
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
 
 

@@ -10,8 +10,8 @@ Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transp
 without blending, palettes are looked up, CMYK is read as Adobe writes it, and profiles are ignored.
 There are two exceptions, because clipping would ruin the image. 16-bit gray values are scaled to 8
 bits (of 16-bit colors, Pillow reads the upper 8). 32-bit integers and floats are rejected because
-their range is unknown. Of an animation, the first frame is used. EXIF orientation is ignored, as in
-all published results, except that Pillow itself turns TIFFs.
+their range is unknown. Only the first frame of an animation is used. EXIF orientation is ignored,
+as in all published results, except that Pillow itself turns TIFFs.
 
 The size in a header is compared with `MAX_PIXELS` before memory is allocated. Apart from Pillow's
 decoder (1 to 4 bytes per pixel), only the requested pixels are allocated. The largest image
@@ -131,7 +131,6 @@ def _formats() -> tuple[str, ...]:
 
 
 def _why_not(data: bytes, error: Exception) -> str:
-    """Return the reason why `data` is not an image."""
     if not data:
         return "0 bytes"
     if data.startswith(b"\xff\xd8"):
@@ -356,7 +355,6 @@ def undecodable(data: bytes, reason: ValueError) -> ValueError:
 
 
 def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] | None) -> None:
-    """Raise ValueError if `actual` (width, height) is not `expected` or does not contain `box`."""
     left, top, width, height = box
     if expected is not None and expected != actual:
         raise ValueError(

@@ -121,7 +121,6 @@ def stamp_of(sources: Path) -> str:
 
 
 def _decodes_correctly(library: ctypes.CDLL) -> bool:
-    """Return whether windows of a small JPEG, with and without markers, equal simplejpeg's."""
     y, x = np.mgrid[:50, :150]
     image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
     plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
@@ -140,7 +139,6 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 
 
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    """Return the library, or None and the reason (None if the user disabled the library)."""
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
     for suffix in EXTENSION_SUFFIXES:

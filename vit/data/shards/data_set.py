@@ -179,7 +179,6 @@ class _Location(NamedTuple):
 
 
 def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Location:
-    """Read the description of a split and find its shards. Raises ShardError."""
     home = local_path(root)
     url = str(root).rstrip("/")
     if home is not None:
@@ -258,7 +257,6 @@ def _check_shards(
 
 
 def _local_version(path: Path) -> Version | str:
-    """Return the size and modification time of a file, or the reason why they are unknown."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -302,7 +300,6 @@ def _local_index(
     layout: SampleLayout,
     is_checked: bool,
 ) -> np.ndarray:
-    """Open the index of the tars in `root`. If necessary, rebuild it and log the reason."""
     path = root / f"{split}.index.npy"
     sizes = [version.size for version in versions]
     try:
@@ -362,7 +359,6 @@ def _remote_index(
     cache: Cache,
     is_checked: bool,
 ) -> np.ndarray:
-    """Open the index of shards at a URL, from `home` or from the URL. Raises ShardError."""
     if home is None:
         path = folder.fetch_index(split, cache)
         place = f"{folder}/{split}.index.npy"

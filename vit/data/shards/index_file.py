@@ -139,7 +139,6 @@ def _by_shard(index: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]
 
 
 def _size_in_header(tar: Path, offset: int) -> int:
-    """Return the size in the tar header before `offset`, or -1 if the bytes are not a header."""
     try:
         with open(tar, "rb") as file:
             file.seek(max(0, offset - TAR_BLOCK))

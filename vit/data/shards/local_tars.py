@@ -126,7 +126,6 @@ class LocalTars:
         _close(self._fds)
 
     def _open(self, shards: Sequence[int]) -> None:
-        """Open those of `shards` that are closed, up to the limit on open files."""
         missing = [shard for shard in shards if shard not in self._fds]
         missing = missing[: max(self._max_open() - len(self._fds), 0)]
         if not missing:
@@ -152,7 +151,6 @@ class LocalTars:
         return data
 
     def _keep(self, shard: int, fd: int) -> None:
-        """Keep `fd` open for the next reads, or close it if too many files are open."""
         if (before := self._fds.get(shard)) is not None:
             # Replace the file behind the old descriptor, because another thread may be reading from
             # it.
@@ -162,7 +160,6 @@ class LocalTars:
         os.close(fd)
 
     def _max_open(self) -> int:
-        """Return half of the process's limit on open files; the rest is left to other code."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 

@@ -237,7 +237,6 @@ _ABSENT = object()
 
 
 def _json_field(data: bytes, suffix: str, field: str) -> Any:
-    """Return a field of a JSON member. Raises InvalidSample."""
     try:
         content = json.loads(data)
     except ValueError as error:

@@ -147,7 +147,6 @@ class Split:
         return data, FLIPPED if checksum else ""
 
     def _error(self, i: int, shard: int, offset: int, size: int, problem: str) -> ShardError:
-        """Return the error for a sample that cannot be read."""
         try:
             key = self.key(i)
         except (ShardError, OSError):

@@ -126,8 +126,6 @@ class SplitSlice(Split):
 
 
 class _PartRows:
-    """The index rows of a slice, read from the index of the whole split."""
-
     def __init__(self, whole: Split, numbers: NDArray[np.integer]):
         self._whole = whole
         self._numbers = numbers

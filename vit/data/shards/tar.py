@@ -98,7 +98,6 @@ class Survey(NamedTuple):
 def _members(
     read: Read, end: int, layout: SampleLayout, passed_over: Counter[str]
 ) -> Iterator[tuple[str, Member, str]]:
-    """Yield (key, member, kind) for each member of a sample, in order. Reads only headers."""
     for name, offset, size, kind in walk(read, 0, end, needs_end=False):
         if named := layout.cut(name):
             yield named[0], Member(named[1], offset, size, name), kind
@@ -107,7 +106,6 @@ def _members(
 
 
 def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
-    """Return (width, height), if possible from the first bytes. Raises InvalidSample."""
     for num_bytes in (min(HEAD_BYTES, image.size), image.size):
         try:
             width, height = read_image_size(read(num_bytes, image.offset))
@@ -237,7 +235,6 @@ def scan_tar(
 
 
 def _describe_unfit(survey: Survey) -> str:
-    """Return a text about the first invalid sample and the number of such samples."""
     first = survey.unfit[0]
     return (
         f"sample {first.key!r} {first.reason} ({len(survey.unfit):,} of"

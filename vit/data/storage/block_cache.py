@@ -218,7 +218,6 @@ class BlockCache:
         return True
 
     def _remove_oldest(self, keep_bytes: int) -> int:
-        """Remove blocks until the rest takes at most `keep_bytes`; return the size of the rest."""
         blocks = []
         for path in self.folder.glob("*/*"):
             with suppress(OSError):  # another process has removed it
@@ -282,7 +281,6 @@ class BlockCache:
 
 
 def _parse_used(text: bytes) -> int | None:
-    """Return the number in `used_bytes`, or None if the file is new or damaged."""
     return int(text) if text.strip().isdigit() else None
 
 

@@ -113,7 +113,6 @@ def is_waited_for(path: Path) -> bool:
 
 
 def _holder(fd: int) -> str:
-    """Return a text about the process that locks an open file, if the system knows the process."""
     status = os.fstat(fd)
     inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError):
@@ -128,7 +127,6 @@ def _holder(fd: int) -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    """Create a folder, writable by the group if its parent is."""
     if not folder.is_dir():
         folder.mkdir(exist_ok=True, mode=0o700)
         if folder.parent.stat().st_mode & stat.S_IWGRP:

@@ -183,7 +183,6 @@ class WebFile(io.RawIOBase):
         return piece
 
     def _request(self) -> None:
-        """Request the bytes from `at` on."""
         elapsed_s = self._waited_s - self._mark_s
         if elapsed_s > self.retry.limit_s:
             num_bytes = self.at - self._mark_at

@@ -180,7 +180,7 @@ class ObjectStore:
         name = name or path.name
 
         def put(fs: Any, folder: str) -> None:
-            size = path.stat().st_size  # read in each attempt, because a log may grow meanwhile
+            size = path.stat().st_size  # read in each attempt, because a log may grow
             self._make_parent(fs, f"{folder}/{name}")
             fs.put_file(str(path), f"{folder}/{name}", **self._transfer)
             _check_arrived(_version(fs, folder, name).size, size)
@@ -282,7 +282,6 @@ class ObjectStore:
             ObjectStore(self.url, replace(self.retry, limit_s=0.0))._call("", abort)
 
     def _make_parent(self, fs: Any, path: str) -> None:
-        """Make the folder of a file, in a store that has folders."""
         if self.kind is None:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
@@ -374,7 +373,6 @@ def _check_arrived(arrived: int, size: int) -> None:
 
 
 def _timeout(fs: Any) -> dict[str, float]:
-    """Return the option with a request's time limit, for clients that support it."""
     return {"timeout": ATTEMPT_S} if fs.async_impl else {}
 
 

@@ -142,7 +142,6 @@ class RemoteFolder:
             file.writelines(self._pieces(name, version))
 
     def _pieces(self, name: str, version: Version) -> Iterator[bytes]:
-        """Yield a file in pieces. Raises ShardError if its version has changed."""
         for start in range(0, version.size, PIECE_BYTES):
             try:
                 yield self.read(name, start, min(start + PIECE_BYTES, version.size), version)
