@@ -125,5 +125,5 @@ def test_checkpoints_are_listed_with_their_hashes(tmp_path):
     listed = shown(tmp_path, train_line(10), *saved).partition("Checkpoints")[2]
     assert [listed.count(line["sha256"]) for line in saved] == [1, 1, 2, 2, 2, 2, 2]
     assert "All 7" in listed
-    assert "Exact over ranks" not in listed
+    assert "With train.exact_over_ranks" not in listed
     assert "Checkpoints" not in shown(tmp_path, train_line(10))
