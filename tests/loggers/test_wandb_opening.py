@@ -47,7 +47,9 @@ def start(folder: Path, mode: Mode, messages: list[str]) -> WandbProcess:
     return WandbProcess(folder, "project", mode, {}, ["train.py"], Rows([], 0), messages.append)
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("offline", "as asked"), ("online", "no API key")])
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("offline", "as configured"), ("online", "no API key")]
+)
 def test_opening_offline_has_no_time_limit(tmp_path, monkeypatch, mode, reason):
     (tmp_path / "wandb.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

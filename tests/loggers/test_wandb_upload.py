@@ -32,7 +32,7 @@ def test_writes_an_offline_part_without_a_service(tmp_path, monkeypatch):
     assert config["optim"] == {"lr": 0.1}
     assert numbers(history) == recorded(folder)
     assert [row["global_step"] for row in recorded(folder)] == [*range(1, 9), 8]
-    assert [line.partition(";")[0] for line in messages] == ["wandb: offline (as asked)"]
+    assert [line.partition(";")[0] for line in messages] == ["wandb: offline (as configured)"]
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
