@@ -390,7 +390,7 @@ def test_trains_eagerly_with_a_note_if_compilation_is_impossible(tmp_path, shard
     env = {**environment(), "CXX": "/nonexistent"}
     done = call(command("launch/train.py", *arguments, ranks=0), env)
     assert done.returncode == 0, done.stderr
-    assert "note: torch.compile does not work here (" in done.stderr
+    assert "note: torch.compile does not work on this host (" in done.stderr
     assert "No working C++ compiler" in done.stderr
     assert "or set train.compile=false" in done.stderr
     assert metrics(tmp_path / "run", "start")[0]["compiled"] is False

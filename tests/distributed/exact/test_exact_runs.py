@@ -330,5 +330,5 @@ def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_pa
     arguments += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
     new = call(command("launch/train.py", *arguments, ranks=0), env)
     assert new.returncode == 2
-    assert "exact_over_ranks: torch.compile does not work here (" in new.stderr
+    assert "exact_over_ranks: torch.compile does not work on this host (" in new.stderr
     assert not (tmp_path / "new").exists()
