@@ -35,7 +35,7 @@ def web(shards):
         yield server
 
 
-def test_a_job_after_warming_requests_no_blocks(web, tmp_path, shards, capsys):
+def test_after_warming_a_job_requests_no_blocks(web, tmp_path, shards, capsys):
     url = f"{web.url}/set"
     cache = tmp_path / "cache"
     assert warm.main([url, "--cache-dir", str(cache)]) == 0
@@ -69,7 +69,7 @@ def test_a_config_selects_shards_and_a_fraction_of_a_mounted_folder(
     assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
     assert len(list(cache.rglob("train-00000*.block"))) == 5
     assert len(list(cache.rglob("*.block"))) == 15, (
-        "the fraction has six blocks, one of which was already cached"
+        "the fraction has six blocks, of which one was already cached"
     )
 
 
@@ -171,7 +171,8 @@ sys.exit(warm.main(sys.argv[1:]))
             "--shards 5: expected a number or a range, such as 0-2, of 3 shards",
         ),
         (
-            ["ROOT", "--cache-dir", "CACHE", "--shards", ""],  # an unset shell variable
+            # The value is empty, as from an unset shell variable.
+            ["ROOT", "--cache-dir", "CACHE", "--shards", ""],
             "--shards : expected a number or a range, such as 0-2, of 3 shards",
         ),
         (

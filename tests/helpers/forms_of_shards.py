@@ -1,4 +1,4 @@
-"""Shards in the formats of other tools."""
+"""Shards in formats of other tools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layout_of(flags: str) -> SampleLayout:
 
 
 def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    """Write a tar with the standard library from (key, {suffix: content}) in order."""
+    """Use the standard library to write a tar from (key, {suffix: content}) in order."""
     with tarfile.open(path, "w") as tar:
         for key, members in samples:
             for suffix, data in members.items():

@@ -1,4 +1,4 @@
-"""Batches whose contents are their own numbers, for tests of the processes that make them."""
+"""Batches that contain their own numbers, for tests of the processes that make batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Test the rows of docs/errors.md about prediction and pictures: each is provoked.
+"""Test the rows of docs/errors.md about prediction and pictures: each row is provoked.
 
-If a mistake ends the command, it runs in this process and raises ValueError.
+If a mistake ends the command, the command runs in this process and raises ValueError.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_the_row_is_what_happens(row: Row, base, place, monkeypatch, capfd):
+def test_the_mistake_has_the_stated_result(row: Row, base, place, monkeypatch, capfd):
     from vit.distributed import exit
 
     def leave(status: int) -> None:

@@ -1,6 +1,6 @@
 """A store and a process group of torch that count every request and every collective.
 
-Counts       counts by part of a run; it wraps the functions that are the parts
+Counts       counts by part of a run; wraps the functions that are the parts
 Store        a dict with the interface of TCPStore; `Connection` forwards to a real store
 Group        collectives among ranks that all contribute the same values
 """
@@ -27,7 +27,7 @@ from torch.futures import Future
 from vit.distributed.world import COLLECTIVE_TIMEOUT
 
 REQUEST_BYTES = 16
-"""The approximate overhead in bytes of a request to torch's TCPStore, including the response."""
+"""The approximate overhead in bytes of a request to torch's TCPStore and its response."""
 
 
 class _Thread(threading.local):
@@ -58,7 +58,7 @@ class Counts:
             self.keys[part][key] += 1
 
     def watch(self, place: Any, name: str, part: str) -> None:
-        """Count calls of the function `name` of `place` as `part`."""
+        """Count calls to the function `name` of `place` as `part`."""
         function = getattr(place, name)
 
         @functools.wraps(function)
@@ -127,8 +127,8 @@ class Counts:
 
 
 class Store(dist.Store):
-    """torch's store interface over the dict `entries`. It counts requests as TCPStore would receive
-    them."""
+    """A store with torch's interface over the dict `entries`. It counts requests as TCPStore would
+    receive them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):
         super().__init__()
@@ -205,7 +205,7 @@ class Connection(Store):
 
 
 class Group(dist.ProcessGroup):
-    """torch's process group among ranks that all do the same. It counts collectives."""
+    """A process group with torch's interface whose ranks all do the same. It counts collectives."""
 
     def __init__(self, rank: int, size: int, counts: Counts):
         super().__init__(rank, size)
@@ -231,7 +231,7 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Broadcast ones as weights, because a simulated rank does not have those of rank 0.
+        """Broadcast ones as weights, because a simulated rank does not have rank 0's weights.
         Integers describe DDP's buckets, which are equal on all ranks, so they stay unchanged."""
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
@@ -255,5 +255,5 @@ class Group(dist.ProcessGroup):
         output.copy_(own)
         return self._done("all_to_all", [own], output)
 
-    all_gather_single = _allgather_base  # from torch 2.15 on
+    all_gather_single = _allgather_base  # torch 2.15 and later use this name
     all_to_all_single = alltoall_base

@@ -55,7 +55,7 @@ def _(place):
 def _(place):
     place.train("train.steps=1", "eval.sets.trained.split=train[:50%]")
     notes = [line for line in place.done.stderr.splitlines() if "byte-equal" in line]
-    assert len(notes) == 1, "val has different images, so only the dataset is noted"
+    assert len(notes) == 1, "the images in val differ, so only the dataset must be reported"
 
 
 @scenario("a set to evaluate on with a class that the model does not have")
@@ -289,5 +289,5 @@ def _(place):
 
 
 @pytest.mark.parametrize("row", scenario.rows())
-def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+def test_the_mistake_has_the_stated_result(row: Row, happened: dict[str, Future[Place]]):
     scenario.check(row, happened[row.what].result())
