@@ -143,7 +143,6 @@ class Launches(TorchDispatchMode):
 
 
 def _our_line() -> str:
-    """Return the innermost line of the project that is being run, as `module.py:line`."""
     for frame, line in traceback.walk_stack(None):
         if frame.f_code.co_filename.startswith(OURS):
             return f"{frame.f_code.co_filename.removeprefix(OURS)}:{line}"

@@ -58,7 +58,6 @@ MOST_PIXELS = 1 << 20
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """Return a picture that is neither flat nor pure noise."""
     generator = np.random.default_rng((width, height))
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -410,7 +409,6 @@ class Comparison:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Damage the file in one to three ways."""
     hurt = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if len(hurt) < 40:

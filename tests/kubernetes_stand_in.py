@@ -293,5 +293,4 @@ def evict(pod: Pod, grace_s: float) -> None:
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """Return the objects in a file of deploy/kube/."""
     return list(yaml.safe_load_all((KUBE / name).read_text()))

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 
 class Stored(NamedTuple):
-    """A sample of a shard."""
-
     data: bytes
     label: int
 

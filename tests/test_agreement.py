@@ -45,7 +45,6 @@ def test_the_rows_of_all_ranks_form_the_batch(repeats):
 
 
 def finished_run(config: Path, folder: Path, *overrides: str) -> Run:
-    """Return a finished run of three steps on one rank."""
     short = ("train.steps=3", "eval.every_steps=100", f"run.dir={folder}")
     run = build_run(config_io.load_config(config, [*TINY, *short, *overrides]), ALONE)
     train(run)

@@ -38,7 +38,6 @@ class Counter:
         return graph
 
     def since(self) -> int:
-        """Return the number of graphs since the last call."""
         count = self.num_graphs
         self.num_graphs = 0
         return count

@@ -115,7 +115,6 @@ def test_rejects_a_batch_that_ranks_or_groups_do_not_divide(shards):
 
 
 def test_a_model_is_evaluated_on_every_image_once(shards):
-    """The test compares with torchvision's transforms, applied image by image."""
     torch.manual_seed(0)
     split = vit.open_split(shards, "val")
     model = vit.create_model("vit_ti8", 16, 3, embed_dim=32, depth=1, num_heads=2).train()

@@ -173,7 +173,6 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     ],
 )
 def test_an_update_above_its_limits_equals_skipping_the_batch(precision, limits, verdict):
-    """Averaged weights must still move towards the current weights."""
     guarded = make_step(4, precision, clip_grad_norm=1.0)
     plain = make_step(4, precision, clip_grad_norm=1.0)
     for step in (guarded, plain) if precision == "fp16" else ():

@@ -39,7 +39,6 @@ STEPS = 24
 
 @pytest.fixture
 def config(tmp_path: Path, shards: Path) -> Path:
-    """Return a config with enough steps to stop the run in the middle."""
     return write_config(tmp_path, shards, steps=STEPS)
 
 
@@ -428,7 +427,6 @@ def test_a_timm_model_trains_in_the_same_loop(tmp_path, shards):
 
 
 def test_the_model_learns(tmp_path, shards):
-    """After a few epochs, the accuracy on three colors must be far above chance."""
     config = write_config(tmp_path, shards, steps=60)
     train(
         config,

@@ -93,7 +93,6 @@ def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
 
 
 def in_a_fork(function: Callable[[], None]) -> int:
-    """Run `function` in a forked process, which then exits; return its wait status."""
     pid = os.fork()
     if not pid:
         try:
@@ -269,7 +268,6 @@ def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, conf
 
 
 def open_files(folder: Path, ending: str) -> list[str]:
-    """Return the files in `folder` with this suffix that this process has open."""
     open_now = Path("/proc/self/fd")
     links = [os.readlink(file) for file in open_now.iterdir() if file.exists()]
     return [link for link in links if link.startswith(str(folder)) and link.endswith(ending)]

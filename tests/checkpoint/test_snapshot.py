@@ -30,8 +30,6 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeEvent:
-    """A CUDA event, which marks a point in a stream's work."""
-
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
         self.is_reached = False

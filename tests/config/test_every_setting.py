@@ -157,7 +157,6 @@ def digest(*values: Any) -> str:
 
 
 def judged(config: Config, record: Record) -> list[str]:
-    """Return the guard's decisions about a loss spike followed by non-finite gradients."""
     nothing = np.zeros(0, np.float32)
     recent = [[step, 9.0 - 0.01 * step, 1.0 + 0.001 * step] for step in range(200)]
     state = RunState(step=202, recent=recent, rewinds=4)

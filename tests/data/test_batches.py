@@ -80,7 +80,6 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     monkeypatch.setattr(cached_tars, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
-        """Return the ranges fetched from shards, in the order of the requests."""
         with WebServer(
             {f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
         ) as server:

@@ -114,7 +114,6 @@ def test_a_batch_outlives_its_loader():
 
 
 def test_a_part_contains_whole_mixing_groups(shards, monkeypatch):
-    """A mixing group may be longer than the usual part of a batch."""
     monkeypatch.setattr(slots, "PART_ROWS", 8)
     augment = AugmentConfig(mixup_alpha=0.8, mix_group_size=20)
     batches = TrainBatches(

@@ -103,8 +103,6 @@ def test_an_exception_in_a_worker_is_raised_with_its_stack_at_its_batch():
 
 
 def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
-    """Each Ctrl-C, for instance in a notebook, may lose only one batch."""
-
     class Interrupted(Numbered):
         def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
             if position < 5:

@@ -164,7 +164,6 @@ def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, position):
     "settings", [{}, {"num_lanes": 16}, {"window_blocks": 4}, {"aug_repeats": 2}]
 )
 def test_a_cache_of_the_current_blocks_reads_each_once_and_a_smaller_one_many_times(settings):
-    """The test simulates an LRU cache without prefetching."""
     order = make_order(300_000, 512, **settings)
 
     def fetched_for_each_used(capacity: int) -> float:

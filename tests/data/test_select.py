@@ -337,5 +337,4 @@ def test_a_subset_of_many_samples_needs_little_memory(options, most):
 
 
 def test_the_subset_of_a_seed_never_changes(split):
-    """Papers identify subsets by their seeds."""
     assert choose(split, Selection(fraction=0.1)).numbers.tolist() == [2, 21, 31, 43, 50, 57]

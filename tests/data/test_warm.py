@@ -114,7 +114,6 @@ def test_damaged_blocks_are_counted_and_all_others_are_fetched(web, tmp_path, sh
 def test_a_shard_replaced_during_warming_is_reported_without_waiting_for_other_threads(
     web, tmp_path
 ):
-    """Other threads of the process are still waiting for an absent server."""
     code = """
 import runpy
 from vit.data.shards.stores import Version

@@ -67,8 +67,6 @@ class Hanging(Reading):
 
 
 class Killed(Numbered):
-    """Batches whose worker kills itself at position 3."""
-
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         if position == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -231,7 +229,6 @@ def test_a_hang_in_a_stream_ends_the_run():
 
 
 def test_after_the_whole_job_was_stopped_no_worker_is_considered_hanging():
-    """Ctrl-Z stops the whole job for longer than the timeout."""
     code = """
 import sys, time
 sys.path[:0] = ["tests/helpers", "tests/data"]

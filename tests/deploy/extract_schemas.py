@@ -48,8 +48,6 @@ SKY_KEPT = {
 
 
 def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
-    """Return a file of the newest commit, parsed as YAML, and that commit."""
-
     def git(*arguments: str) -> str:
         line = ["git", "-C", repository, *arguments]
         return subprocess.run(line, check=True, capture_output=True, text=True).stdout

@@ -53,7 +53,6 @@ def validate(document) -> None:
 
 
 def validate_job(spec) -> None:
-    """Check the Job of a JobSet against Kubernetes' own schema."""
     document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
@@ -79,8 +78,6 @@ def test_jobs_follow_the_schema_of_kubernetes(spec):
 
 @pytest.mark.parametrize("spec", TRAINING_JOBS)
 def test_each_exit_status_of_a_job_has_its_action(spec):
-    """The action depends on the pod's exit status and on whether the pod was evicted."""
-
     class Pod:
         name = "vit-node-0-1"
         conditions: frozenset[str] = frozenset()

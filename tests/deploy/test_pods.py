@@ -149,6 +149,5 @@ def test_parts_of_a_dataset_are_written_according_to_the_completion_index(
 
 
 def _meets(pod) -> bool:
-    """Return whether torchrun works in an isolated pod."""
     pids = [pid for first in children(pod.process.pid) for pid in children(first)]
     return any("torch.distributed.run" in command_line(pid) for pid in pids)

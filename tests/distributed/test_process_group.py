@@ -428,7 +428,6 @@ def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
 
 
 def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
-    """The test starts from torch's defaults and from values that a user may have set."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True

@@ -220,7 +220,6 @@ def shards(tmp_path_factory):
 
 
 def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path):
-    """SIGSTOP simulates a swapping host, a frozen cgroup or a debugger."""
     config = write_config(tmp_path, shards, steps=3000)
     run = Background(config, tmp_path / "run", "run.hang_timeout_s=4", ranks=2, cold=True)
     run.wait_for_step(4)

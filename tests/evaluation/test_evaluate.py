@@ -83,8 +83,6 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
 
 @pytest.mark.slow
 def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, shards):
-    """The test compares the predictions that three ranks saved with those that a command on one
-    rank counts as correct."""
     train(write_config(tmp_path, shards), tmp_path / "run", "train.ema_decay=null", ranks=3)
     saved = np.load(tmp_path / "run" / "predictions.npz")
     assert saved["labels"].tolist() == open_split(shards, "val").index["label"].tolist()

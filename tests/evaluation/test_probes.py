@@ -26,7 +26,6 @@ WORDS = ["--knn", "--k", "3,20", "--linear-probe", "--l2", "0.01", "--device", "
 
 
 def blobs(num: int, dim: int, num_classes: int, seed: int, spread: float = 1.5):
-    """Return features spread around a center for each class, and their labels."""
     rng = np.random.default_rng(seed)
     centres = np.random.default_rng(7).normal(size=(num_classes, dim))
     labels = rng.integers(num_classes, size=num)

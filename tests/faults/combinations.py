@@ -210,7 +210,6 @@ def make_data(folder: Path) -> Data:
 
 
 def draw(rng: random.Random, data: Data) -> Combination:
-    """Draw ranks, a location, kills, and settings that may contradict each other."""
     steps = rng.randrange(8, 21)
     lines: list[tuple[str, ...]] = [
         (f"data.global_batch_size={BATCH}", f"train.steps={steps}"),

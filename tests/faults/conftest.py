@@ -72,7 +72,6 @@ class Host:
 
     @property
     def status(self) -> int | None:
-        """Return the launcher's exit status, or None while the launcher is running."""
         return None if self._family is None else self._family.process.poll()
 
     def end(self, timeout_s: float) -> int:
@@ -83,7 +82,6 @@ class Host:
             raise AssertionError(f"{self.name} has not ended:\n{self.printed()}") from None
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes of the host at the same time."""
         if self._family is None:
             return
         for first in children(self._family.process.pid):

@@ -110,7 +110,6 @@ class Fuzz:
     s3: S3Server
 
     def tried(self, seed: int) -> Result:
-        """Draw a combination that the program accepts, and run it."""
         rng = random.Random(seed)
         refused: list[str] = []
         began_s = time.monotonic()
@@ -187,7 +186,6 @@ class Fuzz:
     def _killed(
         self, run_dir: Path, combination: Combination, place: tuple[str, ...], kill: Kill
     ) -> bool:
-        """Return whether the kill came before the attempt ended."""
         attempt = Background(self.config, run_dir, *combination.settings, *place, ranks=kill.ranks)
         while last_step(run_dir) < kill.step and attempt.process.poll() is None:
             time.sleep(0.01)
@@ -250,7 +248,6 @@ def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
 
 
 def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of metrics.jsonl by kind and number, without measured values."""
     lines: dict[str, dict[str, Any]] = {}
     numbers = dict.fromkeys(KINDS, 0)
     for line in read_metrics(run_dir / METRICS_FILE):

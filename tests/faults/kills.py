@@ -48,7 +48,6 @@ class Whole:
         ]
 
     def state(self, ranks: int) -> dict[str, str]:
-        """Return the final state of the run on this number of ranks."""
         if ranks not in self._states:
             run_dir = self.folder / f"whole{ranks}_{self.steps}"
             train(self.config, run_dir, *self.settings, ranks=ranks)

@@ -154,7 +154,6 @@ def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl from all attempts."""
     path = run_dir / METRICS_FILE
     rows = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(row) for row in rows]
@@ -178,7 +177,6 @@ class Watched:
     _seen: tuple[int, float] = field(default=(0, 0.0))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of this attempt, or none before its `start` line."""
         lines = lines_of(self.run_dir)
         starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
         return lines[starts[-1] :] if len(starts) > self.num_starts else []
@@ -209,7 +207,6 @@ class Watched:
         return steps[-1] % SAVE_EVERY_STEPS != 0 and not is_due and not unfinished(self.run_dir)
 
     def _stands_still(self, num_lines: int) -> bool:
-        """Return whether metrics.jsonl has had no new line for `STILL_S`."""
         now = time.monotonic()
         if num_lines != self._seen[0]:
             self._seen = num_lines, now
@@ -246,7 +243,6 @@ class Watched:
 
 @contextmanager
 def stopped(pids: Iterable[int]) -> Iterator[None]:
-    """Stop processes with all of their threads until the block ends."""
     pids = list(pids)
     for pid in pids:
         with suppress(ProcessLookupError):

@@ -156,7 +156,6 @@ class Soak:
         return f"two jobs at once on one node: {tally}"
 
     def steps(self) -> str:
-        """Measure memory over many saves."""
         saves = 10 * self.count
         whole = Whole(self.folder, self.shards, steps=3 * saves)
         sentences, faults = flat.over_steps(whole, self.new_folder("steps"))
@@ -164,7 +163,6 @@ class Soak:
         return f"{saves} saves, {saves // 2} evaluations, {3 * saves} steps in one go: {tally}"
 
     def starts(self) -> str:
-        """Measure memory over many starts."""
         sentence, faults = flat.over_starts(self.whole, self.new_folder("starts"), self.count)
         return f"{self.count} starts in one process: {_tally(1, faults, sentence)}"
 
@@ -194,7 +192,6 @@ class Soak:
         return f"runs on two ranks that are left to finish: {_tally(times, faults, 'status 0')}"
 
     def secrets(self) -> str:
-        """Plant secrets, and search all files and all output for them."""
         line = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/project/test_secrets.py"]
         done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
         faults = [] if done.returncode == 0 else [done.stdout + done.stderr]

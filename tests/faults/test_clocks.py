@@ -63,8 +63,6 @@ time_t time(time_t *result) {
 
 
 class Clock:
-    """A replacement for time.time that a test can set."""
-
     def __init__(self) -> None:
         self.off_s = 0.0
         self._real = time.time

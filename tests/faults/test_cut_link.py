@@ -30,13 +30,11 @@ def config(tmp_path, shards):
 
 @pytest.fixture
 def whole(tmp_path, config):
-    """Return the final state of a run with both ranks on one host."""
     train(config, tmp_path / "whole", *SPARSE, ranks=2)
     return final_state(tmp_path / "whole", STEPS)
 
 
 def test_a_cut_that_is_shorter_than_the_limit_changes_nothing(two_hosts, tmp_path, config, whole):
-    """TCP retransmits lost packets."""
     run_dir = tmp_path / "run"
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=120")
     wait_for_step(run_dir, 40)

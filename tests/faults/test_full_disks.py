@@ -65,7 +65,6 @@ def mounted(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(mounted, tmp_path) -> Iterator[Path]:
-    """Mount an empty disk of 4 MiB."""
     yield mounted
     for path in mounted.iterdir():
         if path.is_dir():
@@ -212,7 +211,6 @@ def whole_files(folder: Path, notes: str) -> dict[str, str]:
 
 
 def line_of(write: Callable[[Path], object], folder: Path) -> str:
-    """Return the line printed for the error that `write` raises."""
     try:
         write(folder)
     except Exception as error:

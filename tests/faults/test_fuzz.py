@@ -48,7 +48,6 @@ def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, 
 
 
 def test_reports_two_runs_that_differ_in_one_setting(config, tmp_path):
-    """The report must list differences in tensors and in the lines of metrics.jsonl."""
     for name, rate in (("one", 1e-3), ("other", 1.1e-3)):
         train(config, tmp_path / name, "train.steps=6", f"optim.lr={rate}")
     assert not differences(tmp_path / "one", tmp_path / "one", 6)

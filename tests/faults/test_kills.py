@@ -35,7 +35,6 @@ def test_a_run_broken_in_any_phase_resumes_to_the_same_bits(whole, tmp_path, pha
 
 
 def test_reports_how_metrics_differ_from_the_plan(whole, tmp_path):
-    """The checksum, steps and evaluations in metrics.jsonl must match the plan."""
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "start", "step": 0}\n{"kind": "train", "step": 2}\n'
         '{"kind": "epoch", "step": 5, "first_batch": 0, "last_batch": 4, "exact": true,'

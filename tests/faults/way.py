@@ -50,7 +50,6 @@ class Way:
         forget_clients()
 
     def is_good(self) -> None:
-        """Stop all faults."""
         self.fault = lambda method, path: None
 
 

@@ -138,8 +138,6 @@ def test_evaluation_waits_for_the_gpu_only_at_the_end():
 
 
 def also_scored(split: Split) -> list[EvalSet]:
-    """Return an evaluation set with two of the classes, and one with two correct classes for each
-    image."""
     both = torch.zeros(split.num_samples, 2, dtype=torch.int64)
     return [EvalSet("two", split, torch.tensor([2, 0])), EvalSet("real", split, None, both)]
 

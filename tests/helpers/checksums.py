@@ -21,8 +21,6 @@ def digest(content: bytes) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Map the relative path of each file below `folder` to its digest, and of each folder to
-    "folder"."""
     return {
         str(path.relative_to(folder)): "folder" if path.is_dir() else digest(path.read_bytes())
         for path in folder.rglob("*")

@@ -44,7 +44,6 @@ class Fake:
     """Maps each WNID to its ILSVRC2012_ID, which starts at 1."""
 
     def labels(self, split: str) -> dict[str, int]:
-        """Map each key to its label."""
         if split == "val":
             return {name[:-5]: self.wnids.index(wnid) for name, wnid in self.val_wnids.items()}
         return {
@@ -232,7 +231,6 @@ def meta_mat(fake: Fake) -> bytes:
 
 
 def devkit_files(fake: Fake) -> dict[str, bytes]:
-    """Return the development kit's files by their paths in its archive."""
     truth = "".join(f"{fake.ids[fake.val_wnids[name]]}\n" for name in sorted(fake.val))
     return {
         "readme.txt": b"Development kit of a small ImageNet\n",
@@ -273,7 +271,6 @@ def write_devkit_folder(fake: Fake, folder: Path) -> Path:
 
 
 def write_flat_val(fake: Fake, folder: Path) -> Path:
-    """Write the validation images to one folder."""
     return write_files(fake.val.items(), folder)
 
 
@@ -330,7 +327,6 @@ def kaggle_files(fake: Fake) -> dict[str, bytes]:
 
 
 def write_kaggle_tree(fake: Fake, folder: Path) -> Path:
-    """Write Kaggle's archive in unpacked form."""
     return write_files(kaggle_files(fake).items(), folder)
 
 

@@ -182,7 +182,6 @@ def end_session() -> list[str]:
 
 
 def end_of_failed_test() -> None:
-    """End the processes that the running test has started in its own body."""
     kill(os.environ[MARK], os.environ[NAME])
 
 

@@ -17,7 +17,6 @@ NAMES = ("tench", "cat", "dog", "crème brûlée", "hen of the woods")
 
 
 def image(number: int, kind: str = "JPEG") -> bytes:
-    """Return an image whose size and color encode its number."""
     encoded = io.BytesIO()
     Image.new("RGB", (20 + number, 30), (10 * (number % 25), 100, 200)).save(encoded, kind)
     return encoded.getvalue()

@@ -11,8 +11,6 @@ from vit.data.image_format import ImageFormat
 
 
 class Numbered(Batches):
-    """Batches whose rows contain the batch's number, without images to decode."""
-
     def __init__(self, num_rows: int = 300, side: int = 4, pause_s: float = 0.0):
         self.layout = BatchLayout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2)
         self.pause_s = pause_s

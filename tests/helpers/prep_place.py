@@ -146,7 +146,6 @@ def official(place: Place, fake: Fake | None = None) -> Path:
 def images(
     place: Place, classes: tuple[str, ...] = ("cat", "dog"), each: int = 12, side: int = 24
 ) -> Path:
-    """Write class folders with noise images."""
     rng = np.random.default_rng(0)
     for name, number in itertools.product(classes, range(each)):
         path = place.folder / "images" / name / f"{number}.jpg"

@@ -15,7 +15,6 @@ def all_pids() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of a process's children. A rank's children are its loader workers."""
     return [
         int(child)
         for thread in _threads(pid)
@@ -28,7 +27,6 @@ def command_line(pid: int) -> str:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment with which the process was started."""
     return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
 
 

@@ -123,7 +123,6 @@ def environment() -> dict[str, str]:
 def command(
     script: str, *arguments: object, ranks: int = 1, python: str = sys.executable
 ) -> list[str]:
-    """Return the command line of a script under torchrun, or under plain Python if `ranks` is 0."""
     launcher = (
         [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         if ranks
@@ -240,7 +239,6 @@ class Background:
         self.process = self._family.process
 
     def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until metrics.jsonl has reached `step`."""
         deadline = time.monotonic() + timeout_s
         while last_step(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -344,7 +342,6 @@ def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:
-    """Return the lines of one kind in metrics.jsonl."""
     return [
         line
         for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())

@@ -219,7 +219,6 @@ class HubServer(LocalServer):
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def commit_of(self, name: str) -> str:
-        """Return the 40 digits of a repository's only commit."""
         return hashlib.sha1(repr(sorted(self.repositories[name].items())).encode()).hexdigest()
 
 
@@ -480,7 +479,6 @@ class Gate:
         self.close()
 
     def close(self) -> None:
-        """End all connections and refuse new ones."""
         self.closed = True
         for end in list(self._open_ends):
             with suppress(OSError):

@@ -17,14 +17,12 @@ PER_SHARD = 5
 
 
 def jpeg(number: int) -> bytes:
-    """Return a JPEG whose size and color encode its number."""
     encoded = io.BytesIO()
     Image.new("RGB", (20 + number, 30 + 2 * number), (10 * number, 100, 200)).save(encoded, "JPEG")
     return encoded.getvalue()
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> Path:
-    """Write a tar with the standard library, not with the tested writer."""
     with tarfile.open(path, "w", **options) as tar:
         for name, data in members:
             info = tarfile.TarInfo(name)

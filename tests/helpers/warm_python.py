@@ -154,7 +154,6 @@ def _early(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _receive(client: socket.socket) -> tuple[Request, list[int]]:
-    """Return a request and the client's stdin, stdout and stderr."""
     head, streams, _, _ = socket.recv_fds(client, 4, 3)
     with client.makefile("rb") as file:
         return ast.literal_eval(file.read(int.from_bytes(head, "big")).decode()), streams
@@ -224,7 +223,6 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
 
 
 def _become(request: Request, streams: list[int]) -> NoReturn:
-    """Run the requested code as Python would."""
     arguments, environment, folder = request
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

@@ -204,7 +204,6 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run that rewound."""
     folder = tmp_path_factory.mktemp("rewound") / "run"
     train(planted, folder, *SETTINGS, *REWIND)
     return folder
@@ -292,7 +291,6 @@ def test_a_run_stops_before_the_update_and_resumes_with_another_action(planted, 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, planted, tmp_path):
-    """The run has workers, gradient accumulation and evaluations within the window."""
     settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
     settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
     train(planted, tmp_path / "whole", *settings, ranks=ranks)

@@ -42,8 +42,6 @@ PAUSE_S = 0.05
 
 
 class Slow(Batches):
-    """Empty batches that take a fixed time."""
-
     layout = BatchLayout(ROWS, ImageFormat((4, 4)), 0)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:

@@ -209,7 +209,6 @@ def tiny(path: Path, *overrides: str) -> Config:
 
 
 def test_notes_a_cache_that_is_too_small(config, shards, tmp_path):
-    """Without `data.cache_dir`, shards in a folder are read in place."""
     store = fsspec.filesystem("memory")
     for path in shards.iterdir():
         store.pipe_file(f"/preflight/{path.name}", path.read_bytes())

@@ -198,7 +198,6 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 
 def test_file_names_cannot_control_the_terminal():
-    """Control characters must be escaped, but letters of all languages must stay readable."""
     assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
     assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 

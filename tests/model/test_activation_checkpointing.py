@@ -65,7 +65,6 @@ def weights_after(model: nn.Module, precision: str = "fp32", in_ddp: bool = Fals
 
 
 def count_forward_passes(model: nn.Module) -> list[int]:
-    """Count the forward passes of each block in one forward and backward pass."""
     counts = [0] * len(model.blocks)
 
     def count(number: int) -> None:

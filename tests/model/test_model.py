@@ -345,7 +345,6 @@ def test_ddp_and_fsdp2_compute_the_same_as_the_bare_model(tmp_path):
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])]
 )
 def test_a_compiled_model_computes_the_same(backend):
-    """The model is compiled as one graph. tests/test_train.py compares compiled blocks."""
     model = randomise(VisionTransformer(image_size=32, **TINY))
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -374,7 +373,7 @@ def test_flops_equal_the_closed_form_and_counting_changes_nothing():
     assert all(torch.equal(tensor, state[name]) for name, tensor in guest.state_dict().items())
 
 
-def test_the_model_folder_runs_without_the_rest():
+def test_the_model_module_runs_as_a_command():
     command = [warm_python.python(environment()), "-m", "vit.model"]
     done = call([*command, "vit_h14", "--image-size", "196", "294"])
     assert done.returncode == 0, done.stderr

@@ -55,12 +55,10 @@ def images(rows: int = 3) -> torch.Tensor:
 
 
 def gated(layer):
-    """Return timm's gated MLP with the activation of `layer`."""
     return lambda *args, act_layer, **fields: layer(*args, **fields)
 
 
 def outcomes(model: nn.Module) -> list[torch.Tensor]:
-    """Return the logits of `images`, and the gradients of all weights."""
     logits = model(images())
     gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
     return [logits.detach(), *gradients]
@@ -120,7 +118,6 @@ ROTARY = {
 
 
 def as_eva(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return our weights with the names of timm's Eva."""
     return {
         name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): value
         for name, value in weights.items()

@@ -111,8 +111,6 @@ def build(folder: Path, sources: Path = SOURCES) -> Path:
 
 
 def works(compiler: str, folder: Path, problems: list[str]) -> bool:
-    """Return whether a program with sanitizers builds and runs. If not, append the reason to
-    `problems`."""
     source = folder / "empty.c"
     program = folder / "empty"
     source.write_text("int main(void) { return 0; }")

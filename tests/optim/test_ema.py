@@ -19,7 +19,6 @@ def model_with_buffers() -> nn.Module:
 
 @torch.no_grad()
 def train(model: nn.Module, step: int) -> None:
-    """Simulate an update by setting new weights and new buffers."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))

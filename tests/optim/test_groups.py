@@ -129,7 +129,6 @@ def test_omits_frozen_parameters():
 
 
 def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return each parameter's learning-rate factor and weight decay."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     pairs = [
         (name_of[id(p)], (group["lr_scale"], group["weight_decay"]))

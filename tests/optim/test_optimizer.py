@@ -253,7 +253,6 @@ def test_an_optimizer_that_would_apply_a_non_finite_gradient_is_an_error(monkeyp
 
 
 def of_the_library(model: nn.Module, config) -> list[torch.optim.Optimizer]:
-    """Create the same optimizer with only torch and timm."""
     groups = parameter_groups(model, config)
     common = {"lr": config.lr}
     if isinstance(config, SgdConfig):

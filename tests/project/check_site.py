@@ -16,8 +16,6 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """The links and the anchors of one HTML page."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.links: list[str] = []

@@ -31,7 +31,6 @@ def calls_of(text: str) -> list[str]:
 
 
 def places_of_names() -> dict[str, list[str]]:
-    """Map the name of each public function or class to the project modules that define it."""
     places: dict[str, list[str]] = {}
     for path in sorted([*(ROOT / "vit").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")]):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -124,7 +123,6 @@ def lines_of(*patterns: str) -> int:
 
 
 def limit(name: str) -> int:
-    """Return a number from tests/project/test_sizes.py."""
     text = (ROOT / "tests" / "project" / "test_sizes.py").read_text()
     return int(re.search(rf"^{name} = (\d+)$", text, re.M)[1])
 

@@ -249,7 +249,6 @@ COMMANDS_OF_USERS = sorted(
 
 @pytest.mark.parametrize("script", COMMANDS_OF_USERS)
 def test_a_command_starts_without_imported_project_modules(script):
-    """The command starts as for a user, but with its libraries already imported."""
     code = f"""
 import runpy, sys
 for name in list(sys.modules):
@@ -375,7 +374,6 @@ def test_each_page_of_experiments_is_in_the_index_and_each_entry_has_a_date():
 
 
 def test_the_map_names_every_folder():
-    """The map in CONTRIBUTING is the only description of the layout."""
     lines = (ROOT / "CONTRIBUTING.md").read_text().partition("## Map")[2].splitlines()
     mapped: set[Path] = set()
     parents: list[str] = []

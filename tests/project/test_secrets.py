@@ -34,7 +34,6 @@ LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
 
 
 def forms(secret: str) -> set[bytes]:
-    """Return the forms in which a secret may be written."""
     plain = {
         secret,
         urllib.parse.quote(secret),
@@ -77,7 +76,6 @@ def web(shards) -> Iterator[WebServer]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """Return an empty folder; fill the environment with secrets."""
     (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
     for name, value in {
         "NETRC": str(tmp_path / "netrc"),

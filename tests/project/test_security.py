@@ -129,7 +129,6 @@ def cluster(tmp_path) -> Path:
 
 
 def batch(cluster: Path, script: str, *arguments: str, **variables: str) -> list[list[str]]:
-    """Run a batch script; return the arguments of each call of Python."""
     environ = {
         **os.environ,
         "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}",
@@ -338,8 +337,6 @@ finally:
 
 
 def watched(folder: Path, *arguments: object) -> list[str]:
-    """Run a command of the project and watch the network and TMPDIR. Return the lines about
-    both."""
     (folder / "tmp").mkdir(exist_ok=True)
     variables = {
         name: value for name, value in environment().items() if "proxy" not in name.lower()

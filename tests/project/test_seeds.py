@@ -127,8 +127,6 @@ def cifar_archive(kind: cifar.Kind) -> bytes:
 
 
 class Checkout:
-    """A folder in which each command of the page runs once."""
-
     def __init__(self, folder: Path, web: WebServer):
         self.folder = folder
         self.web = web
@@ -170,7 +168,6 @@ class Checkout:
         self.done.add(command)
 
     def added(self, arguments: Sequence[str]) -> list[str]:
-        """Return the settings that make a command small."""
         if arguments[0] == "launch/train.py":
             if "--print-config" in arguments:
                 return []

@@ -38,7 +38,6 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Write a photo, a web page, an empty folder, and a truncated tar."""
     Image.new("RGB", (20, 20)).save(tmp_path / "photo.png")
     (tmp_path / "page.jpg").write_text("<!DOCTYPE html>")
     (tmp_path / "photo.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")

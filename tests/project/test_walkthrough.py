@@ -35,7 +35,6 @@ def test_the_page_and_the_notebook_have_the_same_code_in_the_same_order(notebook
 
 
 def test_the_notebook_has_no_outputs(notebook):
-    """Outputs and counters change with each execution, so they are not in the repository."""
     nbformat.validate(notebook)
     assert notebook.nbformat == 4
     for cell in notebook.cells:

@@ -80,7 +80,6 @@ def test_contains_the_compiled_c_library(place):
 
 @pytest.mark.full
 def test_tests_of_the_commands_pass_on_the_wheel(place):
-    """The same test files must find the commands inside the package."""
     folders = ["launch", "system/test_command_line.py", "report/test_page.py"]
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
     helpers = " ".join(str(REPOSITORY / "tests" / folder) for folder in ("helpers", ""))

@@ -99,7 +99,6 @@ class Counts:
             thread.others_s += time.thread_time() - began_s
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return the counts of each part, and reset them."""
         taken = {part: dict(values) for part, values in self.values.items()}
         taken["keys"] = {
             f"{p}: {key}": n for p, keys in self.keys.items() for key, n in keys.items()
@@ -109,8 +108,6 @@ class Counts:
         return taken
 
     def count_files(self, place: Path) -> None:
-        """Count calls that open, list or stat files below `place`."""
-
         def note(event: str, path: Any) -> None:
             is_look = event in ("open", "os.listdir", "os.scandir", "stat")
             if is_look and isinstance(path, str) and path.startswith(f"{place}/"):

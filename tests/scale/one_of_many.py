@@ -139,7 +139,6 @@ def _value_of(rank: int, name: str, value: dict[str, Any], other: World) -> Any:
 
 
 def let_others_speak(counts: Counts) -> None:
-    """Make every other rank send its message just before rank 0 reads it."""
     gather = World.gather
     exchange = World._exchange
     look = Watch._look
@@ -170,7 +169,6 @@ def let_others_speak(counts: Counts) -> None:
 
 
 def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
-    """Train as `launch/train.py` does, as `rank` of `size`."""
     local = {"LOCAL_RANK": rank % RANKS_OF_A_HOST, "LOCAL_WORLD_SIZE": RANKS_OF_A_HOST}
     variables = {"RANK": rank, "WORLD_SIZE": size, **local}
     os.environ.update({name: str(value) for name, value in variables.items()})

@@ -122,12 +122,10 @@ class Cluster:
         self.nodes[name] = self.start(*apart, "bash", "-c", line)
 
     def end_node(self, name: str, number: signal.Signals) -> None:
-        """Signal the first process in a node's namespace."""
         for child in children(self.nodes[name].pid):
             os.kill(child, number)
 
     def call(self, *command: object) -> str:
-        """Return the output of one of Slurm's commands, which must succeed."""
         done = subprocess.run(
             [*map(str, command)],
             capture_output=True,

@@ -30,7 +30,6 @@ OFTEN = ("log.every_steps=10", "checkpoint.every_steps=50", "eval.every_steps=10
 def submit_training(
     cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES
 ):
-    """Submit a job that trains in `folder`/run, with its log beside the run."""
     config = write_config(folder, shards, steps=steps)
     return cluster.submit(
         folder / "log",
@@ -72,7 +71,6 @@ def whole(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(cluster, shards, tmp_path_factory):
-    """Return an uninterrupted job on two nodes, and its run folder."""
     folder = tmp_path_factory.mktemp("finished")
     job = submit_training(cluster, folder, shards, steps=12)
     job.wait()

@@ -31,7 +31,6 @@ def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards,
 
 @pytest.mark.patient
 def test_a_sweep_with_failed_tasks_also_ends_with_a_table(cluster, shards, tmp_path):
-    """The file comes from a Windows editor and contains a value with spaces."""
     config = write_config(tmp_path, shards, steps=6)
     folder = tmp_path / "sweep"
     lines = tmp_path / "lines.txt"

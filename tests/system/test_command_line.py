@@ -16,8 +16,6 @@ CONFIG = ["--config", "configs/demo.yaml"]
 
 @pytest.fixture
 def refusal(capsys):
-    """Return the message of a command in launch/ about a rejected command line."""
-
     def refused(script: str, *arguments: str) -> str:
         typed = re.escape(as_typed(f"python launch/{script}.py"))
         with pytest.raises(ValueError, match=rf"\({typed} .*--help lists the options\)") as caught:

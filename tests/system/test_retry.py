@@ -23,7 +23,6 @@ URL = "http://host.example/set/a.tar"
 
 @pytest.fixture(autouse=True)
 def no_outage():
-    """Forget the outage of the server that all of these tests use."""
     retry._reset()
 
 
@@ -179,7 +178,6 @@ def test_reports_a_lasting_outage_again(caplog, monkeypatch, clock):
 
 
 def test_later_requests_share_the_time_limit_of_an_outage(clock):
-    """Nine consecutive blocks must not wait nine times as long."""
     for number in range(9):
         attempt = failing(1000)
         with pytest.raises(ShardError, match=r"the server answers 503.*: check the address"):

@@ -166,7 +166,6 @@ def gradients_of(
 def test_freezing_combines_with_all_other_changes_of_a_step(
     frozen, compiled, recomputed, wrapped, process_group
 ):
-    """The gradients must equal those of the plain step, and frozen parameters must have none."""
     plain = gradients_of(frozen, False, False, False)
     gradients = gradients_of(frozen, compiled, recomputed, wrapped)
     assert {name for name, gradient in gradients.items() if gradient is not None} == trained_names(
@@ -245,8 +244,6 @@ def test_rejects_parts_that_cannot_be_frozen():
 
 @pytest.mark.slow
 def test_a_frozen_run_on_two_ranks_resumes_exactly(tmp_path, shards):
-    """The frozen part must keep the checkpoint's bits, and a resumed run must equal an
-    uninterrupted run."""
     config = write_config(tmp_path, shards)
     base = tmp_path / "base"
     train(config, base, "train.steps=2", "train.ema_decay=null")

@@ -24,7 +24,6 @@ from vit.training.loss import (
 
 
 def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
-    """Return rows with two classes each, as after MixUp."""
     labels = torch.randint(num_classes, (2, num_rows))
     share = torch.rand(num_rows, 1)
     return share * F.one_hot(labels[0], num_classes) + (1 - share) * F.one_hot(

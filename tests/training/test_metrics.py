@@ -242,7 +242,6 @@ def test_few_images_are_shown_with_their_interval():
 
 
 def test_prints_top5_only_with_more_than_five_classes():
-    """With five classes, the correct class is always among the five most probable."""
     for num_classes in (2, 5, 6):
         logits, labels = torch.randn(8, num_classes), torch.arange(8) % num_classes
         accuracy = counted((logits, labels))

@@ -27,8 +27,6 @@ H200 = Peak(989.4, "data sheet")
 
 
 class Nothing(Batches):
-    """Batches that are ready immediately."""
-
     layout = BatchLayout(4, ImageFormat((4, 4)), 0)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:

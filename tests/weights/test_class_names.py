@@ -125,7 +125,6 @@ def test_impossible_selections_are_refused(class_names, data_names, message):
 
 @pytest.mark.slow
 def test_evaluation_and_training_reorder_the_classes_of_the_head(tmp_path, shards):
-    """The model has more classes than the data, in a different order."""
     config = write_config(tmp_path, shards)
     train(config, tmp_path / "run", "train.ema_decay=null", "train.steps=3")
     expected = run("launch/eval.py", tmp_path / "run", "--json")

@@ -115,7 +115,6 @@ print(vit.load("{NAME}").weights.source)
 def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     hub, shards, tmp_path, monkeypatch
 ):
-    """The run uses configs/photos.yaml with smaller sizes."""
     run_dir = tmp_path / "run"
     line = ["--config", "configs/photos.yaml", *TINY, f"data.root={shards}", f"run.dir={run_dir}"]
     line += ["data.global_batch_size=12", "schedule.warmup_epochs=0", "train.epochs=1"]

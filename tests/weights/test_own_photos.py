@@ -16,7 +16,6 @@ HERE = ["data.global_batch_size=12", "data.micro_batch_size=null", "train.compil
 
 
 def command_of_the_page() -> list[str]:
-    """Return the arguments of launch/train.py on the page."""
     page = (REPOSITORY / "docs" / "weights.md").read_text().splitlines()
     [line] = [line for line in page if "launch/train.py" in line and "init.freeze" in line]
     return shlex.split(line.partition("launch/train.py")[2])

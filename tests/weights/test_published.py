@@ -211,7 +211,6 @@ def rounding(model: torch.nn.Module) -> float:
 
 
 def official_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename `weights` to the names in facebookresearch/deit:models_v2.py."""
     return {
         re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): tensor
         for name, tensor in weights.items()
@@ -247,7 +246,6 @@ def as_hub_folder_without_settings(model, folder, name):
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory) -> Path:
-    """Write shards of the photographs, with one class for each photograph."""
     folder = tmp_path_factory.mktemp("photographs")
     for split in ("train", "val"):
         for name, data in jpegs().items():

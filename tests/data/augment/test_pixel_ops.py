@@ -62,7 +62,6 @@ sign."""
 def by_timm(
     images: np.ndarray, name: str, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> np.ndarray:
-    """Apply timm's operation at a signed level, without timm's random sign."""
     monkeypatch.setattr(timm_ops, "_randomly_negate", lambda level: level)
     to_argument = timm_ops.LEVEL_TO_ARG[name]
     is_signed = not name.startswith(UNSIGNED) and name not in ENHANCE

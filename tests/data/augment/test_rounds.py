@@ -29,7 +29,6 @@ is that of ViT-B/16, with 120 launches."""
 
 
 def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
-    """Return an `Augment` for a policy, and its arguments, on the meta device."""
     images = torch.empty(num, 3, 40, 120, dtype=torch.uint8, device="meta")
     labels = torch.empty(num, dtype=torch.int64, device="meta")
     table = torch.from_numpy(mixed_table(POLICIES[name], num, (40, 120)))

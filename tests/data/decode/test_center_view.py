@@ -104,8 +104,6 @@ def test_an_oblong_center_view_equals_timm(original):
 
 
 def test_pillow_and_torch_resize_with_small_differences():
-    """`eval.resizer` selects one of the two resizers. docs/experiments/ measures the effect on
-    accuracy."""
     for data in photographs():
         for interpolation in ("bilinear", "bicubic"):
             torchs, pillows = (
@@ -129,7 +127,6 @@ def test_pillow_and_torch_resize_with_small_differences():
 def test_pixels_outside_the_center_view_are_not_decoded_and_have_no_effect(
     original, side, crop_pct, interpolation, resizer, blocks
 ):
-    """The expected view is cropped from the whole resized image."""
     data = encode(picture(*original), restart_marker_blocks=blocks)
     view = EvalConfig(crop_pct=crop_pct, resizer=resizer)
     ours = decode_center(data, (side, side), view, interpolation)

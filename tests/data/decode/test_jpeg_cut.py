@@ -70,7 +70,6 @@ def decode(data: bytes, strict: bool = True) -> np.ndarray:
 
 
 def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
-    """Decode the cut and return the window's pixels."""
     left, top, width, height = window
     assert cut.left <= left
     assert cut.top <= top

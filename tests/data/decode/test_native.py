@@ -217,7 +217,6 @@ def test_extreme_tables_and_pixels_equal_simplejpeg():
 
 @cache
 def example(kind: str) -> tuple[bytes, np.ndarray]:
-    """Return a file of 131 x 77 pixels, and its pixels."""
     subsampling, marks = {
         "420": (2, {}),
         "444": (0, {}),

@@ -32,7 +32,6 @@ def built(folder: Path, *sources: Path, stamp: str = "") -> Path:
 
 
 def small(folder: Path, functions: str) -> Path:
-    """Build a library that contains only these functions."""
     (folder / "small.c").write_text(functions)
     return built(folder, folder / "small.c")
 
@@ -53,7 +52,6 @@ def abi(number: int) -> str:
 
 @needs_gcc
 def test_a_library_of_another_version_is_refused(tmp_path):
-    """Calling a C function with wrong arguments crashes the process or corrupts memory."""
     with pytest.raises(UnusableLibrary, match=OTHER):
         load(small(tmp_path, "int vit_decode_window(void) { return 0; }"))
     (tmp_path / "next").mkdir()
@@ -97,7 +95,6 @@ def test_a_file_that_is_not_a_library_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_process_does_not_use_a_mismatched_library_in_the_package(tmp_path):
-    """The test starts a process whose package contains a library of another version."""
     package = shutil.copytree(
         PACKAGE, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")
     )

@@ -127,7 +127,6 @@ def test_a_window_in_another_color_space_equals_that_of_the_complete_image(form,
 
 @pytest.mark.parametrize("marker_blocks", [0, 2])
 def test_simplejpeg_gets_only_part_of_the_file(marker_blocks, monkeypatch):
-    """The pixels alone would not show that the fast path is used."""
     monkeypatch.setattr(native, "AVAILABLE", False)
     sizes = []
     decode_jpeg = images.decode_jpeg

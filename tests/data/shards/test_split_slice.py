@@ -105,7 +105,7 @@ def test_a_part_reads_the_samples_of_the_whole_split(shards):
     assert trained.split.identity() != whole.identity(), "a resumed run must detect the change"
 
 
-def test_a_part_may_be_chosen_from(shards, tmp_path):
+def test_samples_of_a_part_may_be_excluded(shards, tmp_path):
     part = open_split(DataConfig(root=str(shards)), "train[:80%]")
     excluded = [3, 17]
     path = tmp_path / "bad.txt"

@@ -199,7 +199,6 @@ def as_user(user: int, group: int, function: Callable[[], None]) -> str:
 
 @pytest.fixture
 def open_to_all(tmp_path) -> Path:
-    """Return a folder that every user can enter."""
     for parent in (tmp_path, *tmp_path.parents):
         if parent != Path("/") and not parent.stat().st_mode & stat.S_IXOTH:
             parent.chmod(parent.stat().st_mode | stat.S_IXOTH)

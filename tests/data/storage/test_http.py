@@ -48,7 +48,6 @@ def version(folder) -> Version:
 
 @contextmanager
 def running(program: str) -> Iterator[subprocess.Popen]:
-    """Run a program in a separate process; kill it when the block ends."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2] / "helpers", **pipes
@@ -168,7 +167,6 @@ def test_a_transfer_that_is_too_slow_is_an_error(web, version, monkeypatch):
 
 
 def test_a_suspended_process_continues_its_transfer(web, version, monkeypatch):
-    """The process is suspended during a transfer for longer than its retry limit."""
     monkeypatch.setattr(http, "CONNECT_S", 0.2)
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     naps = [1.3]
@@ -338,7 +336,6 @@ def test_a_changed_file_is_named_and_never_mixed(web, folder, version):
 
 
 def test_a_connection_serves_many_reads():
-    """50 reads from a server with keep-alive must use one connection."""
     program = """
 import http.server, re, sys
 class Handler(http.server.BaseHTTPRequestHandler):

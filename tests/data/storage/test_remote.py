@@ -129,7 +129,6 @@ class KeptFtp(FTPFileSystem):
 def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
     scheme, commands_each, shards, cache, monkeypatch
 ):
-    """Eight threads fetch, and some of their connections break."""
     monkeypatch.setitem(_registry, "keptftp", KeptFtp)
     KeptFtp.clear_instance_cache()
     with FtpServer(files_of(shards), commands_each) as server:

@@ -34,7 +34,6 @@ def small_and_quick(monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Stop retrying after one second."""
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.01, 0.2))
 
 
@@ -271,8 +270,6 @@ def missing(web, *names):
 
 
 def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, shards):
-    """After the command has made an index in a folder, training from the URL must work with that
-    folder."""
     names = [name.removeprefix("/set/") for name in web.files]
     missing(web, *(name for name in names if not name.endswith(".tar")))
     with pytest.raises(

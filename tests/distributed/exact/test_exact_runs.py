@@ -52,7 +52,6 @@ def record(run_dir: Path, kind: str) -> list[dict]:
 
 
 def hashes(run_dir: Path) -> dict[int, str]:
-    """Return the sha256 of the state at each checkpoint."""
     return {line["step"]: line["sha256"] for line in record(run_dir, "checkpoint")}
 
 
@@ -61,7 +60,6 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
 
 
 def measured(run_dir: Path) -> list[dict]:
-    """Return each layer's norms and the largest attention logits."""
     return [{**line, "time": 0} for line in record(run_dir, "norms")]
 
 
@@ -79,7 +77,6 @@ def alone(config, tmp_path_factory) -> Path:
 
 
 def test_any_number_of_ranks_gives_the_same_bits_even_with_unequal_shares(config, alone, tmp_path):
-    """The four ranks have 1, 2, 1 and 2 micro-batches."""
     train(config, tmp_path / "4", *EXACT, ranks=4)
     assert list(hashes(alone)) == [*range(3, STEPS + 1, 3)]
     assert hashes(tmp_path / "4") == hashes(alone)
@@ -177,7 +174,6 @@ def test_killed_on_four_two_three_and_eight_ranks_and_finished_on_one(eight_leav
     [("fp32", False), ("bf16", False), ("fp16", False), ("fp32", True), ("bf16", True)],
 )
 def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, precision, compiled):
-    """Plain runs must differ, or the comparisons above prove nothing."""
     options = (f"train.precision={precision}", f"train.compile={str(compiled).lower()}")
     for name, settings in (("exact", EXACT), ("plain", EXACT[1:])):
         for ranks in (1, 2, 3, 6):
@@ -240,7 +236,6 @@ def test_a_batch_norm_is_refused():
 
 @pytest.fixture
 def no_limits(monkeypatch):
-    """Remove the test environment's variables that limit libraries."""
     for name in KERNEL_LIMITS:
         monkeypatch.delenv(name, raising=False)
 

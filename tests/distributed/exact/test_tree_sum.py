@@ -99,7 +99,6 @@ class Layers(nn.Module):
 
 
 def gradients(num_leaves: int, bucket_bytes: int, world: World, steps: int = 2) -> list[Tensor]:
-    """Return the gradients that `TreeSum` leaves after the last of `steps` steps."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), num_leaves, world, bucket_bytes)
     for step in range(steps):
@@ -221,7 +220,6 @@ def test_processes_have_the_bits_of_one_process_and_the_counted_memory(tmp_path,
 
 
 def test_a_step_equals_a_plain_loop_over_micro_batches():
-    """The loop adds the gradients of each leaf in the order that the tree defines."""
     torch.manual_seed(0)
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2)
     torch.nn.init.normal_(model.head.weight)

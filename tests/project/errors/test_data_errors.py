@@ -116,7 +116,6 @@ def _(place):
 
 
 def spoil_an_image(root: Path) -> str:
-    """Overwrite the first bytes of an image with zeros; return its key."""
     split = open_split(root, "train")
     row = split.index[0]
     key = split.key(0)
