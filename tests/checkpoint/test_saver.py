@@ -133,9 +133,7 @@ def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, 
     first = built(config, tmp_path / "counted")
     first.record.close()
     total = count_operations(first)
-    assert total > 30 * STEPS, (
-        "saving weights, state, info and latest and removing a folder takes more operations"
-    )
+    assert total > 30 * STEPS, "a save must consist of more than 30 file operations"
     steps_found = set()
     # Test every operation from the second save on, because the first save replaces no files.
     moments = range(total // STEPS, total, stride)

@@ -219,9 +219,6 @@ def trained(config: Config) -> dict[str, str]:
     return {"checkpoints": repr(states)}
 
 
-# --- the tests ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Limit torch to one thread, because several threads would mostly wait for each other on such

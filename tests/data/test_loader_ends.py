@@ -24,7 +24,7 @@ from vit.data.loader import Loader
 from vit.data.to_gpu import page_lock
 from vit.data.worker_pool import WorkerError
 
-# ---- ends ----------------------------------------------------------------------------------------
+# ---- shutdown ------------------------------------------------------------------------------------
 
 
 class Dying(Numbered):

@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).with_name("golden_order.json")
 
 def test_hash_is_the_published_splitmix64():
     steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    # The published generator's first outputs from state 0.
+    # These are the published first outputs from state 0.
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert hash64(steps).tolist() == published
 

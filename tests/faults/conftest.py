@@ -66,7 +66,9 @@ class Host:
         deadline = time.monotonic() + timeout_s
         while text not in self.printed():
             assert self.status is None, f"{self.name} ended without {text!r}:\n{self.printed()}"
-            assert time.monotonic() < deadline, f"{self.name}: no {text!r}:\n{self.printed()}"
+            assert time.monotonic() < deadline, (
+                f"{self.name} did not print {text!r}:\n{self.printed()}"
+            )
             time.sleep(0.05)
         return self.printed()
 

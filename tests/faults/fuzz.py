@@ -147,7 +147,7 @@ class Fuzz:
         # The combination was rejected before the run began.
         if done.returncode and not lines_of(run_dir):
             raise Refused(_error(done.stderr))
-        assert done.returncode == 0, f"uninterrupted, status {done.returncode}: {done.stderr}"
+        assert done.returncode == 0, f"the run ended with status {done.returncode}: {done.stderr}"
 
     def broken(self, folder: Path, result: Result) -> Result:
         """Kill, resume and compare. If the bits must be equal, also compare a run on another number
@@ -162,7 +162,9 @@ class Fuzz:
                 self.config, run_dir, *combination.settings, *place, ranks=combination.ranks
             )
             output = last.end(LONGEST_S)
-            assert last.process.returncode == 0, f"status {last.process.returncode}: {output}"
+            assert last.process.returncode == 0, (
+                f"the run ended with status {last.process.returncode}: {output}"
+            )
             result.differences += differences(folder / "whole", run_dir, combination.steps)
             if combination.other_ranks:
                 self.run_whole(folder / "other", combination, combination.other_ranks)
@@ -195,20 +197,20 @@ class Fuzz:
         for pid in hit:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if kill.hits_all or not hit:  # wait for torchrun, which otherwise ends after its rank
+        if kill.hits_all or not hit:  # if one rank was killed, torchrun ends without a signal
             attempt.process.kill()
         output = attempt.end(LONGEST_S)
         status = attempt.process.returncode
         is_end = any(line["kind"] == "end" for line in lines_of(run_dir))
         assert status or is_end, f"status 0, but the run did not end: {output}"
-        assert status != 2, f"status 2: {output}"
+        assert status != 2, f"the run was rejected (status 2): {output}"
         if combination.place and kill.takes_folder:
             # Remove the folder, as if its machine were lost.
             shutil.rmtree(run_dir, ignore_errors=True)
         return bool(status)
 
 
-# ---- comparison ----------------------------------------------------------------------------------
+# ---- comparing runs ----------------------------------------------------------------------------------
 
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:

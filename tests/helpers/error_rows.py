@@ -219,7 +219,7 @@ class Scenarios:
             assert "Traceback" not in output
             assert len(re.findall(r"^(rank \d+: )?error: ", output, re.MULTILINE)) == 1, output
             assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), (
-                f"more was printed after it:\n{output}"
+                f"more was printed after the expected lines:\n{output}"
             )
         if row.what not in self.begun:
             assert place.after == place.before, "files were written or changed"

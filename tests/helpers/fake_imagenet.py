@@ -81,7 +81,7 @@ def odd_images(seed: int = 0) -> dict[str, bytes]:
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
-    turned[0x0112] = 6  # set the orientation to a quarter turn
+    turned[0x0112] = 6  # set the orientation to a rotation by 90 degrees
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),

@@ -68,7 +68,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB,
         ),
-        # Cgroup version 2 in a container: the group has the host's name, and its files are at the
+        # cgroup version 2 in a container: the group has the host's name, and its files are at the
         # mount.
         (
             {
@@ -275,7 +275,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "data.num_workers=2"), enough)
         cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
-        # Each thread has four pending requests.
+        # Each worker has four fetching threads.
         with pytest.raises(
             ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
         ):

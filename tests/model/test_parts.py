@@ -385,7 +385,7 @@ def test_the_residual_path_is_fp32_under_autocast(fields):
             {"model_name": "vit_base_patch16_rope_reg1_gap_256"},
             {"class_token": False, "global_pool": "avg", "reg_tokens": 1, "ref_feat_shape": 16}
             | {"pos_embed": "none", "rope_type": "axial", "init_values": 1e-5},
-            12 * 768,  # the biases of the keys
+            12 * 768,  # timm's model has no biases of keys
         ),
         (
             "vit_b16",

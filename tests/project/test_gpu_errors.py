@@ -205,7 +205,9 @@ def test_the_mistake_has_the_stated_result(row: Row, tmp_path, shards):
     done = SCENARIOS[row.what](Place(tmp_path, shards))
     assert done.returncode == row.status, done.stderr
     pattern = f"^{pattern_of(row.printed)}\\s*\\Z"
-    assert re.search(pattern, done.stderr, re.MULTILINE), f"not {row.printed}:\n{done.stderr}"
+    assert re.search(pattern, done.stderr, re.MULTILINE), (
+        f"expected {row.printed}, but got:\n{done.stderr}"
+    )
     assert "Traceback" not in done.stderr
 
 

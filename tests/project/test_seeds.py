@@ -82,7 +82,7 @@ def test_referenced_files_and_functions_exist():
             assert not target or (Path(__file__).parent / target).exists(), f"{row}: {target}"
 
 
-# ---- its commands --------------------------------------------------------------------------------
+# ---- the page's commands -------------------------------------------------------------------------
 
 
 def packed(files: dict[str, bytes]) -> bytes:

@@ -252,5 +252,5 @@ class Group(dist.ProcessGroup):
         output.copy_(own)
         return self._done("all_to_all", [own], output)
 
-    all_gather_single = _allgather_base  # torch 2.15 and later use this name
+    all_gather_single = _allgather_base  # the name in torch 2.15 and later
     all_to_all_single = alltoall_base

@@ -94,7 +94,7 @@ class Cluster:
             },
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            # Sbatch passes this mark to jobs.
+            # The mark is passed to jobs by sbatch.
             families.MARK: f"{os.environ[families.MARK]}.cluster.",
         }
         self.submitted: list[Job] = []
@@ -116,7 +116,7 @@ class Cluster:
         """Start a node's slurmd in a process namespace. All its processes end with the namespace,
         as when a machine loses its power."""
         slurmd = f"slurmd -D -f {self.folder}/slurm.conf -N {name}"
-        # Bash adopts orphans, as an init does; unshare ignores SIGTERM.
+        # Like an init, bash adopts orphans. unshare ignores SIGTERM.
         line = f'{slurmd} & trap "kill $!" TERM; wait $!; wait $!'
         apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
         self.nodes[name] = self.start(*apart, "bash", "-c", line)
@@ -236,7 +236,7 @@ def cluster() -> Iterator[Cluster]:
         "first_port": first_port,
         "second_port": second_port,
     }
-    # Jobs choose their ports by their numbers, so two test runs on one machine need different
+    # Jobs derive their ports from their numbers, so two test runs on one machine need different
     # numbers.
     numbers["first_job"] = random.randrange(1000, 60000)
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
@@ -271,7 +271,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
         # Wait for jobs before ending the daemons, without which jobs would be orphans.
-        wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
+        wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs did not end")
     finally:
         for node in cluster.nodes:
             cluster.end_node(node, signal.SIGTERM)

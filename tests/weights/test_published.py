@@ -151,7 +151,7 @@ def timms_view(name: str):
     [
         "vit_tiny_patch16_224.augreg_in21k_ft_in1k",  # resize to 248, crop to 224, bicubic
         "vit_small_patch16_384.augreg_in1k",  # resize to 384, crop to 384
-        # Resize to 224, crop to 224, with ImageNet's mean.
+        # Resize to 224, crop to 224, and normalize with ImageNet's mean.
         "deit3_huge_patch14_224.fb_in22k_ft_in1k",
         "vit_base_patch16_224_miil.in21k_ft_in1k",  # resize to 256, crop to 224, bilinear
         "vit_medium_patch16_gap_384.sw_in12k_ft_in1k",  # resize both sides to 404, crop to 384

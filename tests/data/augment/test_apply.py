@@ -246,7 +246,7 @@ def test_noise_is_normal_and_depends_only_on_seed_and_position():
     for apart in (1, 2, 48, 64 * 48):
         assert (
             abs(np.corrcoef(flat[:, apart:].flatten(), flat[:, :-apart].flatten())[0, 1]) < 0.03
-        ), f"pixels {apart} apart"
+        ), f"the noise of pixels {apart} apart is correlated"
     for row, seed in enumerate(seeds.tolist()):
         bits = np.array([_lowbias32(pair ^ _lowbias32(seed)) for pair in range(50)])
         halves = np.stack([bits % 2**16, bits >> 16], 1).flatten()

@@ -264,7 +264,7 @@ def test_jitter_equals_torchvision_on_pillow_images(op, name):
     factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
     jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
-        # Round the value to float32 for Pillow, too.
+        # Pillow must get the value rounded to float32, too.
         theirs = levels(
             [
                 getattr(tv, name)(picture, float(np.float32(factor)))
