@@ -92,7 +92,7 @@ def _forget_constants() -> None:
 
 
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
-    """Replace `model`'s parameters and buffers by ones of the same shapes on `GPU`. Call this
+    """Replace `model`'s parameters and buffers with tensors of the same shapes on `GPU`. Call this
     inside the mode.
 
     `Module.to` would swap tensors, which fake tensors do not allow.

@@ -1,7 +1,7 @@
 """Test that agreement with timm and torch also holds with the kernels of other CPUs.
 
-Otherwise, the tolerances might fit only this CPU. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`
-let a CPU imitate older ones.
+The tolerances must not fit only this CPU. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU
+imitate older ones.
 """
 
 from __future__ import annotations

@@ -394,8 +394,8 @@ run_command(main)
 
 
 def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
-    """Otherwise, the ranks would wait for each other for ten minutes, some with NCCL and some with
-    gloo."""
+    """Without the check, the ranks would wait for each other for ten minutes, some with NCCL and
+    some with gloo."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "the exit status must be torchrun's own"
     message = (

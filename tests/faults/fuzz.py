@@ -210,7 +210,7 @@ class Fuzz:
         return bool(status)
 
 
-# ---- comparing runs ----------------------------------------------------------------------------------
+# ---- comparing runs ------------------------------------------------------------------------------
 
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:

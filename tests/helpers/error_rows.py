@@ -113,7 +113,7 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with its own config. It runs commands, and stores the output and the file changes of
+    """A folder with its own config that runs commands and stores the output and the file changes of
     the last command."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):

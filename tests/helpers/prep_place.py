@@ -1,5 +1,5 @@
-"""A folder for a scenario of tests/data_prep/test_prep_errors.py. It runs commands of data_prep and
-records the remaining files."""
+"""A folder for a scenario of tests/data_prep/test_prep_errors.py. The folder runs commands of
+data_prep and records the remaining files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder for one scenario. It runs commands of data_prep, and stores the output and the
+    """A folder for one scenario that runs commands of data_prep and stores the output and the
     changes of the last command."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):

@@ -124,7 +124,7 @@ class Counts:
 
 
 class Store(dist.Store):
-    """A store with torch's interface over the dict `entries`. It counts requests as TCPStore would
+    """A store with torch's interface over the dict `entries` that counts requests as TCPStore would
     receive them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):
@@ -202,7 +202,7 @@ class Connection(Store):
 
 
 class Group(dist.ProcessGroup):
-    """A process group with torch's interface whose ranks all do the same. It counts collectives."""
+    """A process group with torch's interface that counts collectives. All ranks do the same."""
 
     def __init__(self, rank: int, size: int, counts: Counts):
         super().__init__(rank, size)

@@ -88,8 +88,8 @@ class _Waits(BaseException):
 
 
 class _SendingStore:
-    """The store of a simulated rank. It delivers the rank's messages, and the rank's first read
-    raises _Waits."""
+    """The store of a simulated rank, which delivers the rank's messages and raises _Waits when the
+    rank first reads."""
 
     def __init__(self, store: dist.Store):
         self._store = store

@@ -21,7 +21,7 @@ OF_A_RANK = {
     "start: hosts compared": 80,
     "watch: a beat": 80,  # sent every 30 s
 }
-"""The number of bytes per rank that rank 0 may read from the store. It is 0 for a part that is not
+"""The number of bytes per rank that rank 0 may read from the store, or 0 for a part that is not
 listed."""
 OF_A_HOST = {"start: ranks meet": 40}
 """The number of bytes per host that any other rank may read: the host's name."""

@@ -271,7 +271,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
         # Wait for jobs before ending the daemons, without which jobs would be orphans.
-        wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs did not end")
+        wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
         for node in cluster.nodes:
             cluster.end_node(node, signal.SIGTERM)

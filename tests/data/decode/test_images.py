@@ -72,8 +72,8 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels):
-    """This window used to be uninitialized memory: simplejpeg reported a warning about bytes below
-    the window before it had written any pixels."""
+    """Such a window used to be uninitialized memory: simplejpeg reported a warning about bytes
+    below the window before it had written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]

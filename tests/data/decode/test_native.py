@@ -426,7 +426,7 @@ def test_only_the_segments_of_the_window_are_read():
 
 
 def test_a_truncated_file_is_refused_for_every_window():
-    """Otherwise, whether an image is readable would depend on the crop and the decoder."""
+    """If only some windows were rejected, whether an image is readable would depend on the crop."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},

@@ -39,7 +39,7 @@ def test_written_samples_are_read_back(root):
 
 
 def test_one_process_of_a_host_checks_the_shards_of_a_folder(root):
-    """Otherwise, thousands of ranks would access each shard on a shared file system."""
+    """If every process did, thousands of ranks would access each shard on a shared file system."""
     path = root / open_split(root, "train").filenames[1]
     path.write_bytes(path.read_bytes()[:512])
     with pytest.raises(ShardError, match="512 bytes, expected"):

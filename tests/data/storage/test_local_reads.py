@@ -194,8 +194,8 @@ READ_A_BATCH = """
 
 
 def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_path):
-    """A slow disk can then read all images in parallel, instead of one at a time while a worker
-    waits."""
+    """With readahead, a slow disk reads all images in parallel, instead of one at a time while a
+    worker waits."""
     log = tmp_path / "log"
     done = run(READ_A_BATCH, shim, shards, LOG=log)
     assert done.returncode == 0, done.stderr
@@ -220,7 +220,7 @@ def shards_open(pid: int, root: Path) -> dict[str, str]:
 
 
 def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
-    """The file server then needs to open each file only once for all workers."""
+    """With inherited descriptors, the file server opens each file only once for all workers."""
     root = shutil.copytree(shards, tmp_path / "set")
     split = open_split(root, "train")
     val = open_split(root, "val")

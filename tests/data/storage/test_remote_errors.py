@@ -44,7 +44,7 @@ def impatient(monkeypatch):
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
 def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, cache):
-    """The ETag identifies the new version. Its bytes must not be mixed with the old ones, and
+    """The ETag identifies the new version. Old and new bytes must not be mixed, and
     cached blocks of the old version must remain usable."""
     split = open_split(url, "train", cache)
     sample = split.read(0)

@@ -139,7 +139,7 @@ def test_one_rank_equals_the_sum_of_the_gradients_of_each_micro_batch():
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_each_gradient_is_aligned_on_any_number_of_ranks(ranks):
-    """Kernels that read several values at a time would otherwise add in a different order."""
+    """Kernels that read several values at a time add unaligned gradients in a different order."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), 21, World(0, ranks, torch.device("cpu")), 1)
     with adding.leaf():
