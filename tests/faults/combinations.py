@@ -108,7 +108,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""Choices for any model: maps the name of a row to its choices."""
+"""Maps the name of a row to its choices for any model."""
 
 VIT: Choices = {
     "dropout": [

@@ -43,8 +43,8 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """Return a table of augmentation parameters for `size` rows from `first` on, without mixing.
-    All images have 300 x 200 pixels."""
+    """Return augmentation parameters for `num` rows from `first` on, without mixing. All images
+    have 300 x 200 pixels."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
 
