@@ -1,4 +1,4 @@
-"""Fixtures with shared shards, and hooks that end all processes of a test and list missing
+"""Fixtures for shared shards, and hooks that end each test's processes and list missing
 programs."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import warm_python
 from processes import make_shards, write_config
 
-# A slow machine must not fail a Hypothesis example.
+# Hypothesis must not fail an example because the machine is slow.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -25,13 +25,13 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 60 training and 23 validation images of 3 classes in 3 shards."""
+    """Write 60 training and 23 validation images of 3 classes into 3 shards."""
     return make_shards(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def config(tmp_path: Path, shards: Path) -> Path:
-    """Return a config for twelve steps of twelve images on `shards`."""
+    """Return a config that trains on `shards` for twelve steps with twelve images each."""
     return write_config(tmp_path, shards)
 
 
@@ -48,7 +48,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first. Files are distributed over processes, and a long file at the end
+    """Run the longest files first. pytest-xdist distributes whole files, so a long file at the end
     would run alone."""
     items.sort(
         key=lambda item: (
@@ -61,13 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # torch would load code that it compiled for another CPU with a different vector length. Half of
-    # the numbers would then be uninitialized memory (torch 2.15).
+    # torch would load code compiled for a CPU with a different vector length, and half of the
+    # numbers would be uninitialized memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # The processes of tests also use one thread (`processes.environment`), because two threads sum
-    # in a different order. With several processes, more threads would also run much slower.
+    # Use one thread, because two threads sum in a different order. The processes that tests start
+    # also use one thread (`processes.environment`), because more would slow down several processes.
     torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
@@ -85,8 +85,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fail if processes are left over. This fixture ends last, and the message names their
-    tests."""
+    """Fail if processes are left over when the session ends, and list the tests that started
+    them."""
     yield
     warm_python.stop()
     left = families.end_session()
@@ -97,7 +97,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def remedy(reasons: list[str]) -> str:
-    """Return one line with the programs that skipped tests need, or an empty string."""
+    """Return one line that lists the programs missing for skipped tests, or an empty string."""
     matches = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
     packages = sorted({package for match in matches if match for package in match[1].split()})
     number = sum(match is not None for match in matches)

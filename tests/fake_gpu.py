@@ -1,7 +1,7 @@
-"""A fake GPU whose tensors have shapes but no values, and for which the host may not wait.
+"""A fake GPU whose tensors have shapes but no values, and for which the host must not wait.
 
-Under torch's FakeTensorMode an operation on tensors of "cuda:0" gets the shape of its result and
-needs no driver. Reading a value raises an error, and so do a shape that depends on values and a
+Under torch's FakeTensorMode, an operation on tensors of "cuda:0" gets the shape of its result
+without a driver. Reading a value raises an error, and so do a shape that depends on values and a
 tensor that is still on the host. The backward pass does not run, because autograd needs a CUDA
 context.
 """
@@ -34,11 +34,11 @@ NO_LAUNCH = {
     "new_empty_strided",
     "_unsafe_view",
 }
-"""Functions that make a tensor without computing it. Views are recognized by their schema."""
+"""Functions that create a tensor without computing it. Views are recognized by their schema."""
 
 
 class GpuWithoutMemory(TorchDispatchMode):
-    """A mode inside a FakeTensorMode: tensors on a GPU have shapes only, and tensors on the host
+    """A mode inside a FakeTensorMode: tensors on a GPU have only shapes, and tensors on the host
     are real.
 
     FakeTensorMode raises an error if a GPU's value is read. `waits` lists the copies between GPU
@@ -77,7 +77,8 @@ class GpuWithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def gpu_without_memory() -> Iterator[GpuWithoutMemory]:
-    """Enter a `GpuWithoutMemory` in its FakeTensorMode; forget constants made inside it."""
+    """Enter a `GpuWithoutMemory` in its FakeTensorMode, and forget constants that were created
+    inside it."""
     _forget_constants()
     with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
         yield mode
@@ -91,7 +92,8 @@ def _forget_constants() -> None:
 
 
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
-    """Give `model` parameters and buffers of the same shapes on `GPU`; call it inside the mode.
+    """Replace `model`'s parameters and buffers with tensors of the same shapes on `GPU`. Call this
+    inside the mode.
 
     `Module.to` would swap tensors, which fake tensors do not allow.
     """
@@ -107,11 +109,10 @@ def move_to_fake_gpu(model: nn.Module) -> nn.Module:
 
 
 class Launches(TorchDispatchMode):
-    """A mode that counts the operations that launch work on a device, by name and by the line of
-    code.
+    """A mode that counts the operations that launch work on a device, by name and by line of code.
 
-    Copies to `device`, as in "meta", "cuda" or "cpu", count too. A CPU can replace a GPU, because
-    it gets the same operations one by one.
+    Copies to `device` ("meta", "cuda", "cpu") are counted, too. A CPU can replace a GPU, because it
+    gets the same operations one by one.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -142,7 +143,6 @@ class Launches(TorchDispatchMode):
 
 
 def _our_line() -> str:
-    """Return the innermost line of the project that is being run, as `module.py:line`."""
     for frame, line in traceback.walk_stack(None):
         if frame.f_code.co_filename.startswith(OURS):
             return f"{frame.f_code.co_filename.removeprefix(OURS)}:{line}"

@@ -4,14 +4,14 @@ All ways must give the same pixels, or all must reject the image.
 
     python tests/fuzz_images.py --minutes 10 [--seed 7]
 
-The ways are a window by the C decoder, by pip packages alone, and cut out of the whole image; the
-views of training and evaluation of each of these; the bytes that preparation writes; and the size
-in the index. For a damaged JPEG, a window may show none of the damage elsewhere if all ways agree,
-but never if the file is truncated. The damage is what disks, networks and people cause: flipped,
-lost, inserted and repeated bytes, truncated files, bytes after the end and between headers, and
-wrong headers.
+A window is decoded by the C decoder, by pip packages, and by cropping the whole image. The script
+also compares the training and evaluation views from each of these ways, the bytes that preparation
+writes, and the size in the index. For a damaged JPEG, a window may show none of the damage
+elsewhere if all ways agree, but never if the file is truncated. The damage is typical of disks,
+networks and people: flipped, lost, inserted and repeated bytes, truncated files, bytes after the
+end and between headers, and wrong headers.
 
-Prints counts. After a difference the exit status is 1 and the file is kept.
+Prints counts. After a difference, the exit status is 1 and the file is kept.
 tests/data/decode/test_images.py tests one image of each kind in the same way.
 """
 
@@ -51,14 +51,13 @@ POLICY = ImagePolicy(jpeg_quality=100)
 VIEW = EvalConfig(crop_pct=0.875)
 SIDE = 16
 MOST_PIXELS = 1 << 20
-"""The most pixels that headers may declare. Larger images are legal, but slow."""
+"""The maximum number of pixels that headers may declare. Larger images are legal but slow."""
 
 
 # ---- images of all kinds -------------------------------------------------------------------------
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """Return a picture that is neither flat nor pure noise."""
     generator = np.random.default_rng((width, height))
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -89,7 +88,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 
 def png(color_type: int, width: int, height: int, bits: int = 16) -> bytes:
-    """Write a PNG by hand, because Pillow writes no 16-bit colors."""
+    """Write a PNG by hand, because Pillow cannot write 16-bit colors."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[color_type] * bits // 8
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -116,7 +115,7 @@ def at_frame(data: bytes) -> int:
 
 
 def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return JPEGs of nearly all kinds. Those of other samplings have only about this size."""
+    """Return JPEGs of nearly all kinds. JPEGs with declared samplings have only about this size."""
     rgb = picture(width, height)
     grey = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
@@ -129,7 +128,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
                 "4:2:2": [(0x12, "4:4:0")],
                 "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")],
             }.get(sampling, []):
-                # the same codes, but the header states another sampling
+                # Change the sampling in the header but not the codes.
                 at = at_frame(data) + 11
                 yield f"JPEG {name}{interval}", data[:at] + bytes([factors]) + data[at + 1 :]
         yield f"JPEG grey{interval}", encoded(grey, "JPEG", **marks)
@@ -240,7 +239,7 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def kinds(width: int, height: int) -> dict[str, bytes]:
-    """Return an image of each kind by its name."""
+    """Map the name of each kind to an image."""
     return dict([*jpegs(width, height), *others(width, height)])
 
 
@@ -275,8 +274,8 @@ def centre_of(data: bytes, channels: int) -> Pixels:
 
 
 def tried(decoder: Callable[..., Pixels], *about: Any) -> Pixels | None:
-    """Return the pixels, or None if the file is rejected. Any error but ValueError is a bug of the
-    project."""
+    """Return the pixels, or None if the decoder rejects the file. Any error except ValueError is a
+    bug in the project."""
     try:
         return decoder(*about)
     except ValueError:
@@ -296,7 +295,7 @@ def description(pixels: Pixels | None) -> str:
 
 
 class Comparison:
-    """Decode one file in all ways, with windows that `rng` draws."""
+    """Decode one file in all ways, with random windows from `rng`."""
 
     def __init__(self, data: bytes, rng: random.Random):
         self.data = data
@@ -360,8 +359,8 @@ class Comparison:
         return ways
 
     def _judge(self, part: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
-        """Require the same pixels or rejection as for the whole image. Damaged codes that no way
-        reads may differ from the whole image, but all ways must agree."""
+        """Require the pixels or the rejection of the whole image. Damaged codes that no way reads
+        may differ from the whole image, but all ways must agree."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -400,7 +399,7 @@ class Comparison:
             )
         elif prepared.data is not self.data:
             far = np.abs(decode(prepared.data).astype(int) - whole).max()
-            if far > 6:  # quality 100 rounds
+            if far > 6:  # allow for rounding at quality 100
                 self.differences.append(
                     f"prepared pixels ({prepared.change}) are {far} levels away"
                 )
@@ -410,7 +409,6 @@ class Comparison:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Damage the file in one to three ways."""
     hurt = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if len(hurt) < 40:
@@ -495,7 +493,7 @@ def _lie(data: bytearray, rng: random.Random) -> None:
 
 
 def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
-    """Fuzz until the time is over; return the counts, and the differences with the files that show
+    """Fuzz until the time is over. Return the counts, and the differences with the files that show
     them."""
     rng = random.Random(seed)
     counts = Counter[str]()

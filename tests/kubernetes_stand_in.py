@@ -1,10 +1,10 @@
 """Run the files of deploy/kube/ as Kubernetes would, as far as processes can notice.
 
-A pod is a process with the command, arguments and variables of its container. With `isolated` it
-has its own network, host name, /etc/hosts (the names of a headless service) and process ids, and is
-process 1 as in a container. It is ended as by a kubelet: SIGTERM, the grace period, SIGKILL.
-`podFailurePolicy` judges a failed pod and JobSet's `failurePolicy` a failed Job. Both are read from
-the file, and the first matching rule applies
+A pod is a process with the command, arguments and variables of its container. With `isolated`, the
+pod has its own network, host name, /etc/hosts (the names of a headless service) and process ids,
+and is process 1 as in a container. The pod is ended as by a kubelet: SIGTERM, the grace period,
+SIGKILL. `podFailurePolicy` decides about a failed pod, and JobSet's `failurePolicy` about a failed
+Job. Both policies are read from the file, and the first matching rule applies
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
 kubernetes-sigs/jobset:keps/262-ConfigurableFailurePolicy).
 """
@@ -33,8 +33,8 @@ SUBNET = "10.213.7"
 
 
 class Ended(NamedTuple):
-    """The end of a JobSet, and the exit codes of its pods in each attempt, in the order in which
-    they ended."""
+    """A JobSet's result, and the exit codes of its pods in each attempt, in the order in which the
+    pods ended."""
 
     is_complete: bool
     actions: list[str]
@@ -55,11 +55,11 @@ class Pod:
             )
 
     def _first(self) -> int | None:
-        """Return the process id of the pod's process 1, or None if it does not run."""
+        """Return the process id of the pod's process 1, or None if the pod is not running."""
         pid = self.process.pid
         if not self._is_isolated:
             return pid
-        pids = children(pid)  # children of unshare, which nsenter has become
+        pids = children(pid)  # nsenter has become unshare, whose child is process 1
         return pids[0] if pids else None
 
     def signal(self, number: int) -> None:
@@ -70,7 +70,7 @@ class Pod:
                 os.kill(pid, number)
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM now and, by `poll`, SIGKILL after the grace period, as a kubelet does."""
+        """Send SIGTERM now and, from `poll`, SIGKILL after the grace period, as a kubelet does."""
         if self.kill_at is None and self.process.poll() is None:
             self.kill_at = time.monotonic() + grace_s
             self.signal(signal.SIGTERM)
@@ -81,14 +81,14 @@ class Pod:
             self.signal(signal.SIGKILL)
         if code is None:
             return None
-        if self._is_killed:  # the process of which unshare makes process 1
+        if self._is_killed:  # return the status of process 1, not of unshare
             return 128 + signal.SIGKILL
         return code if code >= 0 else 128 - code
 
 
 class Cluster:
-    """A cluster that runs the Job in a file of deploy/kube/, and restarts it by the JobSet's
-    policy."""
+    """A cluster that runs the Job in a file of deploy/kube/ and restarts it according to the
+    JobSet's policy."""
 
     def __init__(self, folder: Path, isolated: bool):
         self.folder = folder
@@ -104,7 +104,7 @@ class Cluster:
         timeout_s: float = 300,
         **variables: str,
     ) -> Ended:
-        """Run a JobSet's only Job with other `arguments` until it is complete or has failed.
+        """Run a JobSet's only Job with other `arguments` until the Job is complete or has failed.
 
         disturb(attempt, pods) is called repeatedly; `variables` replace those of the file.
         """
@@ -167,8 +167,8 @@ class Cluster:
         disturb: Callable[[list[Pod]], None],
         deadline: float,
     ) -> tuple[str, str, list[int]]:
-        """Wait until all pods have ended; return the (reason, message) of the Job's failure, or
-        ("", ""), and the exit codes in the order in which they ended."""
+        """Wait until all pods have ended. Return the (reason, message) of the Job's failure, or
+        ("", ""), and the exit codes in the order in which the pods ended."""
         grace_s = job["template"]["spec"]["terminationGracePeriodSeconds"]
         running = list(pods)
         failures = 0
@@ -199,7 +199,7 @@ class Cluster:
         return reason, message, codes
 
     def _namespaces(self, index: int, names: list[str], service: str) -> list[str]:
-        """Return the arguments before a command that start it in the pod's own namespaces."""
+        """Return the prefix that starts a command in the pod's own namespaces."""
         if not self._networks:
             self._make_networks(names, service)
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
@@ -255,13 +255,13 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
             variables[variable["name"]] = str(index)
         else:
             assert source["secretKeyRef"]["optional"] is True
-    variables.pop("TMPDIR", None)  # a volume
+    variables.pop("TMPDIR", None)  # drop the path of a volume
     return variables
 
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
-    """Return the action of the first rule of podFailurePolicy that matches a failed pod, with the
-    message of a Job that it fails, or "Count" if none matches."""
+    """Return the action of the first rule of podFailurePolicy that matches a failed pod, or "Count"
+    if none matches. If the action fails the Job, also return the Job's message."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
@@ -276,7 +276,7 @@ def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
 
 
 def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
-    """Return the action of the first rule of a JobSet's failurePolicy that matches a failed Job."""
+    """Return the action of the first rule in a JobSet's failurePolicy that matches a failed Job."""
     for rule in policy["rules"]:
         reasons = rule.get("onJobFailureReasons") or [reason]
         patterns = rule.get("onJobFailureMessagePatterns") or [""]
@@ -286,12 +286,11 @@ def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
 
 
 def evict(pod: Pod, grace_s: float) -> None:
-    """Evict a pod as a drain or a preemption does: first the condition, then the kubelet's
+    """Evict a pod as a drain or a preemption does: first set the condition, then send the kubelet's
     signal."""
     pod.conditions.add("DisruptionTarget")
     pod.terminate(grace_s)
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """Return the objects in a file of deploy/kube/."""
     return list(yaml.safe_load_all((KUBE / name).read_text()))

@@ -1,7 +1,8 @@
-"""Another value than the default for each setting, and the settings that it needs to have an
+"""For each setting, a value other than the default and the settings that it needs to have an
 effect.
 
-A new setting must be added to `VALUES`. Needs that `OnlyWith` states are found from the schema.
+A new setting must be added to `VALUES`. Dependencies that `OnlyWith` states are read from the
+schema.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Setting(NamedTuple):
     """A field of a config section, such as `momentum` of the optimizer `sgd`."""
 
     key: str
-    """The dotted key of the setting."""
+    """The setting's dotted key."""
     kind: type[Section]
 
     @property
@@ -237,13 +238,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
-"""Further settings that a setting needs, with its default as well as with its other value."""
+"""Other settings that a setting needs, both with its default and with its other value."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "data.reader": {"data.stream": "{shards}/train-00000.tar", "data.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
     "init.select_classes": {"init.reset_head": False},
 }
-"""Settings that are set with the value of `VALUES`, but not with the default."""
+"""Settings that are set together with the value in `VALUES`, but not with the default."""
 
 
 def _dotted(setting: Setting, name: str) -> str:
@@ -257,7 +258,7 @@ def _conditions(needed: OnlyWith, setting: Setting) -> list[tuple[str, str, list
 
 
 def _find(key: str, kind: type[Section]) -> Setting:
-    """Return the setting `key`. `kind` names its optimizer if it is an optimizer's setting."""
+    """Return the setting `key`. For an optimizer's setting, `kind` names the optimizer."""
     own = [each for each in SETTINGS if each.key == key]
     return next((each for each in own if each.kind is kind), own[0])
 

@@ -26,5 +26,5 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, relative to the largest value."""
+    """Return the largest difference relative to the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -8,14 +8,12 @@ from typing import NamedTuple
 
 
 class Stored(NamedTuple):
-    """A sample of a shard."""
-
     data: bytes
     label: int
 
 
 def stored(root: Path, split: str) -> dict[str, Stored]:
-    """Return the samples of a split by their keys, read with the standard library."""
+    """Read a split with the standard library and map each key to its sample."""
     members: dict[str, bytes] = {}
     for path in root.glob(f"{split}-*.tar"):
         with tarfile.open(path) as tar:

@@ -33,8 +33,8 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_the_rows_of_all_ranks_are_the_batch(repeats):
-    """If they are, each rank needs to check only its own rows."""
+def test_the_rows_of_all_ranks_form_the_batch(repeats):
+    """If the ranks' rows form the batch, each rank needs to check only its own rows."""
     order = make_order(300_000, 96, num_lanes=8, aug_repeats=repeats)
     for world_size in (1, 2, 3, 8, 32):
         rows = 96 // world_size
@@ -45,7 +45,6 @@ def test_the_rows_of_all_ranks_are_the_batch(repeats):
 
 
 def finished_run(config: Path, folder: Path, *overrides: str) -> Run:
-    """Return a finished run of three steps on one rank."""
     short = ("train.steps=3", "eval.every_steps=100", f"run.dir={folder}")
     run = build_run(config_io.load_config(config, [*TINY, *short, *overrides]), ALONE)
     train(run)
@@ -151,7 +150,7 @@ def test_one_rank_reads_checkpoint_and_initial_weights_and_all_have_them(config,
     digest = hashlib.sha256()
     for name, tensor in expected.items():
         digest.update(name.encode() + tensor.numpy().tobytes())
-    assert digest.hexdigest() in resumed[0], "the state must be the saved one"
+    assert digest.hexdigest() in resumed[0], "the state must equal the saved state"
     begun = lines(f"run.dir={tmp_path}/newRANK", f"init.checkpoint={tmp_path}/initRANK")
     assert len({line.partition(": ")[2] for line in begun}) == 1
     assert "init_sha256" in begun[0]
@@ -160,13 +159,13 @@ def test_one_rank_reads_checkpoint_and_initial_weights_and_all_have_them(config,
     assert not (tmp_path / "new1").exists()
 
 
-def test_an_old_checkpoint_resumes_only_with_its_original_behaviour(config, tmp_path):
-    """Averaged weights used to always have a warm-up. Now a setting switches it on, and its default
-    is off."""
+def test_an_old_checkpoint_resumes_only_with_its_original_behavior(config, tmp_path):
+    """Averaged weights used to always have a warm-up. Now a setting enables the warm-up, and its
+    default is off."""
     run = finished_run(config, tmp_path / "run", "train.ema_decay=0.9")
     [(path, info)] = [newest_checkpoint(run.folder)]
     del info["config"]["train"]["ema_warmup"]
-    del info[SEAL]  # added in a later version
+    del info[SEAL]  # delete the key, which a later version added
     (path / "checkpoint.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"train\.ema_warmup: True there, False here"):
         resume.find_checkpoint(run.folder, config_io.to_dict(run.config), {}, set(), ALONE)
@@ -191,7 +190,7 @@ def test_a_run_does_not_resume_with_different_class_names(config, tmp_path):
     [(_, info)] = [newest_checkpoint(run.folder)]
     facts = {key: info["facts"][key] for key in ("num_samples", "index_sha256", "num_classes")}
     names = info["facts"]["class_names"]
-    for same in (names, []):  # none were known
+    for same in (names, []):  # an empty list means unknown names
         assert (
             resume.find_checkpoint(
                 run.folder,

@@ -1,4 +1,4 @@
-"""Test the remains of a run that was stopped during its construction, and weights that do not
+"""Test the files left by a run that was stopped during its construction, and weights that do not
 fit."""
 
 from __future__ import annotations

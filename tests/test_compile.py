@@ -1,4 +1,4 @@
-"""Test the number of graphs of a compiled model: one for all blocks in training, one in
+"""Test the number of graphs of a compiled model: one for all blocks in training, and one in
 evaluation."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 12
-"""More blocks than the graphs that Dynamo compiles of one function before it stops (8)."""
+"""A number of blocks above 8, after which Dynamo stops compiling more graphs of a function."""
 
 
 class Counter:
-    """A backend of torch.compile that runs graphs unchanged and counts them."""
+    """A torch.compile backend that runs graphs unchanged and counts them."""
 
     def __init__(self):
         self.num_graphs = 0
@@ -38,7 +38,6 @@ class Counter:
         return graph
 
     def since(self) -> int:
-        """Return the number of graphs since the last call."""
         count = self.num_graphs
         self.num_graphs = 0
         return count
@@ -53,7 +52,7 @@ def graphs():
 
 @pytest.fixture
 def process_group():
-    """Create a process group of this process alone, so that DDP can wrap a model."""
+    """Create a process group that contains only this process, so that DDP can wrap a model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -81,19 +80,19 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
     compile_blocks(model, backend=graphs)
     for rows in (4, 4):
         model(torch.randn(rows, 3, 16, 16)).sum().backward()
-    assert graphs.since() == 1, "a block has a constant in its graph that others lack"
+    assert graphs.since() == 1, "all blocks must share one graph"
     with torch.no_grad():
         model.eval()(torch.randn(2, 3, 16, 16))
         model(torch.randn(2, 3, 16, 16))
     assert graphs.since() == 1
     model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
-    assert graphs.since() == 0, "training after an evaluation compiled another graph"
+    assert graphs.since() == 0, "training after an evaluation must not compile another graph"
 
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])
 def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
     """The rates grow, so the first block's number of rows needs one graph, and all other numbers
-    another."""
+    share another."""
     fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
     model = small_vit(16, DEPTH, **fields, **VIT5)
     compile_blocks(model, backend=graphs)
@@ -142,7 +141,7 @@ def evaluate(*models: torch.nn.Module, side: int) -> None:
 @pytest.mark.parametrize("size", ["of the base", "larger"])
 def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
     """Steps and evaluations alternate, as in a run. The larger size starts from the weights of the
-    base."""
+    base model."""
     fields = {"embed_dim": 16, "depth": DEPTH, "drop_path_rate": 0.1}
     model = small_vit(**fields)
     side = 16
@@ -176,7 +175,7 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
 
 
 def test_keeps_one_graph_for_each_image_size(graphs):
-    """By default torch compiles one slower graph for all sizes once it has seen two."""
+    """By default, torch compiles one slower graph for all sizes after the second size."""
     model = small_vit(16, DEPTH, rope_type="axial", drop_path_rate=0.1)
     sides = (8, 24)
     take_sizes(model, [(side, side) for side in sides])
@@ -195,7 +194,8 @@ def test_keeps_one_graph_for_each_image_size(graphs):
 
 
 def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group):
-    """A block of 3 MB with buckets of 1 MB has the same proportions as ViT-L's 50 MB with 25 MB."""
+    """A block of 3 MB with buckets of 1 MB is to scale with ViT-L's 50 MB blocks and 25 MB
+    buckets."""
     model = small_vit(256, 2, drop_path_rate=0.1)
     compile_blocks(model, backend=graphs)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
@@ -205,7 +205,7 @@ def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group)
 
 
 def test_compiles_each_block_of_a_timm_model(graphs):
-    """timm's drop path stores its rate as a number, so each block needs its own graph. All of them
+    """timm's drop path stores its rate as a number, so each block needs its own graph. All blocks
     must be compiled, not only eight."""
     torch.manual_seed(0)
     fields = {"depth": DEPTH, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}

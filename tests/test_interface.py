@@ -1,4 +1,4 @@
-"""Test the Python interface: its names, their arguments, and modules of similar names."""
+"""Test the Python interface: its names, their arguments, and modules with similar names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIGNATURES = {
     "load_config": "path overrides used_here",
     "open_split": "root split cache_dir cache_gib retry is_checked versions",
 }
-"""The arguments that users' programs name. A change must be written into the release notes."""
+"""Arguments that users' programs name. A change must be listed in the release notes."""
 
 
 def test_the_interface_has_these_names_and_arguments():
@@ -74,7 +74,7 @@ def test_a_type_checker_sees_the_interface(tmp_path: Path):
     assert 'Unexpected keyword argument "rank" for "fit"' in done.stdout
 
 
-def test_one_rank_gets_each_sample_once_an_epoch(shards):
+def test_a_single_rank_gets_each_sample_once_per_epoch(shards):
     split = vit.open_split(shards, "train")
     plain = {"image_size": 16, "augment": {"hflip_prob": 0.0}, "epochs": 2, "seed": 3}
     with vit.create_loader(split, 12, **plain) as loader:
@@ -115,7 +115,6 @@ def test_rejects_a_batch_that_ranks_or_groups_do_not_divide(shards):
 
 
 def test_a_model_is_evaluated_on_every_image_once(shards):
-    """torchvision's transforms are applied image by image for comparison."""
     torch.manual_seed(0)
     split = vit.open_split(shards, "val")
     model = vit.create_model("vit_ti8", 16, 3, embed_dim=32, depth=1, num_heads=2).train()

@@ -1,7 +1,7 @@
 """Test that agreement with timm and torch also holds with the kernels of other CPUs.
 
-Otherwise the tolerances might fit only this CPU. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let
-a CPU imitate older ones.
+The tolerances must not fit only this CPU. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU
+imitate older ones.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CORE = [
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_timm_file_gives_timms_logits_and_predictions[resnet10t]",
 ]
-"""A selection of comparisons of each kind that takes seconds for each set of kernels."""
+"""Comparisons of each kind that take seconds for each set of kernels."""
 
 
 def passed_with_kernels(capability: str, *tests: str) -> int:
-    """Return the number of tests that pass under `capability`. All that run must pass."""
+    """Return the number of tests that pass under `capability`. Every test that runs must pass."""
     env = {
         **environment(),
         "ATEN_CPU_CAPABILITY": capability,

@@ -1,4 +1,4 @@
-"""Test one update against a plain torch loop in every precision, with accumulation, clipping and
+"""Compare one update with a plain torch loop in every precision, with accumulation, clipping and
 skipping."""
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from vit.training.step_result import NON_FINITE, SPIKE, Limits
 WORLD = World(0, 1, torch.device("cpu"))
 CONFIG = AugmentConfig(hflip_prob=0.0)
 EPS = 1e-5
-"""The epsilon of AdamW. The gradient of keys' biases is zero, but is computed as 1e-10 to 1e-9 of
-any sign because of rounding. With the default of 1e-8, AdamW would turn it into a tenth of a step
-that differs with each CPU's kernels."""
+"""The epsilon of AdamW. The gradient of keys' biases is zero, but rounding makes it 1e-10 to 1e-9
+with any sign. With the default epsilon of 1e-8, AdamW would turn this gradient into a tenth of a
+step that differs between CPU kernels."""
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -173,11 +173,10 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     ],
 )
 def test_an_update_above_its_limits_equals_skipping_the_batch(precision, limits, verdict):
-    """Averaged weights must still move towards the current weights."""
     guarded = make_step(4, precision, clip_grad_norm=1.0)
     plain = make_step(4, precision, clip_grad_norm=1.0)
     for step in (guarded, plain) if precision == "fp16" else ():
-        step.loss_scale.value.fill_(128.0)  # no overflow with any kernels
+        step.loss_scale.value.fill_(128.0)  # this scale never overflows with any kernels
     for number in range(4):
         batch = make_batch(seed=number)
         result = guarded(batch, number, limits=limits if number == 2 else None).read()
@@ -186,7 +185,7 @@ def test_an_update_above_its_limits_equals_skipping_the_batch(precision, limits,
             plain(batch, number)
     state = named_tensors(guarded)
     expected = named_tensors(plain)
-    # An overflow would have halved the scale, but a skipped spike does not.
+    # An overflow would halve the scale, but a skipped spike must not.
     different = {name for name in state if not torch.equal(state[name], expected[name])}
     assert different == ({"scaler.steps_since_overflow"} if precision == "fp16" else set())
 
@@ -201,7 +200,7 @@ def test_a_non_finite_gradient_does_not_count_as_a_spike():
     assert step.loss_scale.value.item() == scale / 2
 
 
-def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
+def test_fp16_unscales_before_clipping_and_increases_the_scale_after_good_steps(monkeypatch):
     monkeypatch.setattr("vit.layers.precision.FP16_GROWTH_STEPS", 2)
     plain = make_step(clip_grad_norm=0.05)
     scaled = make_step(precision="fp16", clip_grad_norm=0.05)
@@ -238,7 +237,9 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
             plain(make_batch(seed=number), number)
             buckets = {p.grad.untyped_storage().data_ptr() for p in ours.parameters}
         assert len(buckets) == 1, "a small model has one bucket"
-        assert passes[-2:] == [buckets, buckets], "before both passes of the last step"
+        assert passes[-2:] == [buckets, buckets], (
+            "the gradients must point into the buckets before both passes of the last step"
+        )
         assert torch.equal(weights_of(ours), weights_of(plain))
     finally:
         dist.destroy_process_group()
@@ -282,7 +283,7 @@ def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         change = step.augment.change_batch
-        step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may copy constants
+        step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # the first call may copy constants
         mode.waits.clear()
         values, norm, rows, norms = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
     assert {tensor.device for tensor in (values, norm, *rows, norms.values)} == {gpu}
@@ -302,7 +303,7 @@ def test_a_row_of_weight_0_gives_no_gradient():
     assert torch.equal(weights_of(with_row), weights_of(without))
 
 
-def test_the_average_follows_also_when_an_update_is_skipped():
+def test_the_average_follows_even_when_an_update_is_skipped():
     step = make_step()
     step.ema = Ema(step.model, 0.5)
     start = [p.clone() for p in step.ema.module.parameters()]
@@ -314,7 +315,7 @@ def test_the_average_follows_also_when_an_update_is_skipped():
         torch.testing.assert_close(averaged, decay * old + (1 - decay) * new)
 
 
-def test_dropout_depends_on_seed_rank_and_step_only():
+def test_dropout_depends_only_on_seed_rank_and_step():
     def losses(order: list[int]) -> dict[int, float]:
         step = make_step(seed=7)
         for module in step.model.modules():

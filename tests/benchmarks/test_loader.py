@@ -1,4 +1,4 @@
-"""Test that benchmarks/loader.py runs every installed contestant and pauses it between its
+"""Test that benchmarks/loader.py runs every installed contestant and pauses each one between
 turns."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 from processes import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # not a user command
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # users do not run the benchmark
 BENCHMARKS = REPOSITORY / "benchmarks"
 OURS = "ours, restart markers, pip only"
 V1 = "torchvision v1"
@@ -93,7 +93,7 @@ def test_contestants_and_their_workers_are_idle_between_turns_and_end(data, load
         for server in servers:
             assert min(server.turn("train", 2)) > 0
         assert len(list(servers[0].processes())) >= 3
-        for _ in range(6000):  # stopping takes a moment
+        for _ in range(6000):  # wait up to a minute, because stopping takes a moment
             states = {stat[0] for server in servers for _, stat in server.processes()}
             if states == {"T"}:
                 break

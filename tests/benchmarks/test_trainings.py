@@ -1,5 +1,5 @@
-"""Test the intervals over seeds and images, and that the project trains exactly as a plain loop
-over timm's parts does."""
+"""Test the confidence intervals over seeds and images, and that the project trains exactly like a
+plain loop over timm's parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scipy import stats
 
 from vit.config.io import ConfigError, load_config
 
-pytestmark = pytest.mark.full  # not a user command
+pytestmark = pytest.mark.full  # users do not run the benchmark
 BENCHMARKS = REPOSITORY / "benchmarks"
 SEEDS = 5
 ORIGINALS = 100
@@ -31,18 +31,18 @@ def module(monkeypatch):
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the results of two programs that are equally good over all possible seeds and images."""
+    """Draw results of two programs that are equally good on average over seeds and images."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
     for _ in range(2):
-        own = rng.normal(0, 0.8, ORIGINALS)  # images that are hard for this program with any seed
+        own = rng.normal(0, 0.8, ORIGINALS)  # some images are hard for this program with any seed
         luck = rng.normal(0, 0.6, (SEEDS, 1))
         logits = np.repeat(hard + own + luck, RENDERINGS, axis=1)
         both.append(rng.logistic(size=logits.shape) < logits)
     return both[0], both[1]
 
 
-def test_the_interval_covers_the_true_difference_over_seeds_and_originals(module):
+def test_the_interval_covers_the_true_difference_over_seeds_and_images(module):
     trainings = module("trainings")
     groups = np.repeat(np.arange(ORIGINALS), RENDERINGS)
     rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def test_the_interval_covers_the_true_difference_over_seeds_and_originals(module
     assert by_images_alone / draws < 0.85
 
 
-def test_interval_is_never_below_that_of_seeds_alone_or_of_originals_alone(module):
+def test_the_interval_is_never_narrower_than_that_of_seeds_or_images(module):
     trainings = module("trainings")
     groups = np.repeat(np.arange(ORIGINALS), RENDERINGS)
     rng = np.random.default_rng(1)

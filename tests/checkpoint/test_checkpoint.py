@@ -1,4 +1,4 @@
-"""Test the JSON state of a checkpoint, the choice of the best evaluation, and reading while a run
+"""Test a checkpoint's JSON state, the choice of the best evaluation, and reading while a run
 saves."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vit.weights.files import read_weights
     [
         (-1.0, [(0.0, 2.3)], True),
         (90.0, [(95.0, 1.35)], True),
-        (100.0, [(100.0, 1.0)], False),  # equal values
+        (100.0, [(100.0, 1.0)], False),  # the values are equal
         (100.0, [(100.0, 0.43)], True),
         (100.0, [(100.0, 1.2)], False),
-        (100.0, [(99.0, 0.1), (100.0, 0.5)], True),  # weights and averaged weights
+        (100.0, [(99.0, 0.1), (100.0, 0.5)], True),  # the weights and the averaged weights
         (100.0, [(100.0, math.nan)], False),
     ],
 )
@@ -33,7 +33,7 @@ def test_the_smaller_loss_wins_at_equal_accuracy(before, evaluation, expected):
     assert state.take_best("val", *evaluation) == expected
 
 
-def test_compares_with_the_best_of_an_older_checkpoint():
+def test_compares_with_the_best_evaluation_of_an_older_checkpoint():
     """The older checkpoint has no loss, so the next evaluation with equal accuracy replaces it."""
     older = {
         key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
@@ -51,7 +51,8 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
 
 
 def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path):
-    """A mounted bucket renames a folder by copying its files, so a kill can leave some of them."""
+    """Renaming a folder in a mounted bucket copies its files, so a kill can leave only some of
+    them."""
 
     def save(step: int) -> None:
         state = {"step": step, "facts": {}}
@@ -63,14 +64,14 @@ def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path
     (half / "state.safetensors").write_bytes(b"half")
     folder, _ = newest_checkpoint(tmp_path, verify=True)
     assert folder == checkpoint_folder(tmp_path, 1)
-    assert half.exists(), "an incomplete checkpoint must not be moved aside"
+    assert half.exists(), "an incomplete checkpoint must stay in its folder"
     save(2)
     assert newest_checkpoint(tmp_path)[0] == checkpoint_folder(tmp_path, 2)
     assert checkpoint_folder(tmp_path, 1).exists()
 
 
 def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
-    """A second process saves as fast as it can and keeps one checkpoint."""
+    """A second process saves as fast as it can and keeps only one checkpoint."""
     facts = {"num_classes": 2, "grid_size": None}
 
     def save(step: int) -> None:

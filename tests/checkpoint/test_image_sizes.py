@@ -1,7 +1,7 @@
 """Test runs that change their image size.
 
-They must resume exactly and train equally on any number of ranks, and their metrics and curves must
-show the size.
+Such runs must resume exactly and train identically on any number of ranks. Their metrics and curves
+must show the size.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from processes import TINY, Background, final_state, metrics, run_here, train, w
 
 STAGES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}, {until_epoch: 2, image_size: 8}]"
 SIZES = [24] * 5 + [8] * 5 + [16] * 2
-"""The stages of a run of 12 steps, with five steps per epoch."""
+"""Image-size stages for a run of 12 steps with five steps per epoch."""
 PLAIN = ("model.drop_path_rate=null", "model.proj_drop_rate=null")
-"""Settings that draw no random numbers per rank."""
+"""Settings that turn off all per-rank random numbers."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, Path]:
-    """Return a config and the folder of its uninterrupted run with all checkpoints."""
+    """Return a config and the folder of its uninterrupted run, which keeps all checkpoints."""
     folder = tmp_path_factory.mktemp("sizes")
     config = write_config(folder, shards)
     train_here(config, folder / "run")
@@ -36,7 +36,7 @@ def train_here(config: Path, run_dir: Path, *overrides: str) -> None:
 
 
 def begin_again(run_dir: Path, copy: Path, step: int) -> None:
-    """Copy the run as it was when its newest checkpoint was that of `step`."""
+    """Copy the run as it was when its newest checkpoint was from `step`."""
     shutil.copytree(run_dir, copy)
     for folder in (copy / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
@@ -69,7 +69,7 @@ def test_resuming_from_any_step_gives_the_weights_of_the_uninterrupted_run(
     assert not names_that_differ(tmp_path / "run", run_dir)
 
 
-def test_the_record_has_the_size_of_each_step_and_a_line_where_it_changes(whole, tmp_path):
+def test_metrics_have_the_size_of_each_step_and_a_line_for_each_change(whole, tmp_path):
     read_history = pytest.importorskip("vit.extras.report.history").read_history
     config, run_dir = whole
     assert [line["image_size"] for line in metrics(run_dir, "train")] == SIZES
@@ -100,16 +100,16 @@ def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
         for folder in (tmp_path / "one", tmp_path / "two")
     )
     assert len(one) == len(SIZES)
-    # twelve updates whose sums have different orders
+    # After twelve updates, the results differ only by the order of sums.
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("step", [4, 6, 11])
-def test_killed_ranks_resume_bit_by_bit_also_in_a_later_stage(ranks, step, whole, tmp_path):
-    """With three or more ranks the order of sums depends on DDP's buckets. DDP rebuilds them in
-    each attempt, and the second attempt starts in a different stage than the first."""
+def test_killed_ranks_resume_bit_for_bit_even_in_a_later_stage(ranks, step, whole, tmp_path):
+    """With three or more ranks, the order of sums depends on DDP's buckets, which DDP rebuilds in
+    each attempt. The second attempt starts in a different stage than the first."""
     config, _ = whole
     train(config, tmp_path / "whole", STAGES, ranks=ranks)
     background = Background(config, tmp_path / "run", STAGES, ranks=ranks)

@@ -15,10 +15,10 @@ from processes import TINY, run_here
 
 
 class Disk:
-    """The contents of a disk after a power cut.
+    """A disk's contents after a power cut.
 
-    A file has the bytes of its last fsync. A folder has an entry only if it was flushed after the
-    last change.
+    A file has the bytes of its last fsync. A folder has an entry only if the folder was flushed
+    after its last change.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):
@@ -44,7 +44,7 @@ class Disk:
             for path in source.iterdir() if source.is_dir() else [source]:
                 assert self.is_forced(path), f"{path} is renamed before it is flushed"
             if source.is_dir():
-                assert source not in self.pending, "a power cut could lose the names in this folder"
+                assert source not in self.pending, "a power cut could lose this folder's entries"
                 self.look_at_record(int(target.name.removeprefix("step_")))
             elif target.name == "latest":
                 assert target.parent not in self.pending, (
@@ -62,7 +62,7 @@ class Disk:
         lines = [json.loads(line) for line in forced]
         trained = [line["step"] for line in lines if line["kind"] == "train"]
         assert trained[:step] == [*range(1, step + 1)], (
-            "metrics before a checkpoint must be flushed, because no step is repeated"
+            "metrics before a checkpoint must be flushed, because no run repeats their steps"
         )
         assert [line["step"] for line in lines if line["kind"] == "eval"] == [6][: step // 6]
         for path in (self.run_dir / "samples").iterdir():

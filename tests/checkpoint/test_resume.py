@@ -17,8 +17,10 @@ from vit.train import train
 from vit.weights.files import read_weights
 
 
-def test_intervals_and_epochs_split_by_a_kill_have_the_uninterrupted_lines(config, tmp_path):
-    """The run is killed after its checkpoint of step 9, in the middle of an interval and of an
+def test_metrics_of_intervals_and_epochs_split_by_a_kill_equal_the_uninterrupted_ones(
+    config, tmp_path
+):
+    """The run is killed after the checkpoint of step 9, in the middle of an interval and of an
     epoch."""
     folder = tmp_path / "run"
     often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
@@ -44,8 +46,8 @@ def test_intervals_and_epochs_split_by_a_kill_have_the_uninterrupted_lines(confi
 
 @pytest.mark.parametrize("present", ["discarded", "gone"])
 def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, capfd, present):
-    """The first attempt loses its checkpoint of step 6 but not its weights, as after a kill. The
-    second one has another learning rate, so its weights differ."""
+    """As after a kill, the first attempt loses its checkpoint of step 6 but keeps its weights. The
+    second attempt uses another learning rate, so its weights differ."""
     folder = tmp_path / "run"
     settings_of_run = (
         "train.ema_decay=null",
@@ -66,11 +68,11 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
             train(run)
 
     go_on("optim.lr=1e-2")
-    assert weights_of("best")[0] == 6, "the first attempt must be best at step 6"
+    assert weights_of("best")[0] == 6, "the best evaluation of the first attempt must be at step 6"
     shutil.rmtree(folder / "checkpoints" / "step_00000006")
     if present == "gone":
         (folder / "weights" / "best.safetensors").unlink()
-    # The evaluation at step 6 equals the one at step 3, so it is not a new best.
+    # The evaluation at step 6 equals the one at step 3, so step 6 is not a new best.
     go_on("optim.lr=1e-30")
     assert "resumed at step 3 of 6" in (messages := capfd.readouterr().err)
     step, best = weights_of("best")

@@ -1,6 +1,6 @@
-"""Test saves that run in a thread while training continues.
+"""Test saves in a thread while training continues.
 
-Each file must hold the state of a single step and be complete at every moment.
+Each file must hold the state of a single step and must always be complete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = 3
 
 
 def built(config: Path, folder: Path, *overrides: str) -> Run:
-    """Build a run that has not started, with an idle saver thread."""
+    """Build a run with an idle saver thread, without starting to train."""
     settings = config_io.load_config(config, [*TINY, f"run.dir={folder}", *overrides])
     run = build_run(settings, ALONE)
     run.saver.finish()
@@ -78,10 +78,11 @@ def _hook(event: str, args: tuple) -> None:
 
 @contextmanager
 def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
-    """Call `function` before each file operation of the saver thread, by means of Python's audit
-    events."""
+    """Use Python's audit events to call `function` before each file operation of the saver
+    thread."""
     global _at_each
-    if not getattr(sys, "_saver_hook", False):  # Python cannot remove an audit hook
+    # Add the hook only once, because Python cannot remove an audit hook.
+    if not getattr(sys, "_saver_hook", False):
         sys.addaudithook(_hook)
         sys._saver_hook = True  # type: ignore[attr-defined]
     _at_each = function
@@ -92,7 +93,6 @@ def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
 
 
 def in_a_fork(function: Callable[[], None]) -> int:
-    """Run `function` in a forked process, which then exits; return its wait status."""
     pid = os.fork()
     if not pid:
         try:
@@ -104,7 +104,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 
 def save_all(run: Run) -> None:
-    """Save steps 1 to STEPS with an evaluation at each step."""
+    """Save a checkpoint and an evaluation at each of steps 1 to STEPS."""
     saver = Saver(run.place, run.train_step, config_io.to_dict(run.config), [], 1, run.record)
     saver.prepare()
     for step in range(1, STEPS + 1):
@@ -128,14 +128,14 @@ def count_operations(run: Run) -> int:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
-    """SIGKILL is sent before each file operation: while weights are written, before a file is
-    renamed, while older checkpoints are removed, and so on."""
+    """SIGKILL is sent before each file operation, such as writing weights, renaming a file, or
+    removing an older checkpoint."""
     first = built(config, tmp_path / "counted")
     first.record.close()
     total = count_operations(first)
-    assert total > 30 * STEPS, "weights, state, info, latest and one removed folder need more"
+    assert total > 30 * STEPS, "a save must consist of more than 30 file operations"
     steps_found = set()
-    # Test every operation from the second save on. The first save replaces no file.
+    # Test every operation from the second save on, because the first save replaces no files.
     moments = range(total // STEPS, total, stride)
     run = built(config, tmp_path / "run")
     run.record.close()
@@ -188,14 +188,14 @@ def _empty(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit_kib", [60, 300])
-def test_a_kill_in_the_middle_of_a_file_leaves_the_run_folder_whole(tmp_path, config, limit_kib):
+def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, config, limit_kib):
     """The kernel kills the process at the first write past a size limit: in the weights (125 KiB)
-    or in the state (500 KiB)."""
+    or the state (500 KiB)."""
     run = built(config, tmp_path / "run")
     run.record.close()
 
     def limit(event: str, args: tuple) -> None:
-        if event == "shutil.rmtree":  # step 2 is saved, so step 1 is removed
+        if event == "shutil.rmtree":  # step 2 has been saved, so step 1 is being removed
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_kib << 10, limit_kib << 10))
 
     def save_until_killed() -> None:
@@ -215,8 +215,8 @@ def test_a_kill_in_the_middle_of_a_file_leaves_the_run_folder_whole(tmp_path, co
     assert not list(run.folder.rglob("*.tmp")), "the partial files must be removed"
 
 
-def test_the_next_save_clears_a_half_removed_checkpoint(tmp_path, config):
-    """Either file of a checkpoint may be removed first. The remaining one may have gigabytes."""
+def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
+    """Either file of a checkpoint may be removed first. The remaining file may have gigabytes."""
     run = built(config, tmp_path / "run")
     run.record.close()
     removed = []
@@ -244,8 +244,8 @@ def test_the_next_save_clears_a_half_removed_checkpoint(tmp_path, config):
 
 
 def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
-    """Evaluation workers live as long as the run. If they inherited a file, its disk space would
-    not be freed when it is removed."""
+    """Evaluation workers live as long as the run. If a worker inherited a removed file, its disk
+    space would not be freed."""
     run = built(config, tmp_path / "run")
     observations = list[tuple[list[str], int]]()
 
@@ -266,14 +266,13 @@ def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, conf
 
 
 def open_files(folder: Path, ending: str) -> list[str]:
-    """Return the files in `folder` with this suffix that this process has open."""
     open_now = Path("/proc/self/fd")
     links = [os.readlink(file) for file in open_now.iterdir() if file.exists()]
     return [link for link in links if link.startswith(str(folder)) and link.endswith(ending)]
 
 
-def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, config):
-    """Complete files must remain, and no partial file may be left."""
+def test_an_error_in_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, config):
+    """Complete files must remain, and partial files must be removed."""
     run = built(config, tmp_path / "run")
     fill(run, 1)
     run.saver.save(run.state, True, ("last",))
@@ -313,7 +312,8 @@ def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(
 
 
 def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, config):
-    """torch.distributed.checkpoint must also read the files, into tensors that the test creates."""
+    """torch.distributed.checkpoint must be able to read the files into tensors that the test
+    creates."""
     run = built(config, tmp_path / "run")
     release = threading.Event()
 
@@ -339,7 +339,8 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """The run must not save into a folder that a second run may have created."""
+    """The run must not save into its removed folder's path, because a second run may have created a
+    new folder there."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()
@@ -355,7 +356,7 @@ def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config
 
 
 def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config):
-    """A write can block if a mount is lost. The previous checkpoint must remain complete."""
+    """A write can block when a mount is lost. The previous checkpoint must remain complete."""
     run = built(config, tmp_path / "run", "checkpoint.every_steps=2")
     release = threading.Event()
     give_up = threading.Timer(5, release.set)
@@ -382,9 +383,9 @@ def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config)
 
 
 @pytest.mark.slow
-def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(tmp_path, config):
-    """Training continues while the saver thread is stopped. The run then waits for the thread, and
-    its last checkpoint can be resumed."""
+def test_a_signal_during_a_save_waits_for_the_save_and_then_saves_again(tmp_path, config):
+    """Training continues while the saver thread is stopped. After the signal, the run must wait for
+    the thread and save a checkpoint that can be resumed."""
     overrides = ("train.steps=18", "eval.every_steps=100", "checkpoint.every_steps=6")
     train(config, tmp_path / "whole", *overrides)
     run = built(config, tmp_path / "run", *overrides, "checkpoint.keep_last=9")
@@ -397,7 +398,7 @@ def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(t
             assert release.wait(240)
 
     def stop() -> None:
-        while last_step(run.folder) < 8:  # two steps after the blocked save
+        while last_step(run.folder) < 8:  # step 8 is two steps after the blocked save
             time.sleep(0.01)
         held_at_step.append(last_step(run.folder))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -429,8 +430,8 @@ def _functions(thread: int | None) -> set[str]:
     return names
 
 
-def test_weights_are_read_from_a_checkpoint_that_is_newer(tmp_path, config):
-    """Weights are written only at evaluations, so a run that is killed later has a newer
+def test_weights_are_read_from_a_newer_checkpoint(tmp_path, config):
+    """Weight files are written only at evaluations, so a run that is killed later has a newer
     checkpoint."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=9", "eval.every_steps=6", "checkpoint.every_steps=3")

@@ -1,7 +1,7 @@
 """Test that the saver thread's copy of the state equals the state at a single step.
 
-The tests use a CPU and a simulated GPU, whose streams run as late, and in as unusual an order, as
-the waits between them allow.
+The tests use a CPU and a simulated GPU. The GPU's streams run in any order, and as late as the
+waits between them allow.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeEvent:
-    """A CUDA event: a point in the work of a stream."""
-
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
         self.is_reached = False
@@ -49,7 +47,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A CUDA stream: a queue of functions and waits, executed in order but at arbitrary times."""
+    """A CUDA stream: a queue of functions and waits that runs in order but at arbitrary times."""
 
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
@@ -66,7 +64,7 @@ class FakeStream:
 
 
 class FakeCuda(TorchDispatchMode):
-    """A replacement for torch.cuda that queues operations on tensors and runs them one at a time.
+    """A replacement for torch.cuda that queues tensor operations and runs them one at a time.
 
     choose: picks the stream to advance. without: the wait to omit.
     """
@@ -105,7 +103,7 @@ class FakeCuda(TorchDispatchMode):
         return nullcontext()
 
     def run_one(self) -> bool:
-        """Run the next operation of a stream that can advance; return False if there is none."""
+        """Run the next operation of a stream that can advance; return False if no stream can."""
         ready = []
         for stream in self._streams:
             while stream.queue and isinstance(stream.queue[0], FakeEvent):
@@ -122,7 +120,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
-    """Train a parameter with optimizer state and a buffer for `steps` steps, and copy the state
+    """Train a parameter with optimizer state and a buffer for `steps` steps, copying the state
     after every second step. Return the step and the values that the thread sees for each copy."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
@@ -130,9 +128,9 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
     copied = None
     with cuda:
         for step in range(1, steps + 1):
-            state["model.buffer"].fill_(step)  # the forward pass
+            state["model.buffer"].fill_(step)  # simulate the forward pass
             if copied is not None:
-                copied.wait()  # as in TrainStep
+                copied.wait()  # wait where TrainStep does
                 copied = None
             state["model.weight"].fill_(step)
             state["optim.slot"].fill_(step)
@@ -151,7 +149,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
 
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
-    """Yield orders of the streams: compute first, copies first, and a hundred random ones."""
+    """Yield orders of the streams: compute first, copies first, and a hundred random orders."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 
@@ -173,12 +171,12 @@ def test_each_wait_is_needed_in_some_order(wait):
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """This GPU works only while the host waits for it, and runs the training step first."""
+    """The fake GPU works only while the host waits for it, and it runs the training step first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
     state = run.train_step.model
-    # a buffer that the forward pass changes, as in batch norm
+    # Like batch norm's statistics, this buffer changes in the forward pass.
     state.register_buffer("seen", torch.ones(3))
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
@@ -211,12 +209,12 @@ def test_closing_after_a_device_failure_raises_no_second_error():
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot({"weight": torch.zeros(2)}, GPU, cuda)
     snapshot._copied = Failed(cuda)
-    snapshot._is_locked = True  # as page_lock does, which needs a driver
+    snapshot._is_locked = True  # pretend that the memory is page-locked, which would need a driver
     snapshot.close()
 
 
 def test_forked_processes_do_not_inherit_the_copy():
-    """Otherwise a loader worker would keep the memory of an old copy."""
+    """An inherited copy would keep the memory of an old state in every loader worker."""
     state = {"weight": torch.ones(2**20)}
     snapshot = Snapshot(state, torch.device("cpu"))
     snapshot.prepare()
@@ -233,7 +231,7 @@ def test_forked_processes_do_not_inherit_the_copy():
     child = os.fork()
     if not child:
         os.close(write)
-        os.read(read, 1)  # until the parent has checked
+        os.read(read, 1)  # block until the parent has checked
         os._exit(0)
     try:
         assert any(begin <= address < end for begin, end in maps(os.getpid()))

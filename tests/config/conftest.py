@@ -7,7 +7,6 @@ from vit.config.io import ConfigError, LoadedConfig, load_with_origins
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Load a text as the file `run.yaml` in the current directory."""
     monkeypatch.chdir(tmp_path)
 
     def load_text(text: str, *overrides: str) -> LoadedConfig:
@@ -19,8 +18,6 @@ def load(tmp_path, monkeypatch):
 
 @pytest.fixture
 def problems(load):
-    """Return the lines of the error that a text causes."""
-
     def problems_of(text: str, *overrides: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             load(text, *overrides)

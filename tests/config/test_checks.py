@@ -28,7 +28,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("section", "epochs", "steps"), PAIRS)
-def test_one_form_on_the_command_line_replaces_the_other_of_the_file(load, section, epochs, steps):
+def test_one_form_on_the_command_line_replaces_the_other_form_in_the_file(
+    load, section, epochs, steps
+):
     for in_file, overriding in ((epochs, steps), (steps, epochs)):
         text = (
             "data: {root: a}\n"
@@ -241,7 +243,7 @@ def test_members_of_streamed_samples_are_named_by_settings(load, problems):
     ]
 
 
-def test_grey_images_need_one_mean_and_no_colour_operations(load, problems):
+def test_gray_images_need_one_mean_and_no_color_operations(load, problems):
     grey = (
         "model: {in_chans: 1}\naugment: {randaugment_layers: 2}\ntrain: {steps: 1}\ndata:\n  root:"
         " a\n  mean: [0.5]\n  std: [1, 2]\n"
@@ -324,7 +326,7 @@ def test_all_unset_variables_are_named_beside_other_problems(load, problems, mon
         "data.sources: ${LOST}, ${FAR} not set in the environment",
     ]
     assert load(BASE, "data.root=$${GONE}").config.data.root == "$${GONE}", (
-        "the config must keep the text unchanged; only readers expand the variable"
+        "the config must not expand the variable"
     )
 
 
@@ -334,7 +336,7 @@ def test_the_login_in_the_header_of_a_stream_command_is_not_recorded(load):
     config, _ = load(BASE, f"data.stream={command}", *streams)
     assert config.data.stream == command
     assert to_dict(config)["data"]["stream"] == command, (
-        "the name of a shell variable is not a secret"
+        "the name of a shell variable must not be hidden as a secret"
     )
     config, origins = load(BASE, f"data.stream={command.replace('$TOKEN', 'a5ecret')}", *streams)
     assert "a5ecret" in str(config.data.stream)

@@ -1,8 +1,8 @@
 """Test that every setting has an effect.
 
-Each test builds a run with the default and one with the value in `other_values.VALUES`. Both train
-for two steps and evaluate. More than their configs must differ. The tables below list the settings
-whose effect these tests cannot show, with the reasons.
+Each test builds one run with the default and one with the value in `other_values.VALUES`. Both runs
+train for two steps and evaluate, and more than their configs must differ. The tables below list the
+settings whose effect these tests cannot show, with the reasons.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.report": "where the record is shown",
 }
 REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
-"""Settings that these runs refuse -> the message."""
+"""Maps each setting that these runs reject to the error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},
     "eval.best_by": {"train.steps": 4},
     "guard.rewind_skip_steps": {"optim.lr": 1e30},
 }
-"""Settings that only the training loop reads -> a short run in which they have an effect."""
+"""Maps each setting that only the training loop reads to a short run in which the setting has an
+effect."""
 SEVERAL = {
     "model.image_size": {"batches", "evaluators", "step"},
     "model.in_chans": {"batches", "evaluators", "step"},
@@ -82,7 +83,7 @@ SEVERAL = {
     "train.seed": {"batches", "step"},
     "train.precision": {"step", "evaluators"},
 }
-"""Settings that several parts of a run read -> the parts that must all differ."""
+"""Maps each setting that several parts of a run read to the parts that must all differ."""
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
@@ -99,7 +100,7 @@ BASE: dict[str, Any] = {
     "log.report": False,
     "run.dir": "{folder}/run",
 }
-"""The settings of every run in this file, with two steps per epoch."""
+"""Settings shared by all runs in this file, with two steps per epoch."""
 NUM_STEPS = 2
 
 
@@ -120,7 +121,7 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | type):
         yield repr(value).encode()
     elif id(value) not in seen:
-        seen[id(value)] = value  # keeps the object alive, so that Python cannot reuse its id
+        seen[id(value)] = value  # keep the object alive, so that Python cannot reuse its id
         yield type(value).__name__.encode()
         for part in content(value):
             yield from parts(part, seen)
@@ -128,13 +129,13 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
 
 def content(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        # torch numbers the hooks of all modules in the process, so their keys differ between runs.
+        # torch numbers hooks across all modules in the process, so their keys differ between runs.
         return [*(key for key in value if not isinstance(key, int)), *value.values()]
     if isinstance(value, list | tuple | range):
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if isinstance(value, Synchronized):  # the memory address differs between runs
+    if isinstance(value, Synchronized):  # skip the memory address, which differs between runs
         return [value.value]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
@@ -156,7 +157,6 @@ def digest(*values: Any) -> str:
 
 
 def judged(config: Config, record: Record) -> list[str]:
-    """Return the guard's decisions about a loss spike that is followed by non-finite gradients."""
     nothing = np.zeros(0, np.float32)
     recent = [[step, 9.0 - 0.01 * step, 1.0 + 0.001 * step] for step in range(200)]
     state = RunState(step=202, recent=recent, rewinds=4)
@@ -171,13 +171,14 @@ def judged(config: Config, record: Record) -> list[str]:
 
 
 def of_hook(run: Run, kind: str, name: str) -> Any:
-    """Return an attribute of the run's hook of class `kind`, or None without such a hook."""
+    """Return an attribute of the run's hook of class `kind`, or None if the run has no such
+    hook."""
     hooks = [hook for hook in run.hooks if type(hook).__name__ == kind]
     return getattr(hooks[0], name) if hooks else None
 
 
 def built(config: Config) -> dict[str, str]:
-    """Build a run; return digests of its parts, of two steps and of an evaluation."""
+    """Build a run; return digests of its parts, two steps and an evaluation."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         digests = {
             "plan": digest(run.plan, of_hook(run, "ReferenceCurve", "_comparison")),
@@ -218,13 +219,10 @@ def trained(config: Config) -> dict[str, str]:
     return {"checkpoints": repr(states)}
 
 
-# --- the tests ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread, because several threads would mostly wait for each other on tensors this
-    small."""
+    """Limit torch to one thread, because several threads would mostly wait for each other on such
+    small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -233,7 +231,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """Return the values that replace {names} in settings."""
+    """Return the values that replace the {names} in settings."""
     folder = tmp_path_factory.mktemp("every_setting")
     (folder / "exclude.txt").write_text("label=1\n")
     (folder / "real.json").write_text(json.dumps({f"class{n % 3}_{n:04d}": [0] for n in range(23)}))
@@ -290,7 +288,7 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write no metrics on rank 0, because that takes two thirds of the time and does not change the
+    """Write no metrics on rank 0: writing takes two thirds of the time and does not affect the
     run."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
@@ -339,7 +337,7 @@ WITHIN: dict[str, tuple[Any, Any]] = {
         [{"until_epoch": 1, "image_size": 24}],
     ),
 }
-"""A setting of list items -> the list before and after the setting changes."""
+"""Maps a setting of list items to the list before and after the setting changes."""
 
 
 TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]
@@ -365,7 +363,9 @@ def test_a_setting_changes_a_part_of_the_run(setting, digest_of, request):
     after = digest_of(base | changed(setting), owner)
     differing = {part for part in before | after if before.get(part) != after.get(part)}
     assert differing, f"{setting} = {VALUES[setting.key]} has no effect"
-    assert differing >= SEVERAL.get(setting.key, set()), f"{setting} misses a part"
+    assert differing >= SEVERAL.get(setting.key, set()), (
+        f"{setting} has no effect on a part that reads it"
+    )
 
 
 def test_every_setting_of_a_list_item_has_a_second_value():
@@ -387,5 +387,5 @@ BASES = {json.dumps(beside(setting), sort_keys=True): str(setting) for setting i
 def test_equal_settings_have_equal_digests(settings, places, digest_of, without_record):
     chosen = BASE | json.loads(settings)
     assert built(config_of(chosen, places)) == digest_of(chosen, built), (
-        "equal runs must have equal digests, or the other tests would prove nothing"
+        "equal runs must have equal digests, or the other tests prove nothing"
     )

@@ -1,4 +1,4 @@
-"""Test that configs from files and command lines are read exactly, and that errors name the line
+"""Test that configs are read exactly from files and command lines, and that errors give the line
 and the remedy."""
 
 import re
@@ -46,7 +46,7 @@ def test_every_setting_is_a_described_field(section):
         for name, value in vars(section).items()
         if not name.startswith("_") and not callable(value)
     } - set(section.model_fields)
-    assert untyped <= {"model_config"}, "users cannot set an attribute without a type"
+    assert untyped <= {"model_config"}, "a setting needs a type annotation, or users cannot set it"
     if section is not Config:
         for name, field in section.model_fields.items():
             assert re.match(r"\S.*\.$", field.description or "", re.DOTALL), (
@@ -119,7 +119,7 @@ def test_numbers_are_read_as_numbers(load, written, number):
     "word",
     ["on", "off", "yes", "no", "012", "1:30", "2024-01-01", ".inf", "0x1f", "1e", "True", "y"],
 )
-def test_words_are_read_as_texts(load, word):
+def test_words_are_read_as_strings(load, word):
     assert load(BASE + f"log: {{wandb_project: {word}}}").config.log.wandb_project == word
     assert load(BASE, f"log.wandb_project={word}").config.log.wandb_project == word
 
@@ -252,7 +252,7 @@ def test_an_unknown_key_is_reported_with_the_nearest(problems, text, expected):
 
 @pytest.mark.parametrize("section", ["data", "train", "optim", "model"])
 def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section):
-    """A user who follows a hint to eval.batch_size would train with an unintended batch size."""
+    """A hint at eval.batch_size would make the user train with an unintended batch size."""
     (line,) = problems(BASE, f"{section}.batch_size=64")
     assert (
         line == f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "
@@ -263,10 +263,12 @@ def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section
 def test_names_of_other_programs_map_to_existing_settings():
     other_names = [word for known_as in OTHER_NAMES.values() for word in known_as.split()]
     assert set(OTHER_NAMES) | set(OTHER_VALUES) <= set(all_keys())
-    assert len(other_names) == len(set(other_names)), "a foreign name must map to a single setting"
+    assert len(other_names) == len(set(other_names)), (
+        "another program's name must map to a single setting"
+    )
     assert not {key.rpartition(".")[2] for key in OTHER_NAMES} & set(other_names) - {
         "batch_size"
-    }, "a setting's own name must not be listed as a foreign name"
+    }, "a setting's own name must not be listed as another program's name"
     assert not set(ADVICE) & set(other_names)
 
 
@@ -345,7 +347,7 @@ def test_a_wrong_value_is_reported_with_what_is_allowed(problems, key, value, ex
     assert problems(BASE, override) == [f"command line ({override}): {key} is {expected}"]
 
 
-def test_an_element_of_a_list_is_reported_with_its_place(problems):
+def test_a_wrong_list_element_is_reported_with_its_position(problems):
     assert problems(BASE + "augment:\n  crop_scale: [0, 5]\n") == [
         "run.yaml:6: augment.crop_scale[0] is 0, expected greater than 0",
         "run.yaml:6: augment.crop_scale[1] is 5, expected less than or equal to 1",
@@ -376,7 +378,7 @@ def test_missing_sections_and_keys_are_reported(problems, text, expected):
     assert problems(text) == expected
 
 
-def test_all_problems_are_reported_at_once(problems):
+def test_all_problems_are_reported_together(problems):
     text = BASE + "optm:\n  lr: 1\nmodel:\n  depth: x\n  heads: 3\nloss:\n  label_smoothing: 2\n"
     lines = problems(text, "train.steps", "train.stepz=3", "optim.lr=-1", "data.root=[")
     for expected in (
@@ -396,7 +398,7 @@ def test_all_problems_are_reported_at_once(problems):
 # --- overrides ------------------------------------------------------------------------------------
 
 
-def test_overrides_win_over_the_file_which_wins_over_the_defaults(load):
+def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(load):
     text = BASE + "optim:\n  lr: 0.5\n  eps: 1e-7\nmodel:\n  image_size: 64\n"
     config, origins = load(
         text,

@@ -1,4 +1,4 @@
-"""Test that `ModelConfig` matches the arguments of the model's constructor."""
+"""Test that the fields of `ModelConfig` match the arguments of the model's constructor."""
 
 import inspect
 
@@ -22,7 +22,7 @@ def test_a_section_gives_image_size_classes_and_fields():
     assert create_model(ModelConfig(image_size=16, **SMALL)).num_classes == 1000
 
 
-def test_an_argument_wins_over_the_section():
+def test_an_argument_takes_precedence_over_the_section():
     section = ModelConfig(image_size=16, num_classes=7, **SMALL)
     model = create_model(section, image_size=32, num_classes=5, depth=1)
     assert (model.image_size, model.num_classes, model.depth) == ((32, 32), 5, 1)

@@ -1,4 +1,4 @@
-"""Test that a setting with `OnlyWith` is rejected without the setting that it needs."""
+"""Test that a setting with `OnlyWith` is rejected if the setting that it needs is missing."""
 
 from __future__ import annotations
 
@@ -50,4 +50,4 @@ def test_a_setting_is_refused_without_its_partner_and_accepted_with_it(
     default = {setting.key: setting.default()}
     assert not [
         line for line in problems_of(without(setting, needed) | default) if complaint in line
-    ], "a setting at its default must not count as chosen"
+    ], "a default value must not count as set by the user"

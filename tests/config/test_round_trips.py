@@ -1,5 +1,4 @@
-"""Test that a dumped config loads unchanged, and that configs of older runs can be compared with
-it."""
+"""Test that a dumped config loads unchanged and can be compared with the configs of older runs."""
 
 import copy
 import re
@@ -89,7 +88,7 @@ def test_a_dumped_config_loads_as_the_same_config(
     assert yaml.safe_load(path.read_text("utf-8"))["train"]["seed"] == seed
 
 
-def test_origins_are_comments_at_the_ends_of_lines():
+def test_origins_are_comments_at_the_end_of_each_line():
     text = dump_yaml(
         {"train": {"steps": 3, "seed": 0}, "log": {"wandb": "off"}}, {"train.steps": "run.yaml:4"}
     )
@@ -119,6 +118,8 @@ def test_differences_are_reported_by_dotted_key():
     assert changed["train.epochs"] == (3.0, 4.0)
     assert changed["model.image_size"] == (224, [32, 32])
     assert changed["optim.name"] == ("adamw", "sgd")
-    assert changed["optim.betas"] == ([0.9, 0.999], None), "SGD has no betas"
+    assert changed["optim.betas"] == ([0.9, 0.999], None), (
+        "the field `betas` does not exist for SGD"
+    )
     assert changed["optim.momentum"] == (None, 0.9)
     assert "optim.lr" not in changed

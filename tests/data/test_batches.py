@@ -31,8 +31,8 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 def global_batches(
     root, ranks: int, workers: int, start: int, stop: int
 ) -> list[list[torch.Tensor]]:
-    """Return the global batches at positions [start, stop), joined over the ranks: ids, images,
-    labels and augmentation table."""
+    """Return the global batches at positions [start, stop), concatenated over ranks: ids, images,
+    labels and augmentation parameters."""
     split = open_split(root, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     share = BATCH // ranks
@@ -51,7 +51,7 @@ def global_batches(
 
 @pytest.fixture(scope="module")
 def reference(shards):
-    # Six epochs of two batches each. An epoch drops 12 of the 60 samples.
+    # The run has six epochs of two batches. Each epoch drops 12 of the 60 samples.
     return global_batches(shards, 1, 0, 0, 12)
 
 
@@ -59,7 +59,7 @@ def reference(shards):
 def test_batches_are_the_same_for_any_number_of_ranks_and_workers(
     ranks, workers, shards, reference, monkeypatch
 ):
-    monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share a batch
+    monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share each batch
     for step, (ours, expected) in enumerate(
         zip(global_batches(shards, ranks, workers, 0, 12), reference, strict=True)
     ):
@@ -80,7 +80,6 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     monkeypatch.setattr(cached_tars, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
-        """Return the fetched ranges of shards in the order of the requests."""
         with WebServer(
             {f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
         ) as server:
@@ -99,8 +98,8 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     of_the_first_alone = fetched(1, "a")
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
-    # The order within the first batch varies, because blocks that a reader waits for are fetched
-    # before prefetched ones.
+    # The order within the first batch varies, because blocks that a reader is waiting for are
+    # fetched before prefetched blocks.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 
@@ -118,7 +117,9 @@ def test_an_epoch_has_a_sample_at_most_once_and_with_its_own_label(shards, refer
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 7), (2, 8), (3, 5), (8, 4)])
-def test_evaluation_batches_hold_every_sample_once_in_equal_shapes(ranks, batch_size, shards):
+def test_evaluation_batches_contain_every_sample_once_and_have_equal_shapes(
+    ranks, batch_size, shards
+):
     split = open_split(shards, "val")
     seen = []
     lengths = set()
@@ -134,7 +135,7 @@ def test_evaluation_batches_hold_every_sample_once_in_equal_shapes(ranks, batch_
 
 
 def corrupted(shards, tmp_path, label_of=4):
-    """Return a copy of the shards in which the JPEG data of one training sample is zeros."""
+    """Return a copy of the shards in which the JPEG data of one training sample is all zeros."""
     import shutil
 
     shutil.copytree(shards, tmp_path / "shards")
@@ -171,12 +172,12 @@ def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_not_mixed(shards, tm
     assert batch.bad_keys == (split.key(4),)
     assert np.flatnonzero(batch.weights == 0).tolist() == [row]
     assert batch.table[row ^ 1, 1] == 1.0, (
-        "the other row of the mixing group must keep its own image and label"
+        "the other row in the mixing group must keep its own image and label"
     )
 
 
 def test_mixing_ends_after_its_last_epoch_and_nothing_else_changes(shards):
-    """Images and crops must equal those of a run that mixes until its end."""
+    """Images and crops must equal those of a run that mixes in all epochs."""
     split = open_split(shards, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     steps = order.steps_per_epoch

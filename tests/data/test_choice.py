@@ -1,5 +1,5 @@
 """Test runs on selected samples and on several sources: their reports, resumes after kills, and
-changes that are rejected."""
+rejected changes."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_a_killed_and_resumed_run_on_sources_equals_an_uninterrupted_run(tmp_pat
     background.wait_for_checkpoint(3)
     background.wait_for_step(7)
     background.kill_all()
-    # The resumed run reads the same samples from another folder.
+    # The resumed run reads the same samples from a different folder.
     moved = shutil.copytree(other.parent, tmp_path / "moved") / "set"
     train(config, killed, sources(moved), ranks=2)
     assert lines(killed, "start")[-1]["restarts"] == 1
     expected = final_state(whole, 12)
     state = final_state(killed, 12)
     assert not [name for name in expected if state[name] != expected[name]], (
-        "these tensors differ from those of the uninterrupted run"
+        "some tensors differ from those of the uninterrupted run"
     )
 
     done = run(
@@ -131,7 +131,7 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
         ("data.filter=width < 0", "no sample is left for training"),
     ],
 )
-def test_print_config_reports_mistakes_in_the_choice(config, shards, override, message):
+def test_print_config_reports_mistakes_in_the_selection(config, shards, override, message):
     loaded = load_with_origins(config, [*TINY, "run.dir=unused", override.format(shards=shards)])
     with pytest.raises(ShardError, match=message):
         describe(*loaded, world_size=1)

@@ -1,7 +1,7 @@
 """Test image sizes that change between epochs.
 
-Samples and random numbers must not change, and each crop must have the size of its epoch on any
-number of ranks and workers.
+Samples and random numbers must not change. Each crop must have its epoch's size on any number of
+ranks and workers.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def tensors(loader: Loader) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("augment", [MIXED, SIMPLE], ids=["mixed", "simple crop"])
 @pytest.mark.parametrize(("ranks", "workers", "start"), [(1, 0, 0), (2, 3, 0), (1, 2, 3)])
-def test_each_batch_equals_that_of_a_run_of_its_size_on_any_ranks_and_workers(
+def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
     ranks, workers, start, augment, shards, monkeypatch
 ):
     """With workers, batches of two sizes are ready at the same time in buffers of one size."""
-    monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share a batch
+    monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share each batch
     expected = []
     for step in range(start, len(SIZES)):
         form = ImageFormat(SIZES[step], 3, "bilinear")
@@ -76,8 +76,8 @@ def test_each_batch_equals_that_of_a_run_of_its_size_on_any_ranks_and_workers(
             assert torch.equal(ours, alone[number]), f"{name} of batch {step}"
 
 
-def test_samples_and_draws_equal_those_of_a_run_without_stages(shards):
-    """Only values in pixels may differ, through rounding."""
+def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
+    """Only parameters in pixels may differ, because of rounding."""
     staged, plain = (
         [
             batches[:2] + batches[3:]
@@ -97,11 +97,12 @@ def test_samples_and_draws_equal_those_of_a_run_without_stages(shards):
         assert torch.equal(table[~is_cut, LAMBDA], plain_table[~is_cut, LAMBDA])
         sides = torch.tensor([size[0], size[0], size[1], size[1]])
         # Centers and half widths are whole pixels at both sizes, so boxes differ by at most two
-        # pixels of the smaller size.
+        # pixels at the smaller size.
         apart = (table[:, in_pixels] / sides - plain_table[:, in_pixels] / 16).abs()
         assert apart.max() <= 2 / 8
         columns = [n for n in range(table.shape[1]) if n not in (*in_pixels, LAMBDA)]
-        erased = range(table.shape[1] - 5, table.shape[1])  # four borders and the seed of the noise
+        # The last columns are the box's four borders and the noise seed.
+        erased = range(table.shape[1] - 5, table.shape[1])
         for column in columns:
             if column not in erased or column == erased[-1]:
                 assert torch.equal(table[:, column], plain_table[:, column]), column
@@ -109,8 +110,8 @@ def test_samples_and_draws_equal_those_of_a_run_without_stages(shards):
 
 
 def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
-    """Pillow and torchvision cut the drawn box out and resize it, so the box must not depend on the
-    size."""
+    """Pillow and torchvision cut out the random box and resize it, so the box must not depend on
+    the size."""
     augment = AugmentConfig(hflip_prob=0.0)
     batches = create(shards, augment, STAGED)
     split = batches.split
@@ -128,11 +129,11 @@ def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
                     pixels, top, left, height, width, list(size), antialias=True
                 )
                 apart = (batch.images[row].int() - expected.int()).abs().max()
-                # JPEG decoders may round differently by one level.
+                # JPEG decoders may differ by one level because of rounding.
                 assert apart <= 1, f"row {row} of step {step}"
 
 
-def test_held_batches_stay_unchanged_when_slots_change_their_image_size(shards):
+def test_held_batches_stay_unchanged_when_buffers_change_their_image_size(shards):
     held = []
     with Loader(create(shards, MIXED, STAGED), 0, len(SIZES), num_workers=2) as loader:
         for batch in loader:
@@ -144,7 +145,7 @@ def test_held_batches_stay_unchanged_when_slots_change_their_image_size(shards):
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_slot_fits_the_largest_images():
+def test_a_buffer_fits_the_largest_images():
     assert STAGED.largest == ImageFormat((24, 12), 3, "bilinear")
     assert STAGED.sizes == [(8, 8), (24, 12), (16, 16)]
     assert [STAGED.in_epoch(epoch).size for epoch in range(4)] == [*SIZES[::2], (16, 16)]

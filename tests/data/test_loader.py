@@ -42,7 +42,7 @@ def test_batches_are_complete_and_in_order(workers):
             batches.check(position, batch)
             firsts = range(0, 300, PART_ROWS if workers else 300)
             assert batch.bad_keys == tuple(f"key{position}-{first}" for first in firsts), (
-                "rows must be in order"
+                "rows of a batch must be in order"
             )
     assert position == 59
     assert loader.stats.num_made == 53 * 300
@@ -50,7 +50,7 @@ def test_batches_are_complete_and_in_order(workers):
 
 
 class Held(Numbered):
-    """A `Numbered` that does not fill any part of a batch before `go` is set."""
+    """A `Numbered` that fills no part of a batch until `go` is set."""
 
     def __init__(self, *args: int):
         super().__init__(*args)
@@ -64,10 +64,10 @@ class Held(Numbered):
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
 def test_waiting_parts_fit_into_the_smallest_pipe():
     """Linux gives small pipes to a user with many pipes. If the trainer waited for space in the
-    pipe, it would deadlock with its workers."""
+    pipe, trainer and workers would deadlock."""
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
-        # Linux refuses this size if the pipe already contains more.
+        # Linux refuses this size if the pipe already contains more bytes.
         fcntl.fcntl(loader._pool._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)
         batches.go.set()
         for position, batch in enumerate(loader):
@@ -76,8 +76,8 @@ def test_waiting_parts_fit_into_the_smallest_pipe():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_stays_unchanged_while_it_is_held(workers):
-    """The loop holds more batches than there are buffers, or only views of a tensor of every fifth
+def test_a_held_batch_stays_unchanged(workers):
+    """The loop keeps either more batches than there are buffers, or only views into every fifth
     batch."""
     batches = Numbered()
     with Loader(
@@ -114,7 +114,6 @@ def test_a_batch_outlives_its_loader():
 
 
 def test_a_part_contains_whole_mixing_groups(shards, monkeypatch):
-    """A group may be longer than the usual part of a batch."""
     monkeypatch.setattr(slots, "PART_ROWS", 8)
     augment = AugmentConfig(mixup_alpha=0.8, mix_group_size=20)
     batches = TrainBatches(
@@ -140,9 +139,9 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
-def test_workers_are_forked_regardless_of_pythons_default():
-    """The default of Python 3.14 is forkserver, which costs 340 MiB per worker, reopens every
-    shard, and delays the first batch by seconds."""
+def test_workers_are_forked_regardless_of_the_default_of_python():
+    """Python 3.14 uses forkserver by default, which costs 340 MiB per worker, reopens every shard,
+    and delays the first batch by seconds."""
     code = """
     import multiprocessing, os, sys
     from numbered import Numbered
@@ -189,7 +188,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         plan_ring(layout, 4, 10**6, 4, 0.05, False)
     enough = float(re.search("raise it to ([0-9.]+)", str(raised.value))[1])
     assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
-    # A batch of thousands of images does not need a buffer per worker, and small batches must not
+    # A batch of thousands of images does not need one buffer per worker, and small batches must not
     # take a gigabyte.
     assert (
         plan_ring(
@@ -203,11 +202,11 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
     )
     few = plan_ring(layout, 4, 2, 4, None, False)
     assert few.num_slots == 2 + few.held_slots, (
-        "there must not be more buffers than batches in a pass"
+        "there must not be more buffers than batches in an epoch"
     )
 
 
-def test_slots_do_not_share_pages():
+def test_buffers_do_not_share_pages():
     layout = BatchLayout(3, ImageFormat((5, 5), 1), 0)
     made = Slots(layout, plan_ring(layout, 1, 100, 1, None, False))
     for slot in range(made.ring.num_slots):
@@ -229,7 +228,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def memory_bytes(pid: int, *kinds: str) -> int:
-    """Return the sum of `kinds` (Pss, Private_Dirty, ...) of a process in bytes."""
+    """Return the sum of `kinds` (Pss, Private_Dirty, ...) for a process in bytes."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(
         int(re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024 for kind in kinds
@@ -238,8 +237,8 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 @needs_proc
 def test_workers_share_one_index_of_any_length(shards, tmp_path):
-    """A worker needs as much private memory with two million samples as with sixty. A copy of the
-    index alone would need more."""
+    """A worker must need as much private memory with two million samples as with sixty. A copy of
+    the index alone would need more."""
     small = open_split(shards, "train")
     own_bytes = {}
     for repeats in (1, 120_000):
@@ -264,14 +263,14 @@ def test_workers_share_one_index_of_any_length(shards, tmp_path):
             for _ in range(50):
                 next(loader)
             [worker] = multiprocessing.active_children()
-            # The index file counts as page cache.
+            # Measure only anonymous memory, because the index file is page cache.
             own_bytes[repeats] = memory_bytes(worker.pid, "Pss_Anon")
     assert split.index.nbytes > 50 * 2**20
     assert own_bytes[120_000] - own_bytes[1] < 10 * 2**20, own_bytes
 
 
 @needs_proc
-def test_memory_is_flat_over_20_epochs(shards):
+def test_memory_does_not_grow_over_20_epochs(shards):
     batches = TrainBatches(
         open_split(shards, "train"),
         make_order(60, 12),

@@ -1,4 +1,4 @@
-"""Test that a loader and its workers shut down cleanly when they are closed or killed or raise an
+"""Test that a loader and its workers shut down cleanly when they are closed, are killed or raise an
 error."""
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vit.data.loader import Loader
 from vit.data.to_gpu import page_lock
 from vit.data.worker_pool import WorkerError
 
-# ---- ends ----------------------------------------------------------------------------------------
+# ---- shutdown ------------------------------------------------------------------------------------
 
 
 class Dying(Numbered):
-    """Batches whose worker fails at position 3 in the way that `ending` names."""
+    """Batches whose worker fails at position 3 in the way that `ending` specifies."""
 
     def __init__(self, ending: str):
         super().__init__()
@@ -38,7 +38,7 @@ class Dying(Numbered):
         if position == 3:
             if self.ending == "exit":
                 os._exit(7)
-            faulthandler.disable()  # pytest's handler would print
+            faulthandler.disable()  # pytest's handler would print the crash
             os.kill(os.getpid(), getattr(signal, self.ending))
         return super().fill(position, first, rows)
 
@@ -77,7 +77,7 @@ def test_a_dead_worker_is_reported_at_once_with_the_cause(ending, message):
         pytest.raises(WorkerError, match=message),
     ):
         list(loader)
-    assert time.monotonic() - began < 120, "the death was noticed only through a timeout"
+    assert time.monotonic() - began < 120, "the loader noticed the death only through a timeout"
     assert not multiprocessing.active_children()
 
 
@@ -88,7 +88,7 @@ class Wrong(Numbered):
         return super().fill(position, first, rows)
 
 
-def test_a_workers_exception_is_raised_with_its_stack_at_its_batch():
+def test_an_exception_in_a_worker_is_raised_with_its_stack_at_its_batch():
     batches = Wrong()
     with Loader(batches, 0, 100, num_workers=2) as loader:
         for position in range(3):
@@ -103,8 +103,6 @@ def test_a_workers_exception_is_raised_with_its_stack_at_its_batch():
 
 
 def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
-    """In a notebook, for example, each Ctrl-C may lose only one batch."""
-
     class Interrupted(Numbered):
         def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
             if position < 5:
@@ -122,11 +120,11 @@ def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
 
 
 def test_closing_does_not_wait_for_workers():
-    """All buffers are full, parts are waiting, and a worker is in the middle of a long part. The
-    worker is killed."""
+    """All buffers are full, parts of batches are waiting, and a worker is still making a long part.
+    The loader must kill the worker."""
     loader = Loader(Numbered(pause_s=600), 0, 1000, num_workers=2)
     assert len(multiprocessing.active_children()) == 2
-    time.sleep(0.5)  # until the workers have begun
+    time.sleep(0.5)  # wait until the workers have begun
     loader.close()
     loader.close()
     assert not multiprocessing.active_children()
@@ -140,7 +138,7 @@ def test_closing_does_not_wait_for_workers():
 
 
 def script(code: str) -> subprocess.Popen[str]:
-    """Start Python code with a loader; it first prints the process ids of its workers."""
+    """Start Python code that uses a loader and first prints the process ids of its workers."""
     head = """
     import multiprocessing, os, signal, sys, time
     from numbered import Numbered
@@ -170,7 +168,8 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    # The younger worker also inherited the pipe whose end tells the older one that the parent died.
+    # The younger worker also inherited the write end of the pipe that closes when the older
+    # worker's parent dies.
     os.kill(max(workers), signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -185,7 +184,7 @@ def test_a_killed_parent_leaves_no_workers():
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     """torchrun, Slurm and terminals signal every process of a job, but the rank must still be able
-    to continue and save. In this test the rank never closes its loader."""
+    to continue and save. In this test, the rank never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -209,7 +208,7 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime locks the memory")
 def test_a_failure_to_page_lock_memory_is_only_a_note(capsys):
-    """gVisor, WSL, some virtual machines and machines without a driver refuse to lock memory."""
+    """gVisor, WSL, some virtual machines and machines without a driver cannot lock memory."""
     memory = torch.zeros(4096, dtype=torch.uint8)
     assert page_lock(memory, "memory of batches", "each is copied") is False
     stderr = capsys.readouterr().err

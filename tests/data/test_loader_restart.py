@@ -1,6 +1,6 @@
 """Test loaders that restart with the same workers, as in evaluation.
 
-Leftover batches must be dropped, and workers that died or stopped meanwhile must be noticed.
+Leftover batches must be dropped. Workers that died or stopped between passes must be detected.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def test_each_pass_begins_with_the_first_batch_even_after_an_incomplete_pass(wor
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [1, 2, 9])
 def test_held_batches_outlive_the_pass(num_batches, workers):
-    """A pass of a single batch would otherwise need only one buffer."""
+    """If the loader allocated only what a pass of a single batch needs, it would have one
+    buffer."""
     batches = Numbered()
     held: list[Batch] = []
     with Loader(batches, 0, num_batches, num_workers=workers, max_ready=0) as loader:
@@ -62,7 +63,7 @@ def test_held_batches_outlive_the_pass(num_batches, workers):
         batches.check(number % num_batches, batch)
 
 
-def test_after_ctrl_c_in_a_batch_no_two_batches_share_a_slot():
+def test_after_ctrl_c_in_a_batch_no_two_batches_share_a_buffer():
     class Interrupted(Numbered):
         times = 1
 
@@ -90,7 +91,7 @@ def test_workers_sleep_between_two_passes():
         while not all(status.stage == Stage.IDLE for status in loader._pool.statuses) or not all(
             state_of(pid) == "S" for pid in crew_of(loader)
         ):
-            assert time.monotonic() < deadline, "the workers do not become idle"
+            assert time.monotonic() < deadline, "the workers never become idle"
             time.sleep(0.01)
         changes = [status.num_changes for status in loader._pool.statuses]
         ticks = [stat_of(pid)[11:13] for pid in crew_of(loader)]
@@ -107,7 +108,7 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
         list(loader)
         os.kill(crew_of(loader)[0], signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"process \d+\) was killed by SIGKILL"):
-            passes_of(loader, 1000)  # until the kernel has ended the worker
+            passes_of(loader, 1000)  # retry until the kernel has ended the worker
     assert not multiprocessing.active_children()
 
 
@@ -123,5 +124,5 @@ def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next()
         loader.restart()
         for position, batch in enumerate(loader):
             batches.check(position, batch)
-        assert loader.num_replaced >= 1, "only one is replaced if the other had no unfinished part"
+        assert loader.num_replaced >= 1, "a stopped worker with an unfinished part must be replaced"
         assert not any(is_alive(pid) for pid in crew)

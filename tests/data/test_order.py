@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).with_name("golden_order.json")
 
 def test_hash_is_the_published_splitmix64():
     steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    # the generator's first outputs from state 0
+    # These are the published first outputs from state 0.
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert hash64(steps).tolist() == published
 
@@ -63,7 +63,7 @@ def test_permutation_is_a_feistel_network_that_hits_each_value_once(n, key):
     assert values.tolist() == [feistel(n, key, i) for i in range(n)]
 
 
-def test_each_sample_is_equally_likely_in_each_place():
+def test_each_sample_is_equally_likely_at_each_position():
     n = 12
     epochs = 3000
     counts = np.zeros((n, n), dtype=int)
@@ -164,7 +164,6 @@ def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, position):
     "settings", [{}, {"num_lanes": 16}, {"window_blocks": 4}, {"aug_repeats": 2}]
 )
 def test_a_cache_of_the_current_blocks_reads_each_once_and_a_smaller_one_many_times(settings):
-    """The test simulates an LRU cache without prefetching."""
     order = make_order(300_000, 512, **settings)
 
     def fetched_for_each_used(capacity: int) -> float:
@@ -200,7 +199,7 @@ def test_checksum_notices_a_repeated_sample():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("aug_repeats", [1, 4])
 @pytest.mark.parametrize("num_samples", [1_281_167, 10**9])
-def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repeats):
+def test_a_large_dataset_starts_at_any_step_with_little_memory(num_samples, aug_repeats):
     order = make_order(num_samples, 4096, aug_repeats=aug_repeats)
     position = 10**6 * order.steps_per_epoch + order.steps_per_epoch // 3
     tracemalloc.start()
@@ -210,7 +209,7 @@ def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repe
     assert len(np.unique(ids)) == 8192 // aug_repeats
     assert ids.max() < num_samples
     assert peak < 8 * 2**20, (
-        "64 lanes of two windows of 1,024 take less; ImageNet's list takes 10 MB"
+        "the order must need less memory than a list of ImageNet's samples (10 MB)"
     )
 
 
@@ -220,7 +219,7 @@ def test_blocks_keep_reads_together():
     window = 16 * 64
     ids = np.concatenate([order.rows(position + step, 0, 64) for step in range(3 * window // 64)])
     assert len(np.unique(ids // 64)) < 4 * 16 + 2, (
-        "three windows of a lane must read at most the blocks of four"
+        "three windows of a shard reader must read at most the blocks that four read"
     )
 
 

@@ -43,7 +43,7 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 @settings(max_examples=15)
 @given(orders(lanes=(24,)), st.integers(0, 12))
 def test_resuming_on_another_number_of_ranks_continues_the_batches(order, stop):
-    """Each rank of each attempt creates the order again, as real processes do. The run has 12
+    """Each rank creates a new `Order` in each attempt, as real processes do. The run has 12
     steps."""
 
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
@@ -75,7 +75,7 @@ def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Return rows of a rank's batch as a new worker makes them."""
+    """Return rows of a rank's batch as a new worker would make them."""
     layout = batches.layout
     rows = Batch(
         torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
@@ -90,7 +90,7 @@ def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> B
 
 @settings(max_examples=25)
 @given(st.data(), st.sampled_from([1, 3]), st.sampled_from(["batch", "sampler"]))
-def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(
+def test_images_and_random_numbers_are_the_same_on_any_ranks_and_in_any_parts(
     shards, data, aug_repeats, form
 ):
     split = open_split(shards, "train")
@@ -175,7 +175,7 @@ def test_an_epoch_has_the_stated_numbers_of_rows_and_distinct_images(order, epoc
     rows = list(chain(*epoch_of(order, epoch)))
     assert len(rows) == order.num_samples // order.global_batch_size * order.global_batch_size
     assert len(set(rows)) == len(rows), (
-        "a copy of a sample occurs twice, so both would have the same augmentation"
+        "a copy of a sample occurs twice, so its augmentation would be repeated"
     )
     assert len({sample for sample, _ in rows}) == order.distinct_per_epoch
     assert 0 <= order.distinct_per_epoch - len(rows) / order.aug_repeats < order.num_lanes
@@ -201,8 +201,8 @@ def test_by_batch_copies_share_a_batch_and_every_image_occurs_equally_often(orde
 
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
-def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_lanes(order, position):
-    """In the form `sampler` a batch has all copies of its images."""
+def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_shard_readers(order, position):
+    """In the form `sampler`, a batch has all copies of its images."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [
@@ -213,7 +213,7 @@ def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_lanes(order, po
 
 
 @pytest.mark.parametrize(("num_samples", "repeats"), [(1024, 3), (1024, 2), (2560, 3)])
-def test_by_sampler_images_occur_as_often_as_in_timms_copy_of_deits_sampler(num_samples, repeats):
+def test_by_sampler_images_occur_as_often_as_in_the_deit_sampler_of_timm(num_samples, repeats):
     theirs = Counter(
         i
         for rank in range(4)
@@ -260,7 +260,8 @@ def order_of(config: Config) -> Order:
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    # With fewer images the copies would be too close, and `create_order` rejects that.
+    # `create_order` rejects fewer images, because copies of a sample would be too close to each
+    # other.
     assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)
@@ -269,7 +270,7 @@ def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats
             assert (ids != ids[partner]).all(), f"{mode}, {order}"
 
 
-def test_if_copies_would_mix_the_error_lists_possible_numbers_of_lanes(tmp_path):
+def test_if_copies_would_mix_the_error_lists_possible_values_of_num_lanes(tmp_path):
     repeated = ("data.aug_repeats=3", "data.num_lanes=16")
     with pytest.raises(
         ValueError, match="copies of an image would mix with each other in groups of 4"

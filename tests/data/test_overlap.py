@@ -1,4 +1,5 @@
-"""Test that evaluation on training images is rejected, or counted if it may be intended."""
+"""Test that evaluation on training images is rejected, or reported with a count if it may be
+intended."""
 
 from __future__ import annotations
 
@@ -93,11 +94,11 @@ def test_equal_images_in_other_data_sets_are_counted_by_checksum(trained, evalua
     train_set = train_set_of(with_checksums(trained), Selection())
     count = count_equal(train_set, with_checksums(evaluated, "elsewhere"))
     assert count == sum(image in trained and image != 0 for image in evaluated), (
-        "a checksum of 0 means unknown"
+        "images with checksum 0 (unknown) must not match"
     )
 
 
-def test_only_chosen_images_of_a_copy_are_counted(shards, tmp_path):
+def test_only_selected_images_of_a_copy_are_counted(shards, tmp_path):
     copy = shutil.copytree(shards, tmp_path / "copy")
     train_set = opened(shards, train_split="train[:90%]", fraction=0.5)
     trained = {train_set.split.key(number) for number in train_set.shares[0].chosen.tolist()}

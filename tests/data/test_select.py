@@ -1,4 +1,4 @@
-"""Test that filters, exclusion files and subsets select the samples that plain Python selects."""
+"""Test that filters, exclusion files and subsets select the same samples as plain Python."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_filter_agrees_with_python_on_each_row(text):
         ("1 <" * 3000 + "2", "has 9,001 characters, expected at most 2,000"),
     ],
 )
-def test_an_invalid_filter_is_reported_with_the_place(text, message):
+def test_an_invalid_filter_is_reported_with_the_position(text, message):
     with pytest.raises(ValueError, match=message):
         RowFilter(text)
 
@@ -118,7 +118,7 @@ def test_an_invalid_filter_is_reported_with_the_place(text, message):
 def test_divisions_by_zero_and_large_numbers_compare_mathematically():
     assert RowFilter("1 / 0 > width and size / 0 != 1")(ROWS, NAMES).all()
     assert RowFilter("size * size * size * size * size * size >= 0")(ROWS, NAMES).all(), (
-        "integers must not wrap around"
+        "large integers must not wrap around"
     )
     assert RowFilter("label * 9007199254740992 * 9007199254740992 >= 0")(ROWS, NAMES).all()
 
@@ -283,7 +283,7 @@ def test_subsets_are_nested_and_have_the_requested_sizes(split):
 
 
 def with_labels(labels: np.ndarray) -> Split:
-    """Return a split in one shard that is never read."""
+    """Return a split in a single shard that is never read."""
     index = np.zeros(len(labels), INDEX_DTYPE)
     index["label"] = labels
     return Split("nowhere", "train", ["t.tar"], [len(labels)], index, int(labels.max()) + 1, [])
@@ -337,5 +337,4 @@ def test_a_subset_of_many_samples_needs_little_memory(options, most):
 
 
 def test_the_subset_of_a_seed_never_changes(split):
-    """Papers identify subsets by their seeds."""
     assert choose(split, Selection(fraction=0.1)).numbers.tolist() == [2, 21, 31, 43, 50, 57]

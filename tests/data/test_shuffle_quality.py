@@ -1,6 +1,6 @@
-"""Test the two measures of shuffle quality against a brute-force count.
+"""Compare the two measures of shuffle quality with a brute-force count.
 
-They must also rank a perfect shuffle above webdataset's buffer over real shards.
+Both measures must rank a perfect shuffle above webdataset's buffer on real shards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vit.data.order import make_order
 from vit.data.shuffle_quality import PERFECT_DISTANCE, measure_shuffle, quality_of
 
 SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle.py"))
-BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # large enough for blocks of 64
+BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # enough samples for blocks of 64
 
 
 def test_measures_equal_a_brute_force_count():
@@ -30,14 +30,14 @@ def test_measures_equal_a_brute_force_count():
         np.bincount(labels),
     )
     assert quality.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
-    # positions in time: 0 1 5 2 3 4
+    # Samples 0 to 5 are drawn at times 0 1 5 2 3 4.
     assert quality.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)
     hits = [1 - scipy.stats.hypergeom(6, size, 2).pmf(0) for size in (3, 2, 1)]
     assert quality.perfect_classes_per_batch == pytest.approx(sum(hits))
 
 
 def test_a_perfect_shuffle_has_the_expected_measures():
-    # Classes of many sizes, two of them unused.
+    # The classes have many sizes, and two classes are unused.
     labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)
     shuffled = np.random.default_rng(1).permutation(len(labels)).reshape(-1, 40)
     quality = quality_of(
@@ -76,7 +76,7 @@ def test_an_epoch_of_one_batch_and_one_class_is_measured():
     assert (quality.classes_per_batch, quality.perfect_classes_per_batch) == (1, 1)
 
 
-def test_webdatasets_buffer_mixes_class_sorted_shards_worse(tmp_path):
+def test_the_buffer_of_webdataset_mixes_class_sorted_shards_worse(tmp_path):
     """The test reads 30 real shards of 50 samples with a buffer of two shards, a usual size for
     ImageNet."""
     labels = np.repeat(np.arange(30), 50)

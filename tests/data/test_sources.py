@@ -1,4 +1,5 @@
-"""Test the order over selected samples and several sources against plain Python integers."""
+"""Compare the order over selected samples and several sources with a plain Python
+implementation."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int
     ]
     rest = [*range(whole * block, num_samples)]
     lead = min(-number * num_samples % block, num_samples)
-    # The partial blocks at both ends may take the space of a whole one.
+    # The partial blocks at both ends may together be as long as a whole block.
     if (num_samples - lead) // block < whole:
         rest += blocks.pop()
     return [*rest[:lead], *(sample for b in blocks for sample in b), *rest[lead:]]
 
 
 def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, int]]:
-    """Return (sample, number of earlier draws of this sample) for each draw of one shuffle."""
+    """Return (sample, number of earlier draws of that sample) for each draw of one shuffle."""
     chosen = range(share.num_samples) if share.chosen is None else share.chosen.tolist()
     if share.num_draws == share.num_samples:
         return [(share.first + sample, 0) for sample in chosen]
@@ -96,7 +97,7 @@ def mixtures(draw):
 
 @settings(max_examples=60)
 @given(mixtures())
-def test_an_order_of_several_sources_equals_the_oracles(order):
+def test_an_order_of_several_sources_equals_the_oracle(order):
     plain = replace(order, shares=())
     for shuffle in range(3):
         drawn = [
@@ -132,7 +133,7 @@ def test_each_sample_of_a_source_is_drawn_equally_often(num_samples, num_draws, 
         assert max(often) - min(often) <= 1
 
 
-def test_the_example_in_the_modules_docstring_is_correct():
+def test_the_example_in_the_module_docstring_is_correct():
     share = Share(num_draws=3, num_samples=5)
     key = np.uint64(key_of(0, 4, 0))
     drawn = [share(np.arange(3), epoch, 1, key)[0].tolist() for epoch in range(5)]
@@ -140,8 +141,8 @@ def test_the_example_in_the_modules_docstring_is_correct():
 
 
 def test_blocks_stay_whole_in_every_pass():
-    """Samples that are adjacent in a shard are read together: 64 consecutive draws from one block
-    cross at most one block border."""
+    """Samples that are adjacent in a shard must be read together: 64 consecutive draws from one
+    block cross at most one block border."""
     share = Share(640, 1000)
     for shuffle in range(20):
         samples, _ = share(np.arange(640), shuffle, 64, np.uint64(7))
@@ -149,11 +150,12 @@ def test_blocks_stay_whole_in_every_pass():
         assert sorted(borders.tolist())[:-2] == [0] * 8, borders
 
 
-def test_shares_of_a_batch_and_the_measures_of_the_shuffle_follow_the_weights():
+def test_batch_shares_and_shuffle_measures_follow_the_weights():
     order = make_order(3000, 60, 1, shares=(Share(2000, 500), Share(1000, 4000, 500)))
     from_first = [int((order.batch(step) < 500).sum()) for step in range(order.steps_per_epoch)]
     assert sum(from_first) == pytest.approx(2000, abs=60)
-    assert max(abs(count - 40) for count in from_first) < 16  # five standard deviations
+    # The limit is five standard deviations.
+    assert max(abs(count - 40) for count in from_first) < 16
     quality = measure_shuffle(order, np.arange(4500) % 90)
     assert quality.classes_per_batch == pytest.approx(quality.perfect_classes_per_batch, rel=0.05)
     assert quality.distance == pytest.approx(1 / 3, rel=0.05)
@@ -195,7 +197,7 @@ def test_the_rows_of_a_mixture_equal_the_golden_rows():
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory):
-    """Copy the shards under other class names, of which one is new, in another order."""
+    """Copy the shards with their classes renamed and reordered, and with one new class."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     info = json.loads((root / "_info.json").read_text())
     names = info["class_names"]
@@ -304,11 +306,11 @@ def test_batches_of_weighted_sources_are_the_same_on_any_ranks_and_repeats_diffe
             both = torch.cat([getattr(half[number], name) for half in halves])
             assert torch.equal(both, getattr(whole[3 + number], name)), name
     ids, copies = order.rows_and_copies(0, 0, 12)
-    assert len(set(ids.tolist())) < 12, "nine draws from six samples must repeat some"
+    assert len(set(ids.tolist())) < 12, "nine draws from six samples must repeat some samples"
     assert len(set(sample_keys(5, 0, ids, copies).tolist())) == 12
 
 
-def test_a_choice_does_not_change_the_numbers_of_a_single_split(shards):
+def test_a_selection_does_not_change_the_sample_numbers_of_a_split(shards):
     split = open_split(shards, "train")
     of = train_set_of(split, Selection(fraction=0.5))
     order = make_order(of.num_draws, 10, 3, shares=of.shares)
@@ -330,4 +332,4 @@ def test_sources_that_are_parts_of_a_split_are_read_as_the_whole_split(shards):
     divided = of.split.divided(np.arange(len(numbers)))
     assert [(split.name, own.tolist()) for split, own in divided] == [
         ("train", part.numbers.tolist()) for part in parts
-    ], "slices must use the cache entries of the whole split"
+    ], "slices must use the whole split's cache entries"

@@ -65,14 +65,14 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Gpu` whose device memory is on the host. without: the wait to omit."""
+    """A `vit.data.to_gpu.Gpu` with its device memory on the host. without: the wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)
         self.without = without
         self.locks = locks
         self.queues: dict[str, deque[Work]] = {"copying": deque(), "computing": deque()}
-        # The probability that a stream advances while the host does something else.
+        # The probability that a stream advances while the host does other work.
         self.pace = {name: self.random.choice([0.0, 0.5, 1.0]) for name in self.queues}
         self.current = "computing"
         self.faults: list[str] = []
@@ -126,7 +126,7 @@ class LateGpu:
         of_size = self.free[home, tensor.nbytes]
         block = of_size.pop() if of_size else bytearray(tensor.nbytes)
         self.blocks.append(block)
-        memory = memoryview(block)  # every tensor of the block references this object
+        memory = memoryview(block)  # each tensor in the block references this object
         out = torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
         address = out.data_ptr()
 
@@ -244,7 +244,7 @@ class LateGpu:
 
 
 def untracked(tensor: Tensor) -> Tensor:
-    """Return a view that does not keep the memory alive. A kernel also has only an address."""
+    """Return a view that does not keep the memory alive, because a kernel only has an address."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -255,7 +255,7 @@ def fill(batch: Batch, number: int) -> None:
 
 
 class Training:
-    """A loop over `ToGpu` with real buffers. Workers write into every free buffer immediately."""
+    """A loop over `ToGpu` with real buffers. Workers immediately write into every free buffer."""
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
@@ -291,7 +291,7 @@ class Training:
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locked", "pinned"])
 @pytest.mark.parametrize("num_held", [0, 1, 2, STEPS])
-def test_each_step_reads_its_own_batch_in_any_order_of_work(num_held, locks):
+def test_each_step_reads_its_own_batch_for_any_order_of_work(num_held, locks):
     for seed in ORDERS:
         gpu = LateGpu(seed, locks=locks)
         Training(gpu).run(num_held)
@@ -306,7 +306,7 @@ def test_omitting_any_wait_breaks_some_order_of_work(wait):
         gpu = LateGpu(seed, without=wait)
         Training(gpu).run(num_held=0)
         faults.update(gpu.faults)
-    assert faults, f"this wait is superfluous: {wait}"
+    assert faults, f"no order fails without this wait: {wait}"
 
 
 def test_a_batch_is_changed_while_the_previous_step_computes():

@@ -35,7 +35,7 @@ def web(shards):
         yield server
 
 
-def test_a_job_after_warming_requests_no_blocks(web, tmp_path, shards, capsys):
+def test_after_warming_a_job_requests_no_blocks(web, tmp_path, shards, capsys):
     url = f"{web.url}/set"
     cache = tmp_path / "cache"
     assert warm.main([url, "--cache-dir", str(cache)]) == 0
@@ -69,7 +69,7 @@ def test_a_config_selects_shards_and_a_fraction_of_a_mounted_folder(
     assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
     assert len(list(cache.rglob("train-00000*.block"))) == 5
     assert len(list(cache.rglob("*.block"))) == 15, (
-        "the fraction has six blocks, one of which was already cached"
+        "the fraction has six blocks, of which one was already cached"
     )
 
 
@@ -114,7 +114,6 @@ def test_damaged_blocks_are_counted_and_all_others_are_fetched(web, tmp_path, sh
 def test_a_shard_replaced_during_warming_is_reported_without_waiting_for_other_threads(
     web, tmp_path
 ):
-    """Other threads of the process are still waiting for an absent server."""
     code = """
 import runpy
 from vit.data.shards.stores import Version
@@ -171,7 +170,8 @@ sys.exit(warm.main(sys.argv[1:]))
             "--shards 5: expected a number or a range, such as 0-2, of 3 shards",
         ),
         (
-            ["ROOT", "--cache-dir", "CACHE", "--shards", ""],  # an unset shell variable
+            # An unset shell variable would give such an empty value.
+            ["ROOT", "--cache-dir", "CACHE", "--shards", ""],
             "--shards : expected a number or a range, such as 0-2, of 3 shards",
         ),
         (

@@ -1,6 +1,6 @@
-"""Test that a hanging worker is replaced and that a report names it and its task.
+"""Test that a hanging worker is replaced, and that a report names the worker and its task.
 
-Every long wait of training must be explained.
+A message must explain every long wait of training.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reading(Numbered):
 
 
 class Hanging(Reading):
-    """Batches of which the first `times` processes that reach row 0 of position 3 hang."""
+    """Batches for which the first `times` processes to reach row 0 of position 3 hang."""
 
     def __init__(self, times: int):
         super().__init__()
@@ -67,8 +67,6 @@ class Hanging(Reading):
 
 
 class Killed(Numbered):
-    """Batches whose worker kills itself at position 3."""
-
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         if position == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +74,7 @@ class Killed(Numbered):
 
 
 class Stopped(Reading):
-    """Batches whose first worker to reach row 0 of position 3 stops itself with SIGSTOP."""
+    """Batches for which the first worker to reach row 0 of position 3 stops itself with SIGSTOP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +150,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
 def test_a_part_that_a_worker_took_but_did_not_begin_is_made_by_another_worker(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        # Take a part like a worker that is stopped right afterwards.
+        # Take a part like a worker that is then stopped.
         os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -181,7 +179,7 @@ def test_without_a_timeout_a_stopped_worker_is_reported_and_not_killed(caplog, m
     assert "killed" not in caplog.text
 
 
-def test_a_part_at_which_two_workers_hang_ends_the_run(caplog):
+def test_a_part_that_hangs_two_workers_ends_the_run(caplog):
     with Loader(Hanging(2), 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
         with pytest.raises(
             WorkerError,
@@ -230,8 +228,7 @@ def test_a_hang_in_a_stream_ends_the_run():
         list(loader)
 
 
-def test_after_a_stop_of_the_whole_job_no_worker_counts_as_hanging():
-    """Ctrl-Z stops the whole job for longer than the timeout."""
+def test_after_the_whole_job_was_stopped_no_worker_is_considered_hanging():
     code = """
 import sys, time
 sys.path[:0] = ["tests/helpers", "tests/data"]
@@ -278,8 +275,8 @@ def test_a_slow_batch_is_reported_without_workers(caplog):
     )
 
 
-def test_decoding_between_batches_does_not_count_as_a_wait_of_training(caplog):
-    """The report decodes its pictures while training in the same process has a loader open."""
+def test_decoding_between_batches_is_not_counted_as_waiting_in_training(caplog):
+    """The report decodes its pictures while training has a loader open in the same process."""
     with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # a wait is reported after 1 s
         next(loader)
         stages.current.enter(Stage.RESIZE)
@@ -289,7 +286,7 @@ def test_decoding_between_batches_does_not_count_as_a_wait_of_training(caplog):
 
 
 class Trickling(Reading):
-    """Batches whose parts are each ready in time, but together take too long. No worker hangs."""
+    """Batches whose parts are each ready in time but together take too long. No worker hangs."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -328,7 +325,7 @@ def test_the_stages_add_up_to_the_busy_time_of_the_workers(workers, shards):
             time.sleep(0.01)
         tally = since(loader.tally(), dict.fromkeys(TALLIED, 0.0))
         busy_s = sum(tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE)
-        assert busy_s >= 0.9 * loader.stats.busy_s, "workers spend time outside of any stage"
+        assert busy_s >= 0.9 * loader.stats.busy_s, "workers spend time outside all stages"
         assert tally["read_bytes"] == sum(
             int(batches.split.index["size"][i])
             for n in range(20)
@@ -341,7 +338,7 @@ def test_the_stages_add_up_to_the_busy_time_of_the_workers(workers, shards):
         assert add_up([before, since(tally, before)]) == pytest.approx(tally)
 
 
-def test_a_status_works_in_any_memory():
+def test_a_status_works_in_any_kind_of_memory():
     memory = memoryview(bytearray(3 * STATUS_BYTES))
     status = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
     seen = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
@@ -361,9 +358,9 @@ def test_a_status_works_in_any_memory():
     assert not any([*memory[:STATUS_BYTES], *memory[2 * STATUS_BYTES :]])
 
 
-def test_a_pause_that_a_store_asked_for_is_not_a_hang():
+def test_a_pause_requested_by_a_store_is_not_a_hang():
     """A pause counts as progress, because it may be longer than `stall_timeout_s`. The retry is
-    counted when the pause is over."""
+    counted when the pause ends."""
 
     def attempt() -> None:
         if num_retries() == before:
@@ -388,10 +385,10 @@ def test_a_pause_that_a_store_asked_for_is_not_a_hang():
     ("before", "after", "message"),
     [(2, 3, "because memory ran out, "), (2, 2, "no such kill"), (None, 3, "no such kill")],
 )
-def test_only_a_grown_count_of_oom_kills_is_reported_as_out_of_memory(
+def test_only_an_increased_count_of_oom_kills_is_reported_as_out_of_memory(
     monkeypatch, before, after, message
 ):
-    """A count of None means that the kernel's counter could not be read when the loader began."""
+    """A count of None means that the loader could not read the kernel's counter when it started."""
     counts = iter([before, after])
     monkeypatch.setattr(worker_pool, "num_oom_kills", lambda: next(counts))
     with (

@@ -3,10 +3,10 @@
     python tests/deploy/extract_schemas.py JOBSET TRAINER PYTHON > tests/deploy/schemas.json
 
 JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), and PYTHON is an
-interpreter that has SkyPilot. All three have the Apache-2.0 license. Descriptions and fields that
-deploy/ does not use are dropped. Objects are closed, so that a misspelt field is an error; an API
-server would silently drop it. The Job inside a JobSet stays open, because the tests check it
-against Kubernetes' own schema.
+interpreter that has SkyPilot. All three projects have the Apache-2.0 license. Descriptions and
+fields that deploy/ does not use are dropped. Objects are closed, so that a misspelled field is an
+error; an API server would silently drop the field. The Job inside a JobSet stays open, because the
+tests check it against Kubernetes' own schema.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ SKY_KEPT = {
 
 
 def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
-    """Return a file of the newest commit, parsed as YAML, and that commit."""
-
     def git(*arguments: str) -> str:
         line = ["git", "-C", repository, *arguments]
         return subprocess.run(line, check=True, capture_output=True, text=True).stdout
@@ -94,7 +92,7 @@ def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
             "additionalProperties": False,
         }
     for choice in schemas["sky_resources"]["properties"]["job_recovery"]["anyOf"]:
-        if "properties" in choice:  # SkyPilot's client sends unknown names; the server checks them
+        if "properties" in choice:  # keep it open, because SkyPilot's server checks unknown names
             choice["additionalProperties"] = False
     return f"skypilot {version} (PyPI): sky/utils/schemas.py", schemas
 

@@ -1,4 +1,4 @@
-"""Test the files of deploy/ with the schemas and checkers of the programs that read them."""
+"""Check the files in deploy/ with the schemas and checkers of the programs that read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vit.config.io import load_config
 sys.path.insert(0, str(REPOSITORY / "launch"))
 job = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "launch" / "job.py")))
 sys.path.pop(0)
-KUBERNETES = "1.31"  # the oldest version that docs/clusters.md names
+KUBERNETES = "1.31"  # docs/clusters.md names this as the oldest version
 SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())["schemas"]
 [JOBSET] = documents("jobset.yaml")
 RUNTIME, TRAINJOB = documents("trainjob.yaml")
@@ -53,7 +53,6 @@ def validate(document) -> None:
 
 
 def validate_job(spec) -> None:
-    """Check the Job of a JobSet against Kubernetes' own schema."""
     document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
@@ -70,7 +69,7 @@ def test_custom_resources_follow_their_own_schemas(document):
 
 
 @pytest.mark.parametrize("spec", [*TRAINING_JOBS, pytest.param(PREP["spec"], id="prep")])
-def test_jobs_follow_kubernetes_own_schema(spec):
+def test_jobs_follow_the_schema_of_kubernetes(spec):
     validate_job(spec)
     misspelt = json.loads(json.dumps(spec).replace("podFailurePolicy", "podFailurPolicy"))
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -79,8 +78,6 @@ def test_jobs_follow_kubernetes_own_schema(spec):
 
 @pytest.mark.parametrize("spec", TRAINING_JOBS)
 def test_each_exit_status_of_a_job_has_its_action(spec):
-    """The action depends on the pod's exit status and on whether it was evicted."""
-
     class Pod:
         name = "vit-node-0-1"
         conditions: frozenset[str] = frozenset()
@@ -128,7 +125,7 @@ def test_the_grace_period_covers_the_time_that_torchrun_gives_a_save(spec):
 
 
 def test_our_commands_parse_the_arguments_in_the_files():
-    """The real command must parse each argument list that a file passes to it."""
+    """Pass each argument list in a file to the real command, which must parse it."""
     lines = [container_of(job_of(JOBSET["spec"]))["args"], TRAINJOB["spec"]["trainer"]["args"]]
     [line] = [line for line in SKY["run"].splitlines() if line.startswith("exec ")]
     for name, value in SKY["envs"].items():
@@ -161,7 +158,7 @@ def test_the_image_contains_the_sources_of_the_wheel():
     assert all((REPOSITORY / name).exists() for name in let_through)
 
 
-def test_the_skypilot_file_follows_skypilots_schema():
+def test_the_skypilot_file_follows_the_schema_of_skypilot():
     validate_sky(SKY)
     for key, misspelt in (("num_nodes", "num_node"), ("recover_on_exit_codes", "recover_on_codes")):
         with pytest.raises(jsonschema.ValidationError):

@@ -1,5 +1,4 @@
-"""Test the pods of deploy/kube/ on two nodes: they train, and are evicted, misconfigured and
-killed.
+"""Train in the pods of deploy/kube/ on two nodes, with evictions, wrong settings and kills.
 
 A run that Kubernetes restarts must end with the weights of an uninterrupted run.
 """
@@ -37,8 +36,8 @@ def on_this_host() -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_path, on_this_host):
-    """After one SIGTERM to one pod, both pods save the same step and exit with the status for a
-    restart. Kubernetes does not count this restart."""
+    """After a SIGTERM to one pod, both pods must save the same step and exit with the status that
+    requests a restart. Kubernetes must not count this restart."""
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
 
@@ -59,7 +58,9 @@ def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_users_mistake_fails_the_jobset_immediately(cluster, shards, tmp_path, on_this_host):
+def test_a_mistake_of_the_user_fails_the_jobset_immediately(
+    cluster, shards, tmp_path, on_this_host
+):
     """Only the ranks can detect this mistake: 13 images cannot be divided between two ranks."""
     [jobset] = documents("jobset.yaml")
     arguments = training(tmp_path, shards, "data.global_batch_size=13")
@@ -74,9 +75,9 @@ def test_a_users_mistake_fails_the_jobset_immediately(cluster, shards, tmp_path,
 def test_pods_with_their_own_network_survive_evictions_and_kills(
     isolated_cluster, shards, tmp_path
 ):
-    """Port, names and variables are those of the file, except for the number of ranks per pod. One
-    pod is evicted while it waits for the other, is evicted and saves, is killed after a newer
-    checkpoint, and is killed before one. Kubernetes counts only the last one."""
+    """The port, names and variables are those of the file, but the number of ranks per pod differs.
+    One pod is evicted while it waits for the other, evicted again and saves, killed after a new
+    checkpoint, and killed before one. Kubernetes counts only the last failure."""
     cluster = isolated_cluster
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
@@ -103,7 +104,7 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
     assert ended.codes[1] == [75, 75], logs
     assert sorted(ended.codes[2]) == [75, 137], logs
     assert sorted(ended.codes[3]) == [75, 137], logs
-    # A Job sees the killed pod first, and its exit status does not mention the newer checkpoint.
+    # A Job sees the killed pod first, and its exit status does not reveal the newer checkpoint.
     assert ended.actions == [ignored, ignored, "RestartJobSet", "RestartJobSet"], logs
     assert ended.codes[-1] == [0, 0], logs
     whole = tmp_path / "whole"
@@ -114,7 +115,9 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_parts_of_a_data_set_are_written_by_their_completion_index(cluster, shards, tmp_path):
+def test_parts_of_a_dataset_are_written_according_to_the_completion_index(
+    cluster, shards, tmp_path
+):
     """The arguments are those of prep-job.yaml with another source and target. All parts together
     must be the complete dataset."""
     [job] = documents("prep-job.yaml")
@@ -146,6 +149,5 @@ def test_parts_of_a_data_set_are_written_by_their_completion_index(cluster, shar
 
 
 def _meets(pod) -> bool:
-    """Return whether torchrun runs in an isolated pod."""
     pids = [pid for first in children(pod.process.pid) for pid in children(first)]
     return any("torch.distributed.run" in command_line(pid) for pid in pids)

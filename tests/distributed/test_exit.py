@@ -1,4 +1,4 @@
-"""Test which signals end a process immediately and which wait for the end of a step."""
+"""Test which signals end a process immediately and which ones wait until the step ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test messages between ranks, which are threads with a real store, or real processes where they
-matter."""
+"""Test messages between ranks. Ranks are threads with a real store, or real processes if a test
+needs them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedPro
     return run(path, ranks=ranks, timeout_s=240)
 
 
-def test_work_of_the_main_rank_may_outlast_the_time_out_of_collectives(tmp_path):
+def test_work_on_the_main_rank_may_outlast_the_timeout_of_collectives(tmp_path):
     """Indexing a large dataset may take longer than the timeout, and so may saving."""
     done = launch(SLOW_MAIN, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -88,7 +88,7 @@ def test_all_ranks_get_the_broadcast_value():
         (KeyboardInterrupt(), "KeyboardInterrupt"),
     ],
 )
-def test_any_end_of_the_main_rank_ends_waiting_ranks(error, heard):
+def test_waiting_ranks_end_when_the_main_rank_ends_for_any_reason(error, heard):
     def function() -> None:
         raise error
 
@@ -128,13 +128,13 @@ def test_a_bug_on_one_rank_ends_waiting_ranks():
 
 
 def test_a_later_mistake_of_another_rank_ends_ranks_that_are_ahead():
-    """One host does not have the data that rank 0's host has."""
+    """One host lacks the data that rank 0's host has."""
 
     def function(world: World) -> None:
         try:
             world.main_first(lambda: open(__file__ if world.is_main else "nowhere").close())
         except OSError as error:
-            world.announce_end(str(error))  # as in `run_command`
+            world.announce_end(str(error))  # announce the error as `run_command` does
             raise
         with world.fail_together():
             pass
@@ -158,9 +158,9 @@ def test_names_a_rank_that_does_not_arrive(monkeypatch):
 
 
 @pytest.mark.parametrize("silent", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
-def test_the_ranks_that_are_missing_are_found_by_halves(silent):
+def test_missing_ranks_are_found_by_bisection(silent):
     store = dist.HashStore()
-    ranks = [rank for rank in range(8) if rank != 4]  # one rank is known to be lost
+    ranks = [rank for rank in range(8) if rank != 4]  # rank 4 is known to be lost
     silent = [ranks[place] for place in silent]
     for rank in set(ranks) - {*silent}:
         store.set(f"part 3 {rank}", "")
@@ -197,9 +197,9 @@ run_command(main)
 
 @contextmanager
 def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start ranks without torchrun that all wait. The store runs in rank 0."""
+    """Start ranks without torchrun, which all wait. The store runs in rank 0."""
     with socket.socket() as reserved:
-        # The port stays bound, so that no other process gets it. Rank 0 may still listen on it.
+        # Keep the port bound, so that no other process gets it. Rank 0 may still listen on it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -234,7 +234,8 @@ def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
         ranks[1].send_signal(signal.SIGTERM)
         assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
         assert end_of(ranks[2]) == ("", 2)
-        ranks[0].send_signal(signal.SIGINT)  # in the function for which the other ranks wait
+        # Rank 0 gets the signal in the function that the other ranks wait for.
+        ranks[0].send_signal(signal.SIGINT)
         assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
 
 
@@ -246,7 +247,8 @@ def test_a_waiting_rank_notices_a_killed_rank_of_its_host(tmp_path):
         time.sleep(3600 if world.rank == 1 else 0)
 """
     changes = {
-        "    StopSignals()": "    StopSignals().remember_only()",  # before it reports that it waits
+        # No signal may end a rank before it reports that it waits.
+        "    StopSignals()": "    StopSignals().remember_only()",
         "    world.main_first(lambda: time.sleep(3600))": waits,
     }
     text = WAIT
@@ -326,7 +328,7 @@ def test_the_main_rank_chooses_one_device_for_all():
     assert str(first) == str(second)
 
 
-def test_a_rank_that_is_missing_at_the_choice_of_devices_ends_all(monkeypatch):
+def test_a_rank_missing_when_devices_are_chosen_ends_all(monkeypatch):
     monkeypatch.setattr(world_module, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=2))
 
     def function(world: World) -> None:
@@ -365,7 +367,7 @@ def test_counts_gpus_on_the_bus_independently_of_the_driver(tmp_path):
     for name, vendor, kind in (
         ("0000:00:02.0", "0x8086", "0x030000"),  # an Intel GPU
         ("0000:17:00.0", "0x10de", "0x030200"),  # a 3D controller
-        ("0000:17:00.1", "0x10de", "0x040300"),  # its audio device
+        ("0000:17:00.1", "0x10de", "0x040300"),  # the controller's audio device
         ("0000:65:00.0", "0x10de", "0x030000"),
     ):
         folder = tmp_path / "sys/bus/pci/devices" / name
@@ -392,10 +394,10 @@ run_command(main)
 
 
 def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
-    """Otherwise they would wait for each other for ten minutes, some over NCCL and some over
-    gloo."""
+    """Without the check, the ranks would wait for each other for ten minutes, some with NCCL and
+    some with gloo."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
-    assert done.returncode == 1, "torchrun's own"
+    assert done.returncode == 1, "the exit status must be torchrun's own"
     message = (
         "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs. node7: torch sees no GPU"
         " (Found no NVIDIA driver on your system). Check these hosts with nvidia-smi, start one"
@@ -407,7 +409,9 @@ def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
     assert lines[-2].strip() == f"traceback : {message}"
     assert set(lines[-1]) == {"="}
     assert "exitcode  : 2 " in done.stderr
-    assert done.stderr.count("exitcode  :") == 1, "messages of other ranks are in torchrun's report"
+    assert done.stderr.count("exitcode  :") == 1, (
+        "torchrun's report must not repeat messages of other ranks"
+    )
 
 
 @pytest.mark.parametrize(("norm", "sent"), [(nn.BatchNorm1d(4), True), (nn.LayerNorm(4), False)])
@@ -424,7 +428,6 @@ def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
 
 
 def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
-    """The test starts from torch's defaults and from values that a user may have set."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True

@@ -24,7 +24,7 @@ LIMIT = timedelta(seconds=60)
 
 
 def attempt(store: dist.Store, size: int, late: int | None = None) -> list[dist.Store]:
-    """Return the store of each rank, which is a thread. The rank `late` joins when all others are
+    """Return the store of each rank, which is a thread. Rank `late` joins when all others are
     waiting."""
     stores: dict[int, dist.Store] = {}
 
@@ -49,13 +49,13 @@ def test_each_attempt_has_a_separate_part_of_the_store(late):
     for _ in range(3):
         parts = attempt(store, 3, late)
         assert not any(part.check(["ended"]) for part in parts), (
-            "a value of the previous attempt must not be visible"
+            "a value from the previous attempt must not be visible"
         )
         parts[1].set("ended", "rank 1")
         assert [part.get("ended") for part in parts] == [b"rank 1"] * 3
 
 
-def test_names_ranks_that_do_not_come():
+def test_names_ranks_that_do_not_arrive():
     with pytest.raises(RankLost, match="rank 1, 2 did not respond within"):
         part_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
     with pytest.raises(RankLost, match="rank 0 did not respond within"):

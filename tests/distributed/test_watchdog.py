@@ -1,4 +1,5 @@
-"""Test that a stopped rank is found and named, with threads over a store and in real trainings."""
+"""Test that a stopped rank is detected and named, with threads over a store and in real training
+runs."""
 
 from __future__ import annotations
 
@@ -43,14 +44,16 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
             (1,),
             "rank 1 on h1 has made no progress for 61 s; last at step 7",
         ),
-        # The rank that is behind has just moved, however long the others have waited.
+        # The slowest rank has just moved, so it is not stopped, however long the others have
+        # waited.
         ([beat(9, 500), beat(8, 2), beat(9, 500)], None, ""),
         (
             [beat(8, 70), beat(9, 1), beat(8, 70)],
             (0, 2),
             "rank 0 on h0, 2 on h2 has made no progress",
         ),
-        # Up to four ranks show their positions, because one of them may hang within the step.
+        # The message gives the positions of up to four ranks, because one of them may hang within
+        # the step.
         (
             [beat(9, 61), beat(9, 62)],
             (0, 1),
@@ -68,7 +71,7 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
         ),
         ([beat(9, 99), beat(8, 99, is_away=True)], None, ""),
         ([beat(9, 9999), beat(8, LONGEST_WAIT.total_seconds() + 1, is_away=True)], (1,), "rank 1"),
-        # A rank without a heartbeat is still starting, which has a different limit.
+        # A rank without a heartbeat is still starting, and starting has a different limit.
         ([beat(9, 99), _Seen()], None, ""),
         ([beat(9, 99)] + [beat(8, 99)] * 6, (1, 2, 3, 4, 5, 6), "4 on h4 and 2 more has made"),
     ],
@@ -80,7 +83,7 @@ def test_finds_the_rank_that_is_behind(seen, ranks, message):
 
 
 def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[Verdict]:
-    """Return a watchdog's verdicts within `for_s`. The rank `behind` makes no progress."""
+    """Return a watchdog's verdicts within `for_s`. Rank `behind` makes no progress."""
     verdicts = list[Verdict]()
     watch = Watch(world, limit_s, verdicts.append)
     watch.start()
@@ -102,13 +105,13 @@ def test_all_ranks_report_the_rank_that_is_behind():
     assert heard[0][0].message.startswith("rank 1 on ")
 
 
-def test_does_not_end_ranks_that_move():
+def test_does_not_end_ranks_that_make_progress():
     assert together(3, lambda world: watched(world, None, limit_s=5.0, for_s=1.0)) == [[]] * 3
     assert together(1, lambda world: watched(world, 0, limit_s=0.1, for_s=0.5)) == [[]]
 
 
-def test_a_rank_that_stops_comparing_does_not_count_as_silent():
-    """After a rewind the rank reopens its loader, which may take long."""
+def test_a_rank_that_stops_comparing_is_not_considered_silent():
+    """After a rewind, the rank reopens its loader, which may take long."""
 
     def work(world: World) -> list[Verdict]:
         verdicts = watched(world, None, limit_s=0.5, for_s=0.2)
@@ -119,8 +122,8 @@ def test_a_rank_that_stops_comparing_does_not_count_as_silent():
     assert together(3, work) == [[]] * 3
 
 
-def test_time_during_a_suspend_does_not_count_as_silence(monkeypatch):
-    """Slurm's suspend stops all ranks. A rank that is silent afterwards must be named."""
+def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
+    """Slurm's suspend stops all ranks. A rank that stays silent after the suspend must be named."""
     store = dist.HashStore()
     world = World(0, 2, torch.device("cpu"), store, ("first", "second"))
     watch = Watch(world, LIMIT_S, print)
@@ -137,8 +140,8 @@ def test_time_during_a_suspend_does_not_count_as_silence(monkeypatch):
 
 
 class Cable:
-    """A proxy that forwards data until the cable is pulled. After that it forwards nothing, but
-    closes no connection."""
+    """A proxy that forwards data until its cable is pulled. After that, the proxy forwards nothing
+    but keeps all connections open."""
 
     def __init__(self, port: int):
         self._to = port
@@ -175,7 +178,7 @@ class Cable:
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_a_rank_without_a_store_ends_once_it_stops_moving(is_cut, monkeypatch):
+def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypatch):
     """A pulled cable does not close a connection, so a request to the store would never return."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cable = Cable(store.port)
@@ -192,7 +195,7 @@ def test_a_rank_without_a_store_ends_once_it_stops_moving(is_cut, monkeypatch):
         time.sleep(0.01)
     if is_cut:
         cable.pull()
-    # The rank works for two limits, because a slow store must not end the run.
+    # The rank must keep working for twice the limit, because a slow store must not end the run.
     for step in range(1, 20):
         watch.mark(step, "in the step")
         time.sleep(0.1)
@@ -217,7 +220,6 @@ def shards(tmp_path_factory):
 
 
 def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path):
-    """SIGSTOP simulates a swapping host, a frozen cgroup or a debugger."""
     config = write_config(tmp_path, shards, steps=3000)
     run = Background(config, tmp_path / "run", "run.hang_timeout_s=4", ranks=2, cold=True)
     run.wait_for_step(4)
@@ -225,7 +227,8 @@ def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path)
     os.kill(stopped, signal.SIGSTOP)
     output = run.wait_for_output("has sent no heartbeat for 4 s; last at step")
     assert "rank 1 on " in output
-    os.kill(stopped, signal.SIGKILL)  # torchrun would end it after 30 s
+    # Kill the stopped rank, which torchrun would do only after 30 s.
+    os.kill(stopped, signal.SIGKILL)
     output += run.end()
     assert "the same command continues from the newest checkpoint" in output
     assert metrics(tmp_path / "run", "end")[-1]["reason"].startswith("rank 1 on ")

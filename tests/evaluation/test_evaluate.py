@@ -1,4 +1,4 @@
-"""Test that evaluation gives the same counts on any number of ranks as a plain loop over the
+"""Test that evaluation on any number of ranks gives the same counts as a plain loop over the
 images."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def evaluate(run_dir, *arguments, ranks=0) -> dict:
 
 
 @pytest.mark.slow
-def test_the_same_numbers_on_1_2_and_3_ranks_and_with_other_batches(trained_run):
+def test_results_are_equal_on_1_2_and_3_ranks_and_with_other_batches(trained_run):
     reference = evaluate(trained_run)
     assert reference["num_images"] == 23
     for ranks in (1, 2, 3):
@@ -83,8 +83,6 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
 
 @pytest.mark.slow
 def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, shards):
-    """The predictions saved by three ranks must be those that a one-rank command counts as
-    correct."""
     train(write_config(tmp_path, shards), tmp_path / "run", "train.ema_decay=null", ranks=3)
     saved = np.load(tmp_path / "run" / "predictions.npz")
     assert saved["labels"].tolist() == open_split(shards, "val").index["label"].tolist()
@@ -101,7 +99,7 @@ def test_the_record_and_the_command_agree(trained_run):
     last = metrics(trained_run, "eval")[-1]
     result = evaluate(trained_run)
     assert result.keys() - last.keys() == {"top1_low", "top1_high"}, (
-        "these values follow from the counts"
+        "the record must omit only these values, which follow from the counts"
     )
     assert {key: last[key] for key in result.keys() & last.keys()} == {
         key: result[key] for key in result.keys() & last.keys()
@@ -130,7 +128,7 @@ def test_uses_and_names_the_newest_run_without_a_checkpoint(trained_run, tmp_pat
     assert json.loads(done.stdout) == evaluate(trained_run)
 
 
-def test_one_worker_pool_serves_all_evaluations_also_after_an_interruption(shards):
+def test_one_worker_pool_serves_all_evaluations_even_after_an_interruption(shards):
     values = {"data": {"root": str(shards)}, "train": {"steps": 1}, "eval": {"batch_size": 4}}
     config = from_dict(values | {"model": {"name": "vit_ti8", "image_size": 16}}, "test")
     model = create_model(config.model, num_classes=3)
@@ -169,7 +167,7 @@ def test_one_worker_pool_serves_all_evaluations_also_after_an_interruption(shard
         assert torch.equal(result.predictions, expected.predictions)
 
 
-def test_models_are_in_training_mode_again_also_after_an_interruption(shards):
+def test_models_return_to_training_mode_even_after_an_interruption(shards):
     values = {"data": {"root": str(shards)}, "train": {"steps": 1}}
     config = from_dict(values | {"model": {"name": "vit_ti8", "image_size": 16}}, "test")
     model = create_model(config.model, num_classes=3).train()

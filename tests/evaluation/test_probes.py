@@ -1,4 +1,4 @@
-"""Test k-NN and the linear probe against scikit-learn, on any number of ranks and from the command
+"""Compare k-NN and the linear probe with scikit-learn, on any number of ranks and from the command
 line."""
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ WORDS = ["--knn", "--k", "3,20", "--linear-probe", "--l2", "0.01", "--device", "
 
 
 def blobs(num: int, dim: int, num_classes: int, seed: int, spread: float = 1.5):
-    """Return features around a center for each class, and labels."""
     rng = np.random.default_rng(seed)
     centres = np.random.default_rng(7).normal(size=(num_classes, dim))
     labels = rng.integers(num_classes, size=num)
@@ -34,7 +33,7 @@ def blobs(num: int, dim: int, num_classes: int, seed: int, spread: float = 1.5):
 
 
 @pytest.mark.parametrize("block", [knn.NEIGHBOURS, 100])
-def test_neighbours_vote_as_scikit_learns_do(block, monkeypatch):
+def test_neighbors_vote_as_in_scikit_learn(block, monkeypatch):
     monkeypatch.setattr(knn, "NEIGHBOURS", block)
     features, labels = blobs(430, 16, 8, seed=0)
     queries, own = blobs(300, 16, 8, seed=1)
@@ -55,7 +54,7 @@ def test_neighbours_vote_as_scikit_learns_do(block, monkeypatch):
         assert (voted.in_top5.numpy() == is_in).all()
 
 
-def test_the_nearest_are_those_of_all_pairs():
+def test_the_nearest_neighbors_are_found_among_all_pairs():
     features = torch.randn(97, 5, generator=torch.Generator().manual_seed(0))
     similarity, places = knn.nearest(features[:9], features, 4)
     unit = (features / features.norm(dim=1, keepdim=True)).double()
@@ -66,7 +65,7 @@ def test_the_nearest_are_those_of_all_pairs():
 
 
 def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegression:
-    """Train scikit-learn's classifier, whose penalty applies to the sum over images: C = 1 / (l2
+    """Train scikit-learn's classifier. Its penalty applies to the sum over images, so C = 1 / (l2
     N)."""
     return LogisticRegression(C=1 / (l2 * len(labels)), tol=1e-8, max_iter=5000).fit(
         features, labels
@@ -74,10 +73,10 @@ def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegre
 
 
 @pytest.mark.parametrize("l2", [1e-1, 1e-3])
-def test_the_linear_probe_has_scikit_learns_optimum(l2, monkeypatch):
+def test_the_linear_probe_has_the_same_optimum_as_scikit_learn(l2, monkeypatch):
     monkeypatch.setattr(linear_probe, "ROWS", 64)
     features, labels = blobs(333, 10, 4, seed=0)
-    features[:, 3] = 2.5  # a constant feature, which carries no information
+    features[:, 3] = 2.5  # make one feature constant, so that it carries no information
     features = 4 + 3 * features
     inputs = torch.from_numpy(features)
     probe, scale = linear_probe.fit_probe(inputs, torch.from_numpy(labels), 4, WORLD, l2)
@@ -85,7 +84,7 @@ def test_the_linear_probe_has_scikit_learns_optimum(l2, monkeypatch):
     deviation = features.std(0)
     standard = (features - features.mean(0)) / np.where(deviation < 1e-9, np.inf, deviation)
     expected = theirs(standard, labels, l2)
-    # The final gradient is at most 1e-5, and l2 is the smallest curvature.
+    # The final gradient is at most 1e-5, and the smallest curvature is l2.
     assert np.abs(probe.weight.numpy() - expected.coef_).max() < 3e-5 / l2
     ours = linear_probe.logits_of(probe, scale, inputs).softmax(1).numpy()
     assert np.abs(ours - expected.predict_proba(standard)).max() < 1e-3
@@ -129,7 +128,7 @@ def test_features_are_the_inputs_of_the_head(base, shards):
     ]
     tokens = trained.model.forward_features(trained.preprocess.normalize(torch.stack(pixels)))
     expected = trained.model.fc_norm(tokens[:, 0])
-    # The significand of fp16 has 11 bits.
+    # fp16 has an 11-bit significand.
     assert torch.allclose(features_of_images.float(), expected, rtol=2**-11, atol=1e-6)
     logits = trained.model.head(expected)
     assert torch.allclose(logits, trained(trained.preprocess.normalize(torch.stack(pixels))))

@@ -1,4 +1,4 @@
-"""Draw random settings, ranks and kills for trainings that take seconds."""
+"""Draw random settings, ranks and kills for training runs that take seconds."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""The choices for any model: row name -> choices."""
+"""Maps the name of a row to its choices for any model."""
 
 VIT: Choices = {
     "dropout": [
@@ -148,19 +148,19 @@ VIT: Choices = {
         ),
     ],
 }
-"""The choices that work only for the project's own ViT."""
+"""Choices that work only for the project's own ViT."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
     for name in ("resnet", "efficientnet", "byobnet", "vit")
 ]
-"""Models of timm, most of them with batch norms."""
+"""timm models, most of which have batch norms."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The files that drawn settings refer to: shards of 60 images, shards of 24 images of which one
-    cannot be decoded, and a run of the tests' ViT that serves as a source of weights or as a
+    """The files that random settings refer to: shards of 60 images, shards of 24 images of which
+    one cannot be decoded, and a run of the tests' ViT that serves as a source of weights or as a
     teacher."""
 
     shards: Path
@@ -170,9 +170,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL of one rank or all ranks of an attempt with this number of ranks, `delay_s` after
-    the metrics show `step` (-1: after the start). takes_folder: a run at a URL also loses its local
-    folder."""
+    """A SIGKILL to one rank or all ranks of an attempt with this number of ranks, `delay_s` after
+    the metrics reach `step` (-1: after the start). takes_folder: a run at a URL also loses its
+    local folder."""
 
     ranks: int
     step: int
@@ -183,7 +183,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Combination:
-    """The settings of a run, its place ("" for a folder, "file" or "s3"), the ranks of the
+    """The settings of a run, its location ("" for a folder, "file" or "s3"), the ranks of the
     uninterrupted run and of the last attempt, and the kills of earlier attempts. other_ranks: a
     second number of ranks that must give the same bits, or 0."""
 
@@ -210,7 +210,6 @@ def make_data(folder: Path) -> Data:
 
 
 def draw(rng: random.Random, data: Data) -> Combination:
-    """Draw settings that may contradict each other, ranks, a place and kills."""
     steps = rng.randrange(8, 21)
     lines: list[tuple[str, ...]] = [
         (f"data.global_batch_size={BATCH}", f"train.steps={steps}"),

@@ -1,4 +1,4 @@
-"""Fixtures that simulate two hosts as namespaces of this machine, to test a cut cable and a power
+"""Fixtures that simulate two hosts with namespaces on this machine, to test a cut cable and a power
 failure."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ip(*arguments: str) -> None:
 
 
 class Host:
-    """A host with its own name, network and process ids. It shares this machine's files."""
+    """A host with its own name, network and process ids. The host shares this machine's files."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name
@@ -43,7 +43,7 @@ class Host:
         return self._folder / f"{self.name}.log"
 
     def start(self, arguments: list[str], **variables: str) -> None:
-        # The shell stays as process 1, which even SIGKILL does not end from inside.
+        # The shell remains process 1, which even SIGKILL from inside the namespace cannot end.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
             *("nsenter", f"--net=/run/netns/{self._network}"),
@@ -66,13 +66,14 @@ class Host:
         deadline = time.monotonic() + timeout_s
         while text not in self.printed():
             assert self.status is None, f"{self.name} ended without {text!r}:\n{self.printed()}"
-            assert time.monotonic() < deadline, f"{self.name}: no {text!r}:\n{self.printed()}"
+            assert time.monotonic() < deadline, (
+                f"{self.name} did not print {text!r}:\n{self.printed()}"
+            )
             time.sleep(0.05)
         return self.printed()
 
     @property
     def status(self) -> int | None:
-        """Return the exit status of the launcher, or None while it runs."""
         return None if self._family is None else self._family.process.poll()
 
     def end(self, timeout_s: float) -> int:
@@ -83,7 +84,6 @@ class Host:
             raise AssertionError(f"{self.name} has not ended:\n{self.printed()}") from None
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes of the host at once."""
         if self._family is None:
             return
         for first in children(self._family.process.pid):
@@ -97,7 +97,7 @@ class Host:
 
 
 class TwoHosts:
-    """Hosts `first` and `second` with a cable between them that a test can cut."""
+    """Hosts `first` and `second`, connected by a cable that a test can cut."""
 
     def __init__(self, folder: Path):
         self._mark = f"vh{os.getpid() % 100_000}{next(_letters)}"
@@ -118,7 +118,7 @@ class TwoHosts:
         (folder / "hosts").write_text(table)
 
     def cut(self) -> None:
-        """Drop all packets silently, so that neither host gets an error."""
+        """Silently drop all packets, so that neither host gets an error."""
         ip("link", "set", f"{self._mark}n1", "down")
 
     def mend(self) -> None:
@@ -160,7 +160,7 @@ class TwoHosts:
 
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    """Simulate two hosts, which needs root on Linux."""
+    """Simulate two hosts, which requires root on Linux."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vhprobe", "type", "bridge"], capture_output=True)

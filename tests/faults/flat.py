@@ -2,8 +2,8 @@
 
 They must stay constant over the steps, evaluations and saves of one run, and over many starts in
 one process. The ranks are observed through /proc during the run. The first third warms up
-allocators, thread pools and library pages. A line is fitted to each number over the rest, and its
-rise is compared with a limit.
+allocators, thread pools and library pages. A line is fitted to the other two thirds of each number,
+and its rise is compared with a limit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from faults.kills import Whole
 from processes import Background, call, environment, last_step
 
 LIMITS = {"MiB": 4.0, "descriptors": 1.5, "threads": 1.5}
-"""The largest allowed rise of each number from the first look that counts to the last. If each save
-leaked a descriptor, a thread or a copy of this state (0.4 MiB), the rise would be hundreds. An
-allocator keeps and returns one or two MiB."""
+"""The largest allowed rise of each number after the warm-up. If each save leaked a descriptor, a
+thread or a copy of this state (0.4 MiB), the rise would be in the hundreds. An allocator keeps and
+returns one or two MiB."""
 PAUSE_S = 0.25
-"""The seconds between two looks."""
+"""The seconds between two measurements."""
 LONGEST_S = 3600.0
 STARTS = """
 import json, sys
@@ -43,7 +43,7 @@ for number in range(1, int(count) + 1):
 
 @dataclass(frozen=True)
 class Look:
-    """The measurements of a process. at: its step or start; MiB: of anonymous memory."""
+    """One measurement of a process. at: its step or start; MiB: of anonymous memory."""
 
     at: int
     MiB: float
@@ -52,7 +52,7 @@ class Look:
 
 
 def look(pid: int | str, at: int) -> Look:
-    """Measure a process. Raises ProcessLookupError if it has ended."""
+    """Measure a process. Raises ProcessLookupError if the process has ended."""
     folder = Path("/proc", str(pid))
     try:
         rows = (row.partition(":") for row in (folder / "status").read_text().splitlines())
@@ -60,7 +60,7 @@ def look(pid: int | str, at: int) -> Look:
         num_descriptors = len(os.listdir(folder / "fd"))
     except OSError:
         status = {}
-    if "RssAnon" not in status:  # a zombie
+    if "RssAnon" not in status:  # a zombie has no memory
         raise ProcessLookupError(f"process {pid} has ended")
     anonymous_kib = int(status["RssAnon"].split()[0])
     return Look(at, anonymous_kib / 1024, num_descriptors, int(status["Threads"]))
@@ -77,7 +77,7 @@ def rises(looks: Sequence[Look]) -> dict[str, float]:
 
 
 def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
-    """Return a sentence about the looks after the first third of `last`, and the faults."""
+    """Return a sentence about the measurements after the first third of `last`, and the faults."""
     counted = [each for each in looks if each.at > last / 3]
     if len(counted) < 5:
         return "", [f"{len(counted)} looks are too few"]
@@ -91,7 +91,7 @@ def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
 
 
 def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], list[str]]:
-    """Train all steps of `whole` in one attempt and observe its ranks; return a sentence about each
+    """Train all steps of `whole` in one attempt and observe its ranks. Return a sentence about each
     rank, and the faults."""
     run_dir = folder / "run"
     run = Background(whole.config, run_dir, *whole.settings, ranks=ranks, cold=True)
@@ -99,7 +99,7 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
     pids = run.workers()
     looks: dict[int, list[Look]] = {pid: [] for pid in pids}
     with ThreadPoolExecutor(1) as pool:
-        # `end` reads the output, because a full pipe would stop the ranks
+        # `end` reads the output, because a full pipe would stop the ranks.
         end = pool.submit(run.end, LONGEST_S)
         while not end.done() and (at := last_step(run_dir)) < whole.steps:
             for pid in pids:
@@ -119,7 +119,7 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
 
 def over_starts(whole: Whole, folder: Path, count: int) -> tuple[str, list[str]]:
     """Start a run `count` times in one process, each time from its checkpoint and for three more
-    steps; return a sentence, and the faults."""
+    steps. Return a sentence, and the faults."""
     run_dir = folder / "run"
     code = f"import sys\nsys.path[:0] = {sys.path!r}\n{STARTS}"
     line = [sys.executable, "-c", code, whole.config, run_dir, count]

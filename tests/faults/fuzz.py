@@ -4,12 +4,12 @@ Each run must end with the bits of the uninterrupted run.
 
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
-Each combination is drawn from its own number: the first from the seed, the next one from the next
-number. If the program rejects a combination, another is drawn. All tensors of the last checkpoint,
-its state, the weights, the predictions and the metrics are compared. With `train.exact_over_ranks`
-a run on another number of ranks is compared too. For each combination the command prints a line
-with the command that repeats it, and appends a line of JSON to `--out`. If a combination differs,
-its runs remain in `--folder`.
+Each combination has its own seed: the first is `--seed`, and each later seed is one higher. If the
+program rejects a combination, another is drawn. All tensors of the last checkpoint, its state, the
+weights, the predictions and the metrics are compared. With `train.exact_over_ranks`, a run on
+another number of ranks is compared, too. For each combination, the script prints a line with the
+command that repeats it, and appends a line of JSON to `--out`. If a combination differs, its runs
+remain in `--folder`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Moves the project's own folder to the front, as in soak.py.
+# Move the project's own folder to the front, as in soak.py.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -63,7 +63,7 @@ MEASURED = re.compile(
 )
 """The fields of metrics.jsonl that differ between any two runs."""
 NAMED_DIFFERENCES = 5
-"""The most differences on a printed line. The JSON has all of them."""
+"""The maximum number of differences on a printed line. The JSON has all of them."""
 LONGEST_S = 900.0
 """The time limit of an attempt. Attempts that compile take minutes."""
 
@@ -74,8 +74,8 @@ class Refused(Exception):
 
 @dataclass
 class Result:
-    """The result of a combination. refused: the reasons for rejecting earlier draws; differences:
-    from the uninterrupted run."""
+    """A combination's result. refused: the reasons for rejecting earlier draws; differences: from
+    the uninterrupted run."""
 
     seed: int
     combination: Combination
@@ -110,7 +110,6 @@ class Fuzz:
     s3: S3Server
 
     def tried(self, seed: int) -> Result:
-        """Draw a combination that the program accepts, and run it."""
         rng = random.Random(seed)
         refused: list[str] = []
         began_s = time.monotonic()
@@ -145,12 +144,14 @@ class Fuzz:
         done = run(
             "launch/train.py", *arguments, ranks=ranks or combination.ranks, timeout_s=LONGEST_S
         )
-        if done.returncode and not lines_of(run_dir):  # rejected before it began
+        # The combination was rejected before the run began.
+        if done.returncode and not lines_of(run_dir):
             raise Refused(_error(done.stderr))
-        assert done.returncode == 0, f"uninterrupted, status {done.returncode}: {done.stderr}"
+        assert done.returncode == 0, f"the run ended with status {done.returncode}: {done.stderr}"
 
     def broken(self, folder: Path, result: Result) -> Result:
-        """Kill, resume and compare, also on another number of ranks if the bits must be equal."""
+        """Kill, resume and compare. If the bits must be equal, also compare a run on another number
+        of ranks."""
         combination = result.combination
         run_dir = folder / "run"
         place = self._place(combination, folder)
@@ -161,7 +162,9 @@ class Fuzz:
                 self.config, run_dir, *combination.settings, *place, ranks=combination.ranks
             )
             output = last.end(LONGEST_S)
-            assert last.process.returncode == 0, f"status {last.process.returncode}: {output}"
+            assert last.process.returncode == 0, (
+                f"the run ended with status {last.process.returncode}: {output}"
+            )
             result.differences += differences(folder / "whole", run_dir, combination.steps)
             if combination.other_ranks:
                 self.run_whole(folder / "other", combination, combination.other_ranks)
@@ -185,7 +188,6 @@ class Fuzz:
     def _killed(
         self, run_dir: Path, combination: Combination, place: tuple[str, ...], kill: Kill
     ) -> bool:
-        """Return whether the kill came before the end of the attempt."""
         attempt = Background(self.config, run_dir, *combination.settings, *place, ranks=kill.ranks)
         while last_step(run_dir) < kill.step and attempt.process.poll() is None:
             time.sleep(0.01)
@@ -195,19 +197,20 @@ class Fuzz:
         for pid in hit:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if kill.hits_all or not hit:  # otherwise torchrun ends after its rank
+        if kill.hits_all or not hit:  # if one rank was killed, torchrun ends without a signal
             attempt.process.kill()
         output = attempt.end(LONGEST_S)
         status = attempt.process.returncode
         is_end = any(line["kind"] == "end" for line in lines_of(run_dir))
-        assert status or is_end, f"status 0 without an end: {output}"
-        assert status != 2, f"status 2: {output}"
+        assert status or is_end, f"status 0, but the run did not end: {output}"
+        assert status != 2, f"the run was rejected (status 2): {output}"
         if combination.place and kill.takes_folder:
-            shutil.rmtree(run_dir, ignore_errors=True)  # the machine with that folder is gone
+            # Remove the folder, as if its machine were lost.
+            shutil.rmtree(run_dir, ignore_errors=True)
         return bool(status)
 
 
-# ---- comparison ----------------------------------------------------------------------------------
+# ---- comparing runs ------------------------------------------------------------------------------
 
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
@@ -231,10 +234,10 @@ def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
 
 
 def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
-    """Return name -> digest or value of the last checkpoint, the losses of images, the weights and
-    the predictions."""
+    """Map names to digests or values from the last checkpoint, the losses of images, the weights
+    and the predictions."""
     contents: dict[str, Any] = dict(final_state(run_dir, steps))
-    # omit the link that gives one file timm's name, because a URL has no links
+    # Omit links to a file under timm's name, because a URL has no links.
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
         tensors = load_file(path)
         contents |= {
@@ -247,7 +250,6 @@ def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
 
 
 def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of metrics.jsonl by kind and number, without measured values."""
     lines: dict[str, dict[str, Any]] = {}
     numbers = dict.fromkeys(KINDS, 0)
     for line in read_metrics(run_dir / METRICS_FILE):
@@ -268,7 +270,7 @@ def _error(text: str) -> str:
 
 
 def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -> list[Result]:
-    """Try one seed after another until the clock (`time.monotonic`) reaches `end`."""
+    """Try one seed after another until the clock (`time.monotonic`) reaches `until_s`."""
     with redirect_stdout(sys.stderr):
         data = make_data(folder)
     config = folder / "fuzz.yaml"
@@ -302,7 +304,8 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    if args.folder is None:  # outside the session's temporary folder, which is removed at the end
+    # Use a folder outside the session's temporary folder, which is removed at the end.
+    if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))
     args.folder.mkdir(parents=True, exist_ok=True)
     kernels = torch.backends.cpu.get_cpu_capability().lower()

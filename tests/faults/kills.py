@@ -1,6 +1,6 @@
 """Send SIGKILL, SIGTERM and SIGUSR1 in every phase of a run.
 
-The same command must then continue the run to the bits of an uninterrupted run.
+The same command must then continue the run and end with the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
-"""The attempts to hit a phase at its drawn moment, each in a new folder."""
+"""The number of attempts to hit a phase at the random moment, each in a new folder."""
 
 
 class Whole:
-    """Shards, a config, and the final states of uninterrupted runs, which are trained on demand for
-    each number of ranks. settings: for each run, in addition to the config."""
+    """Shards, a config, and the final states of uninterrupted runs. A run is trained when the state
+    for its number of ranks is first needed. settings: settings for each run in addition to the
+    config."""
 
     def __init__(
         self, folder: Path, shards: Path, *settings: str, steps: int = 24, batch: int = 12
@@ -47,7 +48,6 @@ class Whole:
         ]
 
     def state(self, ranks: int) -> dict[str, str]:
-        """Return the final state of the run on this number of ranks."""
         if ranks not in self._states:
             run_dir = self.folder / f"whole{ranks}_{self.steps}"
             train(self.config, run_dir, *self.settings, ranks=ranks)
@@ -57,8 +57,8 @@ class Whole:
         return self._states[ranks]
 
     def faults_of(self, run_dir: Path, expected: dict[str, str] | None = None) -> list[str]:
-        """Return the faults of a finished run in `run_dir`, including differences from `expected`
-        if it is given."""
+        """Return the faults of a finished run in `run_dir`. If `expected` is given, differences
+        from it are faults."""
         faults = []
         if expected is not None:
             state = final_state(run_dir, self.steps)
@@ -80,8 +80,8 @@ class Whole:
         return [*faults, f"left over: {left}"] if left else faults
 
     def checksum(self, first: int, last: int) -> str:
-        """Return the checksum of the samples of batches `first` to `last` inclusive, as written to
-        metrics.jsonl."""
+        """Return the checksum of the samples in batches `first` to `last` (inclusive), as written
+        to metrics.jsonl."""
         rows = [sample for batch in self._batches[first : last + 1] for sample in batch]
         return f"{sum(map(mix, rows)) % 2**64:016x}"
 
@@ -110,10 +110,10 @@ def broken_and_continued(
     s3: S3Server | None = None,
     ranks: int = 0,
 ) -> Broken:
-    """Train in `folder`, interrupt the run in `phase` by signal `number`, continue, and compare.
+    """Train in `folder`, interrupt the run in `phase` with signal `number`, continue, and compare.
 
     The signal goes to a random rank, to all ranks, or, for SIGTERM, to torchrun, which forwards it.
-    The number of ranks is drawn if it is 0.
+    The number of ranks is random if it is 0.
     """
     ranks = ranks or rng.choice([1, 2, 2, 2, 3])
     expected = whole.state(ranks)
@@ -123,7 +123,7 @@ def broken_and_continued(
         attempt = _Attempt(whole, run_dir, place, phase, ranks, rng)
         victims, faults = attempt.break_by(number)
         if phase == "upload" and rng.random() < 0.5:
-            shutil.rmtree(run_dir)  # the machine with that folder is gone
+            shutil.rmtree(run_dir)  # remove the folder, as if its machine were lost
         train(whole.config, run_dir, *place.settings, ranks=ranks)
         faults += whole.faults_of(run_dir, expected)
         if phase == "report" and not (run_dir / REPORT_FOLDER / "index.html").exists():
@@ -142,7 +142,7 @@ class _Attempt:
     rng: random.Random
 
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
-        """Start the run and send the signal in its phase; return the victims and the faults of how
+        """Start the run and send the signal in its phase. Return the victims, and any faults in how
         the run ended."""
         scale = 1.0
         for _ in range(TRIES):
@@ -163,7 +163,8 @@ class _Attempt:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
                 continue
             if self.phase != "upload" or number != signal.SIGKILL or victims == "one rank":
-                self.place.let_go()  # the signal could otherwise not arrive
+                # Release the server's requests, because the signal could otherwise not arrive.
+                self.place.let_go()
             return victims, self._wrong_with(run.end(), run.process.returncode, number, victims)
         raise AssertionError(f"{self.phase}: missed {TRIES} times")
 
@@ -172,7 +173,7 @@ class _Attempt:
         return Background(self.whole.config, self.run_dir, *settings, ranks=self.ranks)
 
     def _train_a_little(self) -> None:
-        """Train a few steps, so that the interrupted start is a resume."""
+        """Train for a few steps, so that the interrupted start is a resume."""
         run = self._begin()
         run.wait_for_checkpoint(3)
         self._send(run, run.workers(), signal.SIGKILL, "all ranks")
@@ -182,7 +183,7 @@ class _Attempt:
         self, run: Background, pids: list[int], number: signal.Signals, victims: str = ""
     ) -> str:
         whom = ["one rank", "one rank", "all ranks"]
-        # torchrun forwards SIGTERM to its ranks, but dies from SIGUSR1
+        # torchrun forwards SIGTERM to its ranks, but SIGUSR1 kills torchrun
         whom += ["torchrun"] if number == signal.SIGTERM else []
         victims = victims or self.rng.choice(whom)
         if victims == "torchrun":
@@ -190,13 +191,13 @@ class _Attempt:
         for pid in {"one rank": [self.rng.choice(pids)], "all ranks": pids}.get(victims, []):
             os.kill(pid, number)
         if number == signal.SIGKILL and victims == "all ranks":
-            run.process.kill()  # for processes this equals a power cut
+            run.process.kill()  # for processes, this equals a power cut
         return victims
 
     def _wrong_with(
         self, output: str, status: int, number: signal.Signals, victims: str
     ) -> list[str]:
-        """Return the faults of how the run ended. Before the first step nothing needs saving, and
+        """Return the faults in how the run ended. Before the first step nothing needs saving, and
         during the report nothing can be lost."""
         if self.phase == "start":
             return []

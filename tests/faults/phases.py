@@ -2,18 +2,18 @@
 
 The phase is recognized from metrics.jsonl, the run's folder, a server and /proc.
 
-    phase        it lasts while
-    start        the ranks live and metrics.jsonl has no `ready` line of this attempt
-    step         the newest line is that of a step after which nothing is due
-    save         an unfinished file or folder of rank 0's thread is in the run's folder
+    phase        lasts while
+    start        the ranks are alive and metrics.jsonl has no `ready` line from this attempt
+    step         the newest line is a step that no save or evaluation follows
+    save         the run's folder contains an unfinished file or folder from rank 0's thread
     upload       the server suspends the upload of one of the run's objects
-    evaluation   metrics.jsonl has the step after which it is due, but not its result
+    evaluation   metrics.jsonl has the step before the evaluation, but not the result
     data wait    the server suspends the data, and metrics.jsonl does not grow
     report       metrics.jsonl has the end of the run, but the page does not exist
 
 After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase still lasts, the
-fault is sent to ranks that cannot leave it. Otherwise they continue until the next occurrence of
-the phase.
+fault is sent to ranks that cannot leave the phase. Otherwise, the ranks continue until the phase
+occurs again.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ SAVE_EVERY_STEPS = 3
 EVALUATE_EVERY_STEPS = 6
 """The number of steps in an epoch of `processes.write_config`."""
 STILL_S = 0.3
-"""The seconds without a new line in metrics.jsonl after which a run counts as waiting. A step takes
+"""A run is considered waiting if metrics.jsonl has no new line for this many seconds. A step takes
 a tenth of this."""
 LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
-"""The scale of the random delay before the fault, in the phases of a warm run. It is halved each
-time the fault comes too late."""
+"""The scale of the random delay before the fault, in the phases of a warm run. The scale is halved
+each time the fault comes too late."""
 FOUND_WITHIN_S = 240.0
 
 
 class Missed(Exception):
-    """The run ended before the phase occurred at the drawn moment."""
+    """The run ended before the phase occurred at the random moment."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Served:
     """The source and destination of a run's data, and functions that suspend the server.
 
     settings: for the run's command. `hold`: called once when the attempt to be interrupted starts.
-    `is_held`: whether the server suspends a request now. `let_go`: release all requests.
+    `is_held`: whether the server is suspending a request. `let_go`: release all requests.
     """
 
     settings: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ def served(
     """Start the server that a phase needs. The phase `upload` requires `s3`. The run's own folder
     is always `folder / "run"`."""
     if phase == "upload":
-        assert s3 is not None, "an upload needs a server"
+        assert s3 is not None, "the phase `upload` needs a server"
         with _uploaded(s3, folder, rng) as source:
             yield source
     elif phase == "data wait":
@@ -85,22 +85,23 @@ def served(
     elif phase == "report":
         yield Served(("log.report=true",))
     elif phase == "evaluation":
-        yield Served(("eval.batch_size=1",))  # makes the phase last longer
+        yield Served(("eval.batch_size=1",))  # small batches make the phase last longer
     else:
         yield Served()
 
 
 @contextmanager
 def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served]:
-    """Serve a run at a URL, and suspend the upload of one randomly drawn object."""
+    """Serve a run at a URL, and suspend the upload of one randomly chosen object."""
     with Way(s3.port) as proxy:
         url = f"{s3.new_bucket()}/runs/x"
-        left = [rng.randrange(1, 40)]  # of about 50 uploads with saves in a run of 24 steps
+        left = [rng.randrange(1, 40)]  # a run of 24 steps uploads about 50 objects, with its saves
         is_saving = False
 
         def fault(method: str, path: str) -> str | None:
             nonlocal is_saving
-            # The first object of a save. The config and the first metrics are written at the start.
+            # Start counting at the first object of a save. The config and the first metrics are
+            # uploaded at the start.
             is_saving |= "/samples/" in path
             if method != "PUT" or not is_saving or "lease.json" in path:
                 return None
@@ -124,8 +125,8 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
-    """Serve data that stop arriving at some step. The cache holds half of the data, so that blocks
-    are always being fetched."""
+    """Serve data, and stop sending them at some step. The cache holds half of the data, so that
+    blocks are always being fetched."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
 
@@ -153,14 +154,13 @@ def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl from all attempts."""
     path = run_dir / METRICS_FILE
     rows = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(row) for row in rows]
 
 
 def unfinished(run_dir: Path) -> list[Path]:
-    """Return the unfinished files of a save or a page, also of a killed one."""
+    """Return the unfinished files of a save or a page, including those of a killed save."""
     paths = [*run_dir.glob(".*.tmp"), *run_dir.glob("checkpoints/.tmp_*")]
     return [*paths, *run_dir.glob("*/.*.tmp")]
 
@@ -177,7 +177,6 @@ class Watched:
     _seen: tuple[int, float] = field(default=(0, 0.0))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of this attempt, or none before its `start` line."""
         lines = lines_of(self.run_dir)
         starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
         return lines[starts[-1] :] if len(starts) > self.num_starts else []
@@ -208,7 +207,6 @@ class Watched:
         return steps[-1] % SAVE_EVERY_STEPS != 0 and not is_due and not unfinished(self.run_dir)
 
     def _stands_still(self, num_lines: int) -> bool:
-        """Return whether metrics.jsonl has had no new line for `STILL_S`."""
         now = time.monotonic()
         if num_lines != self._seen[0]:
             self._seen = num_lines, now
@@ -216,17 +214,17 @@ class Watched:
 
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
-        """Stop all ranks in the phase until the end of the block; yield their process ids. scale:
-        of the random delay. Raises Missed."""
+        """Stop all ranks in the phase until the block ends; yield their process ids. scale: of the
+        random delay. Raises Missed."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)
-        pids = self.run.workers()  # search early, because it takes longer than a save
+        pids = self.run.workers()  # search early, because a search takes longer than a save
         while True:
             self._wait_until(lambda: self.is_in(phase), phase, deadline)
             time.sleep(rng.uniform(0, LONGEST_S.get(phase, 0.0) * scale))
             if phase == "start":
-                pids = self.run.workers()  # some processes have started since the search
+                pids = self.run.workers()  # search again, because some processes have started since
             with stopped(pids):
                 if pids and self.run.process.poll() is None and self.is_in(phase):
                     yield pids
@@ -239,13 +237,12 @@ class Watched:
         while not is_there():
             if self.run.process.poll() is not None or time.monotonic() > deadline:
                 raise Missed(f"{phase}: not seen\n{self.run.end()}")
-            # each look takes CPU time from the ranks
+            # Sleep, because each look takes CPU time from the ranks.
             time.sleep(0.001 if phase == "save" else 0.004)
 
 
 @contextmanager
 def stopped(pids: Iterable[int]) -> Iterator[None]:
-    """Stop processes with all of their threads until the end of the block."""
     pids = list(pids)
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -265,5 +262,5 @@ def _wait_until_stopped(pid: int) -> None:
     completes the call first."""
     deadline = time.monotonic() + FOUND_WITHIN_S
     while any(state not in "TtZX" for state in states_of_threads(pid).values()):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        assert time.monotonic() < deadline, f"process {pid} did not stop"
         time.sleep(0.0005)

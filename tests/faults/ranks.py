@@ -1,5 +1,5 @@
-"""Test runs that continue after kills on a different number of ranks each time, and two
-simultaneous runs."""
+"""Test runs that continue on a different number of ranks after each kill, and two simultaneous
+runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on each of these numbers of ranks. All attempts but the last are killed at
-    regular intervals, one rank or all of them. Return the faults.
+    """Train in `folder` on each of these numbers of ranks. In all attempts but the last, one rank
+    or all ranks are killed at regular intervals. Return the faults.
 
     If `whole` is exact over ranks, the bits are compared, otherwise only the batches.
     """
@@ -47,7 +47,8 @@ def two_at_once(whole: Whole, folder: Path) -> list[str]:
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)
     arguments = ["--config", whole.config, f"run.dir={folders[0]}", *TINY, *whole.settings]
-    with stopped(jobs[0].workers()):  # the job lasts longer than the third run that waits for it
+    # Stop the job, so that it outlasts the third run, which waits for it.
+    with stopped(jobs[0].workers()):
         third = run("launch/train.py", *arguments, ranks=2)
     faults = []
     if third.returncode == 0 or "in use by a live run" not in third.stderr:

@@ -1,18 +1,18 @@
 """Interrupt runs many times.
 
-Each part prints one line, and the exit status is 1 if a part failed. The whole takes less than an
-hour on two cores.
+Each part prints one line, and the exit status is 1 if a part failed. All parts together take less
+than an hour on two cores.
 
     python tests/faults/soak.py [--count 100] [--parts kills signals ...] [--seed 0]
 
-    kills      SIGKILL of a random rank, or of all, in a random phase, `count` times
+    kills      SIGKILL to a random rank or all ranks, in a random phase, `count` times
     signals    SIGTERM and SIGUSR1 in each phase, count / 50 times
-    stops      SIGSTOP of a rank, of a loader worker and of the saver thread, for 60 s each
-    ranks      a run on 4, 2, 3 and 1 ranks, with kills: plain (its batches) and exact (its bits)
-    jobs       two runs at once on this node, and a third in the folder of the first
+    stops      SIGSTOP to a rank, a loader worker and the saver thread, for 60 s each
+    ranks      a killed run on 4, 2, 3 and 1 ranks: its batches (plain) and its bits (exact)
+    jobs       two simultaneous runs on this node, and a third in the folder of the first
     steps      memory, descriptors and threads of two ranks over 10 * `count` saves
-    starts     the same of one process over `count` starts
-    outage     the server of the data is away for `--away-minutes` (http, S3)
+    starts     memory, descriptors and threads of one process over `count` starts
+    outage     the data server does not answer for `--away-minutes` (http, S3)
     exits      count / 5 finished runs on two ranks, each with status 0
     secrets    tests/project/test_secrets.py
 
@@ -81,7 +81,7 @@ class Soak:
 
     def kills(self) -> str:
         rng = random.Random(self.seed)
-        # each phase once before any is repeated
+        # Cover each phase once before repeating any.
         drawn = [phase for _ in range(-(-self.count // len(PHASES))) for phase in PHASES]
         cases = [(phase, signal.SIGKILL) for phase in drawn[: self.count]]
         rng.shuffle(cases)
@@ -114,7 +114,7 @@ class Soak:
 
     def stops(self) -> str:
         """Send SIGSTOP in all three cases in parallel, because they mostly wait."""
-        self.whole.state(2)  # made once, before threads need it
+        self.whole.state(2)  # train the reference run before threads need it
         with ThreadPoolExecutor(len(stops.TARGETS)) as pool:
             futures = {
                 target: pool.submit(
@@ -156,7 +156,6 @@ class Soak:
         return f"two jobs at once on one node: {tally}"
 
     def steps(self) -> str:
-        """Measure memory over many saves."""
         saves = 10 * self.count
         whole = Whole(self.folder, self.shards, steps=3 * saves)
         sentences, faults = flat.over_steps(whole, self.new_folder("steps"))
@@ -164,7 +163,6 @@ class Soak:
         return f"{saves} saves, {saves // 2} evaluations, {3 * saves} steps in one go: {tally}"
 
     def starts(self) -> str:
-        """Measure memory over many starts."""
         sentence, faults = flat.over_starts(self.whole, self.new_folder("starts"), self.count)
         return f"{self.count} starts in one process: {_tally(1, faults, sentence)}"
 
@@ -194,7 +192,6 @@ class Soak:
         return f"runs on two ranks that are left to finish: {_tally(times, faults, 'status 0')}"
 
     def secrets(self) -> str:
-        """Plant secrets, and search all files and all output for them."""
         line = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/project/test_secrets.py"]
         done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
         faults = [] if done.returncode == 0 else [done.stdout + done.stderr]
@@ -203,7 +200,7 @@ class Soak:
 
 
 def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
-    """Return the end of a part's line. Raises Failed for faults."""
+    """Return the end of a part's line. Raises Failed if there are faults."""
     if faults:
         raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
     return f"{num_cases}/{num_cases} {result}" if num_cases > 1 else result
@@ -236,7 +233,8 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    if args.folder is None:  # outside the session's temporary folder, which is removed at the end
+    # Use a folder outside the session's temporary folder, which is removed at the end.
+    if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))
     args.folder.mkdir(parents=True, exist_ok=True)
     families.begin_session()
@@ -251,7 +249,7 @@ def main() -> int:
             part_began_s = time.monotonic()
             try:
                 line = PARTS[name](soak)
-            except Exception as error:  # the next parts still run
+            except Exception as error:  # continue with the next parts
                 failed.append(name)
                 line = f"{name}: FAILED: {error}"
             print(f"{line} [{duration(time.monotonic() - part_began_s)}]", flush=True)

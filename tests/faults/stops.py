@@ -1,9 +1,9 @@
-"""Stop a rank, a loader worker or the saver thread for a while: the run must continue to the same
-bits.
+"""Stop a rank, a loader worker or the saver thread for a while: the run must continue and end with
+the same bits.
 
-SIGSTOP stops a process with all of its threads. The saver thread is stopped alone, as by a disk
-that does not answer, with the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
-Training then continues to the next save, where it waits.
+SIGSTOP stops a process with all of its threads. To stop only the saver thread, as by a disk that
+does not answer, the test uses the debugger's system call (ptrace, PTRACE_SEIZE and
+PTRACE_INTERRUPT). Training then continues to the next save, where it waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGETS = ("rank", "worker", "writer")
 _SEIZE = 0x4206
 _INTERRUPT = 0x4207
 _DETACH = 17
-"""Constants of <linux/ptrace.h>."""
+"""Constants from <linux/ptrace.h>."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
@@ -33,10 +33,10 @@ _libc.ptrace.restype = ctypes.c_long
 def stopped_and_continued(
     whole: Whole, folder: Path, target: str, for_s: float, rng: random.Random
 ) -> list[str]:
-    """Train on two ranks in `folder`, stop `target` (of `TARGETS`) for a while, and compare.
+    """Train on two ranks in `folder`, stop `target` (one of `TARGETS`) for a while, and compare.
 
-    Returns the faults. The run must halt in that time, unless `target` is a worker, which another
-    worker may replace. Raises PermissionError if threads may not be traced.
+    Returns the faults. The run must halt while the target is stopped, unless `target` is a worker,
+    which another worker may replace. Raises PermissionError if threads may not be traced.
     """
     run_dir = folder / "run"
     run = Background(
@@ -75,8 +75,8 @@ def stopped_and_continued(
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """Return the faults of the next `for_s`, in which metrics.jsonl must not grow and the run must
-    not end."""
+    """Return the faults during the next `for_s`, in which metrics.jsonl must not grow and the run
+    must not end."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)
@@ -86,7 +86,8 @@ def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[
 
 
 def _newest_thread(pid: int) -> int:
-    """Return the saver thread of rank 0. Each save starts a new thread after all others."""
+    """Return the saver thread of rank 0, which is its newest thread because each save starts a new
+    one."""
 
     def began_at(thread: int) -> int:
         return int((stat_of(pid, thread) or ["0"] * 20)[19])

@@ -1,4 +1,4 @@
-"""Test that setting the wall clock during a run has no effect on durations."""
+"""Test that setting the wall clock during a run does not affect durations."""
 
 from __future__ import annotations
 
@@ -63,8 +63,6 @@ time_t time(time_t *result) {
 
 
 class Clock:
-    """A replacement for time.time that a test can set."""
-
     def __init__(self) -> None:
         self.off_s = 0.0
         self._real = time.time
@@ -114,8 +112,8 @@ def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
 
 
 def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
-    """If a clock was ahead, its block must not stay forever. Without a new access time it would
-    always be evicted last."""
+    """A block with a time in the future must not stay forever. Without a new access time, the block
+    would always be evicted last."""
     cache = BlockCache(tmp_path / "cache", 1.0)
     (tmp_path / "cache" / "set").mkdir()
     assert cache.fetch("set/a.block", lambda: Fetched(b"abcd", [4])) == b"abcd"
@@ -162,7 +160,7 @@ def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, conf
 
 
 def set_clock(off: Path, seconds: int) -> None:
-    """Change the clock's file atomically, because a partly written file reads as empty."""
+    """Replace the clock's file atomically, because a partly written file reads as empty."""
     new = off.with_name("new")
     new.write_text(str(seconds))
     os.replace(new, off)

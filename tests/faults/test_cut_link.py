@@ -1,5 +1,5 @@
 """Test two hosts of which one is cut off, switched off or slow, with the real torchrun in
-namespaces of this machine."""
+namespaces on this machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ pytestmark = pytest.mark.full
 STEPS = 200
 SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
 ENDS_WITHIN_S = 150.0
-"""The time limit: torchrun's timeout of 30 s, the project's own, and starts on a loaded machine."""
+"""A time limit that covers torchrun's timeout of 30 s, the project's own timeout, and starts on a
+loaded machine."""
 
 
 def wait_for_step(run_dir, step: int, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
-        assert time.monotonic() < deadline, f"no step {step}"
+        assert time.monotonic() < deadline, f"metrics.jsonl did not reach step {step}"
         time.sleep(0.05)
 
 
@@ -29,13 +30,11 @@ def config(tmp_path, shards):
 
 @pytest.fixture
 def whole(tmp_path, config):
-    """Return the final state of a run whose two ranks are on one host."""
     train(config, tmp_path / "whole", *SPARSE, ranks=2)
     return final_state(tmp_path / "whole", STEPS)
 
 
 def test_a_cut_that_is_shorter_than_the_limit_changes_nothing(two_hosts, tmp_path, config, whole):
-    """TCP sends lost packets again."""
     run_dir = tmp_path / "run"
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=120")
     wait_for_step(run_dir, 40)
@@ -54,7 +53,9 @@ def test_after_a_longer_cut_both_hosts_end_and_name_the_lost_rank(two_hosts, tmp
     two_hosts.cut()
     assert first.end(ENDS_WITHIN_S) == 1
     assert "error: rank 1 on second has sent no heartbeat for 5 s; last at step" in first.printed()
-    assert second.end(ENDS_WITHIN_S) == 137, "its launcher would wait for the store without end"
+    assert second.end(ENDS_WITHIN_S) == 137, (
+        "the rank must kill its launcher, which would wait for the store forever"
+    )
     message = "error: rank 1 on second has not reached the store of torchrun at first:"
     assert second.printed().count(message) == 1
     assert "last at step" in second.printed().partition(message)[2]

@@ -42,7 +42,7 @@ def test_a_closed_terminal_is_remembered_but_not_after_nohup():
 def test_a_signal_before_the_first_step_is_not_lost_where_errors_are_ignored():
     signals = StopSignals()
     try:
-        with suppress(Interrupted):  # as in a `__del__`
+        with suppress(Interrupted):  # ignore the error, as Python does in `__del__`
             os.kill(os.getpid(), signal.SIGTERM)
         signals.remember_only()
         assert signals.received == "SIGTERM"
@@ -50,7 +50,7 @@ def test_a_signal_before_the_first_step_is_not_lost_where_errors_are_ignored():
         signals.restore()
 
 
-def test_names_the_limit_when_no_more_files_may_be_opened():
+def test_names_the_limit_when_no_more_files_can_be_opened():
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
@@ -104,7 +104,7 @@ def test_refuses_ranks_with_different_settings(tmp_path, config, word, differenc
 
 @pytest.mark.full
 def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
-    """A terminal signals all of its processes, including the loader's workers."""
+    """A closed terminal signals all of its processes, including the loader's workers."""
     settings = (f"train.steps={STEPS}", "data.num_workers=2", "checkpoint.every_steps=1000")
     train(config, tmp_path / "whole", *settings, ranks=2)
     run = Background(config, tmp_path / "run", *settings, ranks=2, cold=True)
@@ -130,8 +130,8 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
     while lines_of(tmp_path / "run")[-1]["kind"] != "end":
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with stopped([first]):  # rank 0 draws the report
-        time.sleep(1)  # the other rank has closed its run and waits
+    with stopped([first]):  # stop rank 0 while it draws the report
+        time.sleep(1)  # by now, the other rank has closed its run and waits
         os.kill(second, signal.SIGTERM)
         while _pending(second):
             assert time.monotonic() < deadline
@@ -142,12 +142,12 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
 
 
 def _pending(pid: int) -> int:
-    """Return the pending signals of a process, or none if it has ended."""
+    """Return the pending signals of a process, or none if the process has ended."""
     lines = status_of(pid)
     return int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
 
 
-def test_paths_of_a_host_do_not_count_as_different_settings():
+def test_paths_on_a_host_are_not_treated_as_different_settings():
     def hash_of(rate: float, place: str) -> str:
         data = {"root": place, "sources": [{"root": f"{place}/more"}]}
         return settings_sha256({"optim": {"lr": rate}, "data": data})

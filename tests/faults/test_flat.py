@@ -26,7 +26,8 @@ from processes import TINY, run_here, write_config
     ],
 )
 def test_a_leak_is_seen_through_the_noise(leak, named):
-    """The leaks are one descriptor in ten saves, and 50 KiB per save, an eighth of the state."""
+    """One case leaks a descriptor every ten saves. The other leaks 50 KiB per save, an eighth of
+    the state."""
     rng = np.random.default_rng(0)
     looks = [
         Look(
@@ -51,7 +52,7 @@ def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_p
         run_here("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *steps)
         gc.collect()
         looks.append(look("self", number))
-    # Compare later starts only, because leftovers of other tests in this process disappear once.
+    # Compare only later starts, because leftovers of other tests in this process disappear once.
     for numbers in ([each.descriptors for each in looks], [each.threads for each in looks]):
         assert any(after <= before for before, after in pairwise(numbers)), numbers
     (run_dir / "checkpoints" / ".tmp_step_00000012").mkdir()
@@ -64,7 +65,7 @@ def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_p
     assert sorted(path.name for path in unfinished(run_dir)) == [
         *(".config.yaml.elsewhere.1.tmp", ".index.html.elsewhere.1.tmp"),
         ".last.safetensors.elsewhere.1.tmp",
-    ], "a recent file of another host may be in use"
+    ], "a recent file from another host must remain, because it may be in use"
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """Test each writer on a disk that is full or becomes full.
 
 One printed line must name the file. A file with its final name must be complete, either old or new,
-and no partial file may remain. With free space the same call must succeed. Other tests cover
+and no partial file may remain. With free space, the same call must succeed. Other tests cover
 checkpoints and weights (tests/checkpoint/test_saver.py), the block cache (tests/data/storage),
 `--check` (tests/extras/planner/check) and shards (tests/data_prep/test_prep_errors.py).
 """
@@ -54,7 +54,7 @@ from vit.weights.programs import Subject
 ALONE = World(0, 1, torch.device("cpu"))
 FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
 PAGE_KIB = 4
-"""The page size. A file takes whole pages, and the smallest file takes one."""
+"""The page size. A file occupies whole pages, and the smallest file occupies one."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,6 @@ def mounted(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(mounted, tmp_path) -> Iterator[Path]:
-    """Mount an empty disk of 4 MiB."""
     yield mounted
     for path in mounted.iterdir():
         if path.is_dir():
@@ -78,7 +77,7 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 
 class Writer(NamedTuple):
-    """A function that writes into a folder, after `prepare` has made the folder's old files."""
+    """A function that writes into a folder, after `prepare` has created the folder's old files."""
 
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None
@@ -136,7 +135,7 @@ def handed_over(folder: Path, program: str) -> None:
 
 def recipe(folder: Path) -> None:
     line = "torchrun main.py --model deit_small_patch16_224 --batch-size 128"
-    with chdir(folder):  # the file contains the command that made it
+    with chdir(folder):  # use a relative path, because the file records the command that made it
         run_here("launch/recipe.py", "import", line, "--out", "recipe.yaml")
 
 
@@ -151,7 +150,8 @@ def results(folder: Path) -> None:
     write_promises = pytest.importorskip("vit.extras.planner.benchmark.certificate").write_promises
     promise = {"what": "it trains", "passed": True, "said": "yes"}
     path = write_promises(folder, "a CPU", "cpu", [promise])
-    for written in (path, path.with_suffix(".md")):  # both files contain the date and the commit
+    # Remove the date from the file names.
+    for written in (path, path.with_suffix(".md")):
         written.rename(folder / f"results{written.suffix}")
 
 
@@ -203,7 +203,7 @@ WRITERS = {
 
 
 def whole_files(folder: Path, notes: str) -> dict[str, str]:
-    """Return digests of all files but `notes`, which must be valid JSON."""
+    """Return digests of all files except `notes`, which must be valid JSON."""
     digests = snapshot(folder)
     if digests.pop(notes, None) is not None:
         json.loads((folder / notes).read_text())
@@ -211,7 +211,6 @@ def whole_files(folder: Path, notes: str) -> dict[str, str]:
 
 
 def line_of(write: Callable[[Path], object], folder: Path) -> str:
-    """Return the printed line for the error that `write` raises."""
     try:
         write(folder)
     except Exception as error:
@@ -230,10 +229,11 @@ REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
         for name in WRITERS
     ],
 )
-def test_reports_a_full_disk_keeps_files_whole_and_works_with_room(
+def test_reports_a_full_disk_keeps_files_intact_and_works_with_free_space(
     name, disk, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # matplotlib would write the current time
+    # Replace the current time, which matplotlib would write.
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setenv("PLACE_WITH_ROOM", str(tmp_path))
     writer = WRITERS[name]
     whole = tmp_path / "whole" / "place"
@@ -255,7 +255,9 @@ def test_reports_a_full_disk_keeps_files_whole_and_works_with_room(
         assert str(place / writer.names) in line or writer.names in line.split(":")[0]
         digests = whole_files(place, writer.notes)
         for path in digests.keys() | before.keys():
-            assert digests.get(path) in (before.get(path), expected.get(path)), f"{path}: half"
+            assert digests.get(path) in (before.get(path), expected.get(path)), (
+                f"{path} is incomplete"
+            )
             assert not path.endswith(".tmp")
             assert "/." not in f"/{path}" or path in expected
         assert "Exception ignored" not in capfd.readouterr().err
@@ -294,7 +296,7 @@ def test_writes_a_record_line_again_after_the_disk_was_full(disk):
 
 
 def test_locks_a_run_on_a_full_disk(disk):
-    """A run must be locked even if the disk has no space for its owner's name in the lock file."""
+    """A run must be locked even if the disk has no space for the owner's name in the lock file."""
     folder = disk / "run"
     folder.mkdir()
     leave_free(disk, 0)
@@ -313,7 +315,8 @@ def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# An unhandled exception in a thread would be printed with its stack.
+# Python prints the stack of an unhandled exception in a thread, so such an exception must fail the
+# test.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):

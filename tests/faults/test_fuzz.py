@@ -1,4 +1,4 @@
-"""Test combinations of `tests/faults/fuzz.py`, and its report of two runs that differ."""
+"""Test combinations of `tests/faults/fuzz.py`, and its report on two runs that differ."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def data(shards) -> Data:
 
 
 @pytest.mark.full
-def test_a_combination_is_killed_and_resumed_to_the_bits_of_the_uninterrupted_run(data, tmp_path):
-    """The combination is an exact run of Muon that rewinds after spikes, on three ranks and on
+def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, tmp_path):
+    """The combination is an exact run with Muon that rewinds after spikes, on three ranks and on
     two."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
@@ -48,7 +48,6 @@ def test_a_combination_is_killed_and_resumed_to_the_bits_of_the_uninterrupted_ru
 
 
 def test_reports_two_runs_that_differ_in_one_setting(config, tmp_path):
-    """Differences must be reported in tensors and in the lines of metrics.jsonl."""
     for name, rate in (("one", 1e-3), ("other", 1.1e-3)):
         train(config, tmp_path / name, "train.steps=6", f"optim.lr={rate}")
     assert not differences(tmp_path / "one", tmp_path / "one", 6)
@@ -65,7 +64,7 @@ def test_draws_again_when_a_config_is_rejected(data, tmp_path):
         Fuzz(tmp_path, data, config, s3).run_whole(tmp_path / "run", combination)
 
 
-def test_a_seed_draws_the_same_combination_again(data):
+def test_a_seed_always_draws_the_same_combination(data):
     drawn = [draw(random.Random(seed), data) for seed in range(200)]
     assert drawn == [draw(random.Random(seed), data) for seed in range(200)]
     settings = {setting for each in drawn for setting in each.settings}

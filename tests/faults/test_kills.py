@@ -1,5 +1,5 @@
 """Test that a run interrupted in a named phase ends with the bits of an uninterrupted run.
-`tests/faults/soak.py` repeats this hundreds of times."""
+`tests/faults/soak.py` repeats this test hundreds of times."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def test_a_run_broken_in_any_phase_resumes_to_the_same_bits(whole, tmp_path, pha
     assert not broken.faults
 
 
-def test_reports_how_a_record_differs_from_the_plan(whole, tmp_path):
-    """The checksum, steps and evaluations in metrics.jsonl must be those of the plan."""
+def test_reports_how_metrics_differ_from_the_plan(whole, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "start", "step": 0}\n{"kind": "train", "step": 2}\n'
         '{"kind": "epoch", "step": 5, "first_batch": 0, "last_batch": 4, "exact": true,'
@@ -51,7 +50,7 @@ def test_reports_how_a_record_differs_from_the_plan(whole, tmp_path):
 
 @pytest.mark.parametrize("script", ["soak.py", pytest.param("fuzz.py", marks=pytest.mark.full)])
 def test_make_can_import_all_modules_of_a_script(script, tmp_path):
-    """In a new environment only the installation adds the project's folder to the path."""
+    """In a new environment, only the installation adds the project's folder to the path."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     line = [sys.executable, Path(__file__).with_name(script), "--help"]
     process = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True)

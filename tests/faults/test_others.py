@@ -33,5 +33,5 @@ def test_resumes_on_another_number_of_ranks_after_each_kill(tmp_path, shards, se
 
 
 @pytest.mark.full
-def test_two_jobs_do_not_disturb_each_other_and_a_used_folder_is_refused(whole, tmp_path):
+def test_two_jobs_do_not_disturb_each_other_and_a_folder_in_use_is_rejected(whole, tmp_path):
     assert not two_at_once(whole, tmp_path)

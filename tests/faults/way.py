@@ -14,11 +14,13 @@ from servers import forget_clients
 
 
 class Way:
-    """A proxy to an S3 server that injects faults. The environment names it as the server.
+    """A proxy to an S3 server that injects faults. The environment contains its address as that of
+    the server.
 
-    `fault`: called with method and path of each request in order of arrival. It returns None for a
-    successful request, a status with S3's code ("503 SlowDown"), "cut" for a connection that ends
-    in the middle of the body, or "hold" to wait until `let_go` is set. `requests`: all requests.
+    `fault`: called with the method and path of each request in order of arrival. It returns None
+    for a successful request, a status with S3's code ("503 SlowDown"), "cut" for a connection that
+    ends in the middle of the body, or "hold" to wait until `let_go` is set. `requests`: all
+    requests.
     """
 
     def __init__(self, port: int):
@@ -48,7 +50,6 @@ class Way:
         forget_clients()
 
     def is_good(self) -> None:
-        """Stop all faults."""
         self.fault = lambda method, path: None
 
 
@@ -104,7 +105,7 @@ class _Passes(BaseHTTPRequestHandler):
         return body
 
     def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-        with suppress(ConnectionError):  # the client was killed
+        with suppress(ConnectionError):  # ignore a connection whose client was killed
             self.send_response_only(status)
             for name, value in headers:
                 if name.lower() not in (*_HOP, "content-length") or self.command == "HEAD":

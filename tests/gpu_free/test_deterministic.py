@@ -1,5 +1,5 @@
-"""Test `train.deterministic`: torch is configured, CPUs compute the same bits, and all operations
-that we use have a deterministic form."""
+"""Test `train.deterministic`: torch is configured, CPUs compute the same bits, and every operation
+in use has a deterministic implementation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ WITHOUT_ORDER = {
     *("bincount", "median", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
     *("scatter_reduce", "scatter_reduce_"),
 }
-"""Operations that the page of torch.use_deterministic_algorithms lists as errors on a GPU."""
+"""Operations that the documentation of torch.use_deterministic_algorithms lists as errors on a
+GPU."""
 SETTINGS = """
 import json, os, torch
 from vit.distributed.process_group import join_world
@@ -64,13 +65,13 @@ def test_it_configures_the_libraries_before_cuda_starts():
         "Ring",
     ]
     assert settings(True, CUBLAS_WORKSPACE_CONFIG=":0:0")[4] == ":4096:8", (
-        "torch would reject this operation"
+        "torch must not reject this operation"
     )
     assert settings(False)[:3] == [False, False, False]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_cpus_compute_the_same_bits_with_it(config, tmp_path, precision):
+def test_deterministic_cpus_compute_the_same_bits(config, tmp_path, precision):
     """The run uses dropout, drop path, mixing, averaged weights (`write_config`), erasing and
     flips."""
     overrides = (
@@ -83,7 +84,7 @@ def test_cpus_compute_the_same_bits_with_it(config, tmp_path, precision):
     assert final_state(tmp_path / "true", 12) == final_state(tmp_path / "false", 12)
 
 
-def test_a_resumed_run_may_switch_it_on(config, tmp_path):
+def test_a_resumed_run_may_enable_determinism(config, tmp_path):
     constant = ("schedule.name=constant",)
     train(config, tmp_path / "run", *constant, "train.steps=6")
     switched = ("train.deterministic=true", "--allow-change", "train.steps")
@@ -102,8 +103,7 @@ def deterministic(monkeypatch):
 
 
 def launched_forward(config: AugmentConfig) -> Launches:
-    """Return the launches of a forward pass with augmentation and metrics on a GPU without
-    memory."""
+    """Return the launches of a forward pass with augmentation and metrics on the fake GPU."""
     model = create_model("vit_ti8", (40, 120), 10, depth=1, drop_path_rate=0.1, init_values=0.1)
     table = torch.from_numpy(mixed_table(config, 56, (40, 120)))
     counted = Launches("cuda")
@@ -123,8 +123,8 @@ def launched_forward(config: AugmentConfig) -> Launches:
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_operation_before_the_backward_pass_lacks_an_ordered_form(name, deterministic):
-    """torch raises for some of these operations even on a GPU without memory."""
+def test_every_operation_before_the_backward_pass_has_a_deterministic_form(name, deterministic):
+    """torch raises an error for some of these operations even on a fake GPU."""
     counted = launched_forward(POLICIES[name])
     assert counted.total() > 100
     assert not counted.by_name.keys() & WITHOUT_ORDER
@@ -139,8 +139,8 @@ FORMS = (
 
 
 @pytest.mark.parametrize("fields", FORMS)
-def test_no_operation_of_the_backward_pass_lacks_an_ordered_form(fields, deterministic):
-    """The backward pass runs on a CPU, where torch uses the same operations."""
+def test_every_operation_of_the_backward_pass_has_a_deterministic_form(fields, deterministic):
+    """The backward pass runs on a CPU, for which torch uses the same operations."""
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2, **fields)
     images = torch.zeros(4, 3, 16, 16)
     with Launches("cpu") as counted, torch.autocast("cpu", torch.bfloat16):
@@ -150,9 +150,9 @@ def test_no_operation_of_the_backward_pass_lacks_an_ordered_form(fields, determi
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_an_operation_without_an_ordered_form_is_detected(deterministic, monkeypatch):
-    """One operation is only on torch's page. For the other torch itself raises an error without a
-    GPU."""
+def test_an_operation_without_a_deterministic_form_is_detected(deterministic, monkeypatch):
+    """One operation is only on torch's list. For the other operation, torch raises an error even
+    without a GPU."""
     image = torch.zeros(1, 3, 8, 8, requires_grad=True)
     with Launches("cpu") as counted:
         torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear").sum().backward()

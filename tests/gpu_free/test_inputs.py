@@ -36,7 +36,7 @@ def test_every_setting_is_tried():
     defaults = AugmentConfig()
     for config in SETTINGS.values():
         fields -= {name for name in fields if getattr(config, name) != getattr(defaults, name)}
-    assert not fields, "give these fields a value in SETTINGS that is not their default"
+    assert not fields, "add values other than the default for these fields to SETTINGS"
 
 
 def changes_colour(config: AugmentConfig) -> bool:

@@ -1,6 +1,6 @@
-"""Test that the number of operations that each part of a step launches does not grow unnoticed.
+"""Limit the number of operations that each part of a step launches.
 
-In eager mode a GPU executes a small model's operations faster than the host launches them, so each
+In eager mode, a GPU executes a small model's operations faster than the host launches them, so each
 operation costs time. These tests count on a CPU, which gets the same operations.
 tests/data/augment/test_rounds.py limits the operations of each augmentation policy.
 """
@@ -31,10 +31,10 @@ DEPTH = 4
 ROOM = DEPTH - 1
 """The tolerance in operations, which is less than one more operation in each block."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
-"""The operations of a ViT in the form of the recipes, with `DEPTH` blocks in bf16, clipping and
-averaged weights. `rest` is the remainder of a step of one micro-batch without augmentation. Four of
-its operations compute the margins of the rows. The losses add none, because they are copied to the
-host with the sums. Two operations of the update add the norm and the verdict to the sums."""
+"""The operations of a ViT as in the recipes, with `DEPTH` blocks in bf16, clipping and averaged
+weights. `rest` is the remainder of a step of one micro-batch without augmentation. Four operations
+of `rest` compute the margins of the rows. The losses add none, because they are copied to the host
+with the sums. Two operations of the update add the norm and the verdict to the sums."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 

@@ -1,4 +1,4 @@
-"""Test the forward pass of every model option on a fake GPU, without hardware."""
+"""Test the forward pass with every model option on a fake GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_option_is_tried():
         for name in ModelConfig.model_fields
         if all(getattr(config, name) == getattr(defaults, name) for config in configs)
     ]
-    assert not untried, "give these options a value in OPTIONS that is not their default"
+    assert not untried, "add values other than the default for these options to OPTIONS"
 
 
 def forward(model: torch.nn.Module, config: ModelConfig, precision: str) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ def test_no_option_waits_for_the_gpu(name, precision):
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18"])
-def test_no_model_of_timm_waits_for_the_gpu(name):
+def test_no_timm_model_waits_for_the_gpu(name):
     pytest.importorskip("timm", reason="pip install timm")
     config = ModelConfig(name=f"timm/{name}", image_size=32, num_classes=5)
     model = create_model(config)

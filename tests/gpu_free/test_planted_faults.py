@@ -1,4 +1,4 @@
-"""Test that the tests of this folder detect a fault that is planted in any part of a step."""
+"""Test that the tests in this folder detect a fault planted in any part of a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLACES = {
     "update": (step_module, "set_rates"),
     "loss scale": (LossScale, "update"),
 }
-"""Part of a step -> owner and name of a function that the part calls."""
+"""Maps a part of a step to the owner and name of a function that the part calls."""
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception]]] = {
     "a value that is read": (lambda x: x.sum().item(), DataDependentOutputException),
     "a branch": (lambda x: bool(x.sum() > 0), DataDependentOutputException),
@@ -58,7 +58,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Queue two steps; return the waits of the second one."""
+    """Queue two steps; return the waits in the second step."""
     model = create_model("vit_ti8", 24, 5, embed_dim=32, depth=2, num_heads=2)
     with gpu_without_memory() as mode:
         move_to_fake_gpu(model)
@@ -93,7 +93,7 @@ def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, place: str, fault: Callable[[torch.Tensor], object]):
-    """Make the function at `place` first apply `fault` to a tensor of the GPU."""
+    """Make the function at `place` first apply `fault` to a tensor on the GPU."""
     owner, name = PLACES[place]
     unchanged = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Test the update, averaged weights, metrics and evaluation on a fake GPU, without hardware.
+"""Test the update, averaged weights, metrics and evaluation on a fake GPU.
 
 The backward pass does not run on a fake GPU, so the tests set gradients of the right shapes.
 """
@@ -63,8 +63,8 @@ def test_every_optimizer_is_tried():
 
 
 def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> TrainStep:
-    """Return a step whose parameters have gradients; call it inside `gpu_without_memory`."""
-    # Fake tensors cannot be converted, not even from fp32 to fp32.
+    """Return a step whose parameters have gradients. Call this inside `gpu_without_memory`."""
+    # Do not convert fake tensors, which fails even from fp32 to fp32.
     monkeypatch.setattr(nn.Module, "float", lambda self: self)
     model = move_to_fake_gpu(create_model("vit_ti8", 16, 5, **FIELDS))
     step = plain_step(
@@ -125,7 +125,7 @@ def test_no_change_of_the_loss_scale_waits_for_the_gpu(precision):
     assert mode.waits == []
 
 
-def test_counting_waits_for_the_gpu_only_at_the_end():
+def test_evaluation_waits_for_the_gpu_only_at_the_end():
     with gpu_without_memory() as mode:
         counter = AccuracyCounter(GPU)
         logits = torch.empty(6, 5, dtype=torch.bfloat16, device=GPU)
@@ -138,8 +138,6 @@ def test_counting_waits_for_the_gpu_only_at_the_end():
 
 
 def also_scored(split: Split) -> list[EvalSet]:
-    """Return an evaluation set with two of the classes, and one with two right classes for each
-    image."""
     both = torch.zeros(split.num_samples, 2, dtype=torch.int64)
     return [EvalSet("two", split, torch.tensor([2, 0])), EvalSet("real", split, None, both)]
 

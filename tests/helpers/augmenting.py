@@ -43,8 +43,8 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """Return a table for `first` and the following rows, for images of 300 x 200 pixels without
-    mixing."""
+    """Return augmentation parameters for `num` rows from `first` on, without mixing. All images
+    have 300 x 200 pixels."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
 
@@ -58,13 +58,13 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """Return an `Augment` of ten classes whose normalization is the identity, so that it returns
-    gray levels."""
+    """Return an `Augment` with ten classes and identity normalization, so that it returns gray
+    levels."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
 
 def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Return integer levels of (B, C, H, W) uint8 images to which `table` was applied."""
+    """Apply `table` to (B, C, H, W) uint8 images and return integer levels."""
     labels = torch.zeros(len(images), dtype=torch.int64)
     inputs, _ = on_pixels(config, images.shape[1])(
         torch.from_numpy(images), labels, torch.from_numpy(table)
@@ -75,8 +75,8 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(
     config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
 ) -> np.ndarray:
-    """Return integer levels of images after operation number `op` of a config's first layer.
-    Strength and position are one value for all images or one for each."""
+    """Apply operation number `op` of a config's first layer and return integer levels. Strength and
+    position are one value for all images or one for each image."""
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
     for op_column in table_layout(config).op_columns:

@@ -1,8 +1,8 @@
 """Short digests of files, so that a failed comparison names the files instead of printing their
 contents.
 
-Also makes images that were bad before indexing, by changing both their bytes and the checksum in
-the index.
+The module also makes images that were bad before indexing, by changing both their bytes and the
+checksum in the index.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ def digest(content: bytes) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each file below `folder` by its relative path, and "folder" for each
-    folder."""
     return {
         str(path.relative_to(folder)): "folder" if path.is_dir() else digest(path.read_bytes())
         for path in folder.rglob("*")
@@ -38,6 +36,6 @@ def indexed_as_it_is(split: Split, *samples: int) -> None:
         with open(split.where(sample), "rb") as tar:
             tar.seek(int(rows["offset"][sample]))
             rows["crc32c"][sample] = crc32c(tar.read(int(rows["size"][sample])))
-    with open(path, "r+b") as file:  # in place, so that an open split sees the change
+    with open(path, "r+b") as file:  # write in place, so that an open split sees the change
         file.seek(-rows.nbytes, 2)
         file.write(rows.tobytes())

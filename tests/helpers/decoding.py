@@ -1,4 +1,4 @@
-"""Images to decode, Pillow's result for them, and the colors drawn in a picture."""
+"""Images to decode, the pixels that Pillow decodes from them, and the colors in a picture."""
 
 import io
 import os
@@ -42,7 +42,7 @@ def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
 
 
 def photographs() -> list[bytes]:
-    from sklearn.datasets import load_sample_images  # takes seconds, so import it only here
+    from sklearn.datasets import load_sample_images  # import slow modules only when needed
 
     photos = [Image.fromarray(photo) for photo in load_sample_images().images]
     return [
@@ -61,7 +61,7 @@ def pixels(picture: Path) -> np.ndarray:
         pixels = np.array(image.convert("RGB")).astype(np.int16)
     assert pixels.shape[1] == 1400
     assert colors is not None
-    assert len(colors) > 10, "blank"
+    assert len(colors) > 10, "the picture is blank"
     return pixels
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/errors.md for tests that provoke their rows, and command prefixes that cause
+"""The tables of docs/errors.md for tests that provoke their errors, and command prefixes that cause
 failures."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def rows(heading: str) -> list[Row]:
-    """Return the rows under a `##` heading of the page and its subheadings."""
+    """Return the rows below a `##` heading of the page and its subheadings."""
     section = re.split(r"^## (.+)\n", DOCUMENT.read_text(), flags=re.MULTILINE)
     text = dict(zip(section[1::2], section[2::2], strict=True))[heading]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
@@ -48,14 +48,14 @@ def rows(heading: str) -> list[Row]:
 
 
 def pattern_of(printed: str) -> str:
-    """Return the text as a regular expression. A <placeholder> matches one or more characters of
-    its line."""
+    """Return the text as a regular expression. A <placeholder> matches one or more characters
+    within a line."""
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Return digests of all files below `folder`, except for the run's lock, which only names its
-    last process."""
+    """Return digests of all files below `folder`, except for the run's lock, which only contains
+    its last process."""
     return {
         str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
@@ -74,9 +74,8 @@ def python(code: str) -> tuple[object, ...]:
 WITH_SHORT_FILES = python(
     "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 )
-"""A limit below the size of a checkpoint, so that a write fails in the middle, as on a full
-disk."""
-# Two capabilities let root ignore permission bits, so they are dropped.
+"""A limit below the size of a checkpoint, so that a write fails halfway, as on a full disk."""
+# Drop the two capabilities that let root ignore permission bits.
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
     " c in (1, 2)]"
@@ -85,7 +84,7 @@ WITHOUT_PRIVILEGES = python(
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
-    """Mount a file system of 8 MiB, or of the size in the mount `options`."""
+    """Mount a file system of 8 MiB, or of the size given in the mount `options`."""
     place.mkdir()
     if (
         sys.platform != "linux"
@@ -114,8 +113,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with its own config. It runs commands, and stores the output and the file changes of
-    the last one."""
+    """A folder with its own config that runs commands and stores the output and the file changes of
+    the last command."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -137,8 +136,8 @@ class Place:
         config: Path | None = None,
         **variables: str,
     ) -> None:
-        """Run `launch/train.py` on one rank. A prefix or variables need a real interpreter, because
-        a warm one is already running."""
+        """Run `launch/train.py` on one rank. Prefixes and variables start a real interpreter,
+        because a warm one is already running."""
         arguments = [
             "--config",
             config or self.config,
@@ -177,8 +176,8 @@ class Scenarios:
     """The scenarios for the rows of "Training and evaluation": `@scenario("first cell of the row")`
     registers a function of a `Place`.
 
-    Besides output and exit status, the remaining files are checked. A mistake that is detected
-    before the start must leave nothing, and a later one only complete files.
+    The output, the exit status and the remaining files are checked. A mistake that is detected
+    before the start must leave nothing, and a later mistake only complete files.
     """
 
     def __init__(self) -> None:
@@ -192,7 +191,7 @@ class Scenarios:
         self, problem: str, *, begun: bool = False, slow: bool = False
     ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
         def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
-            assert problem not in self.of, f"{problem}: twice"
+            assert problem not in self.of, f"two scenarios for {problem}"
             self.of[problem] = function
             self.begun.update([problem] if begun else [])
             self.slow.update([problem] if slow else [])
@@ -220,7 +219,7 @@ class Scenarios:
             assert "Traceback" not in output
             assert len(re.findall(r"^(rank \d+: )?error: ", output, re.MULTILINE)) == 1, output
             assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), (
-                f"more was printed after it:\n{output}"
+                f"more was printed after the expected lines:\n{output}"
             )
         if row.what not in self.begun:
             assert place.after == place.before, "files were written or changed"

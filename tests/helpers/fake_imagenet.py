@@ -1,13 +1,12 @@
-"""A small ImageNet: the official files in their true formats, with real WordNet ids and images of a
-few pixels.
+"""A small ImageNet: the official files in their formats, with real WordNet ids and tiny images.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-Images are made once, and then written in the requested layout. As in the original, the kit's ids
-(ILSVRC2012_ID) are not in the order of the WNIDs, numbers in the names have gaps and no fixed
-width, and validation images are not in the order of their classes.
+Images are created once, and then written in the requested layout. As in the original, the kit's
+ids (ILSVRC2012_ID) do not follow the order of the WNIDs, numbers in the names have gaps and no
+fixed width, and validation images are not sorted by class.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ class Fake:
     """Images by their original names, such as n01440764_18.JPEG."""
 
     wnids: list[str]
-    """The sorted WNIDs. A label is an index into them."""
+    """The sorted WNIDs. A label is an index into this list."""
     train: dict[str, dict[str, bytes]]
-    """{wnid: {name: encoded image}}"""
+    """Maps each WNID to its images: {name: encoded image}."""
     val: dict[str, bytes]
     val_wnids: dict[str, str]
-    """{name of a validation image: wnid}"""
+    """Maps each validation image's name to its WNID."""
     ids: dict[str, int]
-    """{wnid: ILSVRC2012_ID}, from 1"""
+    """Maps each WNID to its ILSVRC2012_ID, which starts at 1."""
 
     def labels(self, split: str) -> dict[str, int]:
-        """Return {key: label}."""
         if split == "val":
             return {name[:-5]: self.wnids.index(wnid) for name, wnid in self.val_wnids.items()}
         return {
@@ -55,7 +53,7 @@ class Fake:
         }
 
     def images(self, split: str) -> dict[str, bytes]:
-        """Return {key: encoded image}."""
+        """Map each key to its encoded image."""
         named = (
             self.val
             if split == "val"
@@ -78,12 +76,12 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """Return the kinds of unusual files among ImageNet's images, which are all named .JPEG. Only
-    "truncated" is unreadable."""
+    """Return the kinds of unusual files in ImageNet, all of which are named .JPEG. Only "truncated"
+    is unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
-    turned[0x0112] = 6  # orientation: a quarter turn
+    turned[0x0112] = 6  # set the orientation to a rotation by 90 degrees
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),
@@ -102,8 +100,8 @@ def make_fake(
     odd: bool = False,
     seed: int = 0,
 ) -> Fake:
-    """Return images of the first classes. With `odd`, the last training image of each of the first
-    classes is unusual, with one kind per class."""
+    """Return images of the first classes. With `odd`, each kind of unusual file is the last
+    training image of one class, starting with the first."""
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
     wnids = WNIDS[:num_classes]
@@ -166,7 +164,7 @@ def write_train_tar(fake: Fake, path: Path) -> Path:
 
 
 def write_inner_tars(fake: Fake, folder: Path) -> Path:
-    """Write the tars of the classes, which the official tar contains."""
+    """Write the tars of the classes that the official tar contains."""
     folder.mkdir(parents=True)
     for wnid, images in fake.train.items():
         (folder / f"{wnid}.tar").write_bytes(tar_of(images.items()))
@@ -179,7 +177,7 @@ def write_val_tar(fake: Fake, path: Path) -> Path:
 
 
 def meta_mat(fake: Fake) -> bytes:
-    """Return `meta.mat` of the development kit: classes by ILSVRC2012_ID, then their groups."""
+    """Return `meta.mat` from the development kit: classes by ILSVRC2012_ID, then their groups."""
     from scipy.io import savemat
 
     dtype = [
@@ -233,7 +231,6 @@ def meta_mat(fake: Fake) -> bytes:
 
 
 def devkit_files(fake: Fake) -> dict[str, bytes]:
-    """Return the files of the development kit by their paths in its archive."""
     truth = "".join(f"{fake.ids[fake.val_wnids[name]]}\n" for name in sorted(fake.val))
     return {
         "readme.txt": b"Development kit of a small ImageNet\n",
@@ -274,7 +271,6 @@ def write_devkit_folder(fake: Fake, folder: Path) -> Path:
 
 
 def write_flat_val(fake: Fake, folder: Path) -> Path:
-    """Write the validation images to one folder."""
     return write_files(fake.val.items(), folder)
 
 
@@ -300,8 +296,8 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """Return all files of imagenet-object-localization-challenge, with the rows of its tables in
-    random order."""
+    """Return all files of imagenet-object-localization-challenge, with its table rows in random
+    order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
         for wnid, images in fake.train.items()
@@ -331,7 +327,6 @@ def kaggle_files(fake: Fake) -> dict[str, bytes]:
 
 
 def write_kaggle_tree(fake: Fake, folder: Path) -> Path:
-    """Write Kaggle's archive, unpacked."""
     return write_files(kaggle_files(fake).items(), folder)
 
 
@@ -376,7 +371,8 @@ def write_parquets(
     return folder
 
 
-# ---- as users have them: (fake, folder) -> paths for the command line ----------------------------
+# ---- layouts that users have; each function takes (fake, folder) and returns command-line paths
+# ---
 
 
 def as_official(fake: Fake, folder: Path) -> list[Path]:

@@ -1,12 +1,12 @@
 """End every process that a test starts.
 
-This includes processes in other sessions, which torchrun makes, and works even if pytest is killed.
-Every process of a test has a mark in its environment. Children inherit it, whatever their session
-or parent. `Family` gives its process a unique mark and ends all processes that have it. Processes
-also inherit the test's name, which pytest puts into the environment. If the test fails, its
-processes are ended. No process may be left when the session ends. A small guard process beside
-pytest does the same if pytest is killed. Only Linux shows the environment of processes. On other
-systems a `Family` ends only its own process.
+This includes processes in other sessions, which torchrun creates, and works even if pytest is
+killed. Every process of a test has a mark in its environment. Children inherit the mark, whatever
+their session or parent. `Family` gives its process a unique mark and ends all processes that have
+the mark. Processes also inherit the test's name, which pytest puts into the environment. If the
+test fails, its processes are ended. No process may be left when the session ends. If pytest is
+killed, a small guard process beside pytest ends the processes. Only Linux shows the environment of
+processes. On other systems, a `Family` ends only its own process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
         if int(parent) == os.getpid() and re.search(
             "multiprocessing.(resource_tracker|forkserver) import", line
         ):
-            continue  # the helper lives as long as this process
+            continue  # keep the helper, which lives as long as this process
         if state != "Z" and (not name or test == name):
             processes[pid] = f"{line[:200]} [{test}]"
     return processes
@@ -79,11 +79,11 @@ def left_over(mark: str) -> dict[int, str]:
 
 
 class Family:
-    """A process and its descendants, which live until the end of the block. Takes the arguments of
+    """A process and its descendants, which live until the block ends. Takes the arguments of
     `subprocess.Popen`.
 
     If the process is alive when the block ends, or if the block raised an exception, all of them
-    are killed. If the process has ended, its children must exit soon; otherwise an AssertionError
+    are killed. If the process has ended, its children must exit soon; otherwise, an AssertionError
     names them.
     """
 
@@ -105,8 +105,8 @@ class Family:
         assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """Return stdout and stderr after the process has ended. Children that outlive it keep its
-        streams open, and get only the remaining time."""
+        """Return stdout and stderr after the process has ended. Children that outlive the process
+        keep its streams open, and get only the remaining time."""
         deadline = time.monotonic() + timeout_s
         while True:
             had_ended = self.process.poll() is not None
@@ -135,9 +135,9 @@ class Family:
 
 def inherited() -> dict[str, str]:
     """Return the environment for a process. Other threads start processes for several tests at a
-    time, so theirs get no test name."""
+    time, so their processes get no test name."""
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
-    # a copy of the names, because pytest sets and deletes its variable in the main thread
+    # Copy the names, because pytest sets and deletes its variable in the main thread.
     names = [name for name in list(os.environ) if name not in hidden]
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
@@ -148,14 +148,14 @@ def inherited() -> dict[str, str]:
 def begin_session() -> None:
     """Mark the processes that this pytest, or this worker of pytest-xdist, will start, and start
     the guard."""
-    # A shell's `&` ignores SIGINT, which processes of tests would inherit. But some tests send
+    # Restore SIGINT, which a shell's `&` ignores and children would inherit. Some tests send
     # Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
     folder = _own_temporary_folder()
-    # not isolated (-I), because it imports modules from its folder
+    # Do not isolate the guard (-I), because it imports modules from its folder.
     command = [sys.executable, "-ESs", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
 
@@ -163,11 +163,11 @@ def begin_session() -> None:
 def _own_temporary_folder() -> str:
     """Create a folder that replaces /tmp for this session and for all processes of its tests.
 
-    Programs leave folders in /tmp: W&B if it is killed, torchrun always.
+    Programs leave folders in /tmp: W&B does if it is killed, and torchrun always does.
     """
-    # pytest's own folders stay, so that people can look into them
+    # Keep pytest's own folders, so that people can look into them.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    # short, because a socket's path is limited to 107 bytes
+    # Use a short path, because a socket's path is limited to 107 bytes.
     folder = tempfile.mkdtemp(prefix="vit-")
     os.chmod(folder, 0o1777)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -175,14 +175,13 @@ def _own_temporary_folder() -> str:
 
 
 def end_session() -> list[str]:
-    """End the remaining processes; return a line about each one that should have ended."""
+    """End the remaining processes; return a line about each process that should have ended."""
     left = [f"{pid}: {line}" for pid, line in left_over(os.environ[MARK]).items()]
     kill(os.environ[MARK])
     return left
 
 
 def end_of_failed_test() -> None:
-    """End the processes that the running test has started in its own body."""
     kill(os.environ[MARK], os.environ[NAME])
 
 

@@ -1,4 +1,4 @@
-"""Shards in the formats of other tools."""
+"""Shards in formats of other tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ NAMES = ("tench", "cat", "dog", "crème brûlée", "hen of the woods")
 
 
 def image(number: int, kind: str = "JPEG") -> bytes:
-    """Return an image whose size and color encode its number."""
     encoded = io.BytesIO()
     Image.new("RGB", (20 + number, 30), (10 * (number % 25), 100, 200)).save(encoded, kind)
     return encoded.getvalue()
@@ -38,7 +37,7 @@ def layout_of(flags: str) -> SampleLayout:
 
 
 def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    """Write a tar with the standard library from (key, {suffix: content}) in order."""
+    """Use the standard library to write a tar from (key, {suffix: content}) in order."""
     with tarfile.open(path, "w") as tar:
         for key, members in samples:
             for suffix, data in members.items():

@@ -1,4 +1,4 @@
-"""Batches whose contents are their own numbers, for tests of the processes that make them."""
+"""Batches that contain their own numbers, for tests of the processes that make batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from vit.data.image_format import ImageFormat
 
 
 class Numbered(Batches):
-    """Batches whose rows contain the batch's number, without images to decode."""
-
     def __init__(self, num_rows: int = 300, side: int = 4, pause_s: float = 0.0):
         self.layout = BatchLayout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2)
         self.pause_s = pause_s

@@ -1,7 +1,7 @@
-"""Compute the order of samples from its description, one sample at a time.
+"""Compute the sample order from its description, one sample at a time.
 
-Only Python's integers and lists are used: no numpy and none of the tested code. Only `orders`,
-which draws the cases to compare, makes a real `Order`.
+The code uses only Python's integers and lists: no numpy and none of the tested code. Only `orders`,
+which draws the cases to compare, creates a real `Order`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def feistel(n: int, key: int, value: int) -> int:
 
 
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
-    """Return all batches of (sample, copy) of one shuffle: an epoch, or in the form `batch` as many
+    """Return all batches of (sample, copy) in one shuffle: an epoch, or in the form `batch` as many
     epochs as there are copies."""
     n = order.num_samples
     block = order.block_samples
@@ -100,7 +100,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """Return the same order as another process would make it."""
+    """Return an equal order, created as in another process."""
     o = order
     sizes = (
         o.num_samples,
@@ -116,7 +116,7 @@ def anew(order: Order) -> Order:
 def pairs(
     order: Order, position: int, start: int = 0, stop: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return (sample, copy) of rows [start, stop) of the batch at `position`."""
+    """Return (sample, copy) for rows [start, stop) of the batch at `position`."""
     ids, copies = order.rows_and_copies(
         position, start, order.global_batch_size if stop is None else stop
     )

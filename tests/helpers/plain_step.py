@@ -32,7 +32,7 @@ def plain_step(
     norms: Norms | None = None,
     **options: Any,
 ) -> TrainStep:
-    """Return the step of `model`. wrapped: the model under DDP, or the model itself."""
+    """Return a step for `model`. wrapped: the model under DDP, or the model itself."""
     objective: Objective = Supervised(loss)
     if teacher is not None:
         objective = Distilled(loss, teacher)

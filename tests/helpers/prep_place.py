@@ -1,5 +1,5 @@
-"""A folder for a scenario of tests/data_prep/test_prep_errors.py. It runs commands of data_prep and
-records the remaining files."""
+"""A folder for a scenario of tests/data_prep/test_prep_errors.py. The folder runs commands of
+data_prep and records the remaining files."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder for one scenario. It runs commands of data_prep, and stores the output and the
-    changes of the last one."""
+    """A folder for one scenario that runs commands of data_prep and stores the output and the
+    changes of the last command."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -54,7 +54,7 @@ class Place:
     def run(
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
-        """Run `python -m data_prep.<module>`, in its own process with `alone` or a prefix."""
+        """Run `python -m data_prep.<module>`. With `alone` or a prefix, use a separate process."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -69,7 +69,7 @@ class Place:
         else:
             try:
                 self.status = importlib.import_module(f"data_prep.{module}").main(line)
-            except SystemExit as stopped:  # the exit status of argparse
+            except SystemExit as stopped:  # argparse exits with a status
                 self.status = int(stopped.code or 0)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)
@@ -79,8 +79,8 @@ class Place:
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
-        """Check that a second call of the same command completes the dataset. The first call's
-        output remains for later checks."""
+        """Check that a second call of the same command completes the dataset. Keep the first call's
+        output for later checks."""
         first_call = dict(self.__dict__)
         self.again()
         assert self.status == 0, self.stderr
@@ -93,8 +93,8 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Check that each tar can be read to its end and matches its sidecar. With `complete`, none may
-    be missing."""
+    """Check that each tar can be read to its end and matches its sidecar. With `complete`, no tar
+    may be missing."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
         "partial files were left"
     )
@@ -121,7 +121,7 @@ BEGUN: set[str] = set()
 
 
 def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario of the row `problem`. `begun`: shards were being written."""
+    """Register the scenario for the row `problem`. `begun`: shards were being written."""
 
     def register(function: Scenario) -> Scenario:
         SCENARIOS[problem] = function
@@ -146,7 +146,6 @@ def official(place: Place, fake: Fake | None = None) -> Path:
 def images(
     place: Place, classes: tuple[str, ...] = ("cat", "dog"), each: int = 12, side: int = 24
 ) -> Path:
-    """Write class folders of noise images."""
     rng = np.random.default_rng(0)
     for name, number in itertools.product(classes, range(each)):
         path = place.folder / "images" / name / f"{number}.jpg"

@@ -1,4 +1,4 @@
-"""Scenarios of test_prep_errors.py: wrong archives and folders for data preparation, and failing
+"""Scenarios for test_prep_errors.py: wrong archives and folders for data preparation, and failing
 downloads."""
 
 from __future__ import annotations
@@ -255,13 +255,13 @@ def _(place: Place) -> None:
 @scenario("an encrypted zip")
 def _(place: Place) -> None:
     data = bytearray(write_zip(animals(), place.folder / "archive.zip").read_bytes())
-    data[data.index(b"PK\1\2") + 8] |= 1  # the first flag of the first member
+    data[data.index(b"PK\1\2") + 8] |= 1  # set the first flag of the first member
     (place.folder / "archive.zip").write_bytes(data)
     place.prepare("animals10", place.folder / "archive.zip")
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Return the zip with `size` as the declared size of a member in its table."""
+    """Return the zip, declaring `size` as a member's size in the table."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -294,8 +294,8 @@ def _(place: Place) -> None:
 
 
 def idx_files(place: Place, **contents: bytes) -> Path:
-    """Return files with correct labels of MNIST, and with images that depend on the first word of
-    their names, or empty files without it."""
+    """Return MNIST files with correct labels. The images depend on the first word of the file
+    names; without a word, the files are empty."""
     folder = place.folder / "mnist"
     folder.mkdir()
     for name in MNIST:
@@ -378,7 +378,7 @@ def _(place: Place) -> None:
 def _(place: Place) -> None:
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
     with pytest.MonkeyPatch.context() as patch:
-        # `import pyarrow` now fails as it does without the package
+        # Make `import pyarrow` fail as it does without the package.
         patch.setitem(sys.modules, "pyarrow", None)
         place.prepare("imagenet", folder)
 
@@ -426,7 +426,7 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: the server cannot be reached")
 def _(place: Place) -> None:
-    # bound, so that no other process takes the port, but not listening
+    # Bind the port, so that no other process takes it, but do not listen.
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")

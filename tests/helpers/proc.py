@@ -1,4 +1,4 @@
-"""Facts about processes from Linux's /proc.
+"""Information about processes from Linux's /proc.
 
 A process may end at any moment. If it has ended or belongs to another user, each function returns
 an empty value.
@@ -15,7 +15,6 @@ def all_pids() -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of a process's children. A rank's children are its loader workers."""
     return [
         int(child)
         for thread in _threads(pid)
@@ -28,19 +27,18 @@ def command_line(pid: int) -> str:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment with which the process was started."""
     return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Return the lines of `status`: name -> value."""
+    """Map the names in the process's `status` file to their values."""
     rows = (row.partition(":") for row in _read(pid, "status").decode().splitlines())
     return {name: value.strip() for name, _, value in rows}
 
 
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
-    """Return the fields of `stat` after the name, of the process or of one of its threads: state
-    (R, S, D, T, Z ...), parent, and so on (proc(5), from field 3)."""
+    """Return the fields of `stat` after the name, for the process or one of its threads: state (R,
+    S, D, T, Z ...), parent, and so on (proc(5), from field 3)."""
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
 
@@ -51,12 +49,12 @@ def state_of(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs, which a zombie does not."""
+    """Return whether the process is running, which a zombie is not."""
     return state_of(pid) not in ("", "Z", "X")
 
 
 def states_of_threads(pid: int) -> dict[int, str]:
-    """Return thread id -> R, S, D, T ..."""
+    """Map each thread id to R, S, D, T ..."""
     fields = {thread: stat_of(pid, thread) for thread in _threads(pid)}
     return {
         thread: fields_of_thread[0]

@@ -1,7 +1,7 @@
 """Helpers for tests with real processes: tiny shards, torchrun and kills.
 
 Runs are small (a dimension of 32, images of 16 px), because the tested behavior does not depend on
-size. Most of the time is Python's start.
+size. Starting Python takes most of the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.weights.save import SEAL
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
-"""The folder that contains launch/. An installed package contains it
+"""The folder that contains launch/, which an installed package also contains
 (tests/project/test_wheel.py)."""
 TINY = [
     "model.embed_dim=32",
@@ -62,7 +62,8 @@ def make_shards(
     size: tuple[int, int] = (24, 20),
     seed: int = 0,
 ) -> Path:
-    """Write shards of noise around one color per class with the real writer. Return their root."""
+    """Use the real writer to write shards of noise images, each centered on its class's color.
+    Return their root."""
     rng = np.random.default_rng(seed)
     for split, total in (("train", num_train), ("val", num_val)):
         for number in range(total):
@@ -108,8 +109,8 @@ eval: {{every_steps: 6}}
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with one thread per process and without variables of
-    W&B."""
+    """Return this process's environment, limited to one thread per process and without W&B
+    variables."""
     variables = {
         key: value
         for key, value in inherited().items()
@@ -122,7 +123,6 @@ def environment() -> dict[str, str]:
 def command(
     script: str, *arguments: object, ranks: int = 1, python: str = sys.executable
 ) -> list[str]:
-    """Return the command line of a script under torchrun, or of plain Python if `ranks` is 0."""
     launcher = (
         [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         if ranks
@@ -154,12 +154,12 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; return stdout and stderr as text.
 
-    The interpreters are warm (tests/helpers/warm_python.py), including torchrun's and its ranks'.
-    With `cold` they start as for a user.
+    The interpreters of torchrun and its ranks are warm (tests/helpers/warm_python.py). With `cold`,
+    they start as they would for a user.
     """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
-    env["PYTHON_EXEC"] = python  # torchrun's name for the interpreter
+    env["PYTHON_EXEC"] = python  # torchrun reads the interpreter from this variable
     return call(
         command(script, *arguments, ranks=ranks, python=python), env, cwd or REPOSITORY, timeout_s
     )
@@ -180,8 +180,8 @@ def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
 
 
 def run_here(script: str, *arguments: object) -> None:
-    """Run a command of launch/ in this process, which has already imported torch. Instead of exit
-    status 2, ValueError is raised."""
+    """Run a command of launch/ in this process, which has already imported torch. Raise ValueError
+    instead of exiting with status 2."""
     with _typed(script, arguments):
         runpy.run_path(str(COMMANDS / script))["main"]()
 
@@ -205,8 +205,9 @@ def train(
 
 
 class Background:
-    """A training that a test will kill. torchrun and its ranks are warm: `process` and `trainers`
-    pass signals on to them and end with them. With `cold` they are real children of torchrun."""
+    """A training run that a test will kill. torchrun and its ranks are warm: `process` and
+    `trainers` pass signals on to them and end with them. With `cold`, they are real children of
+    torchrun."""
 
     def __init__(
         self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2, cold: bool = False
@@ -238,7 +239,6 @@ class Background:
         self.process = self._family.process
 
     def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until metrics.jsonl has reached `step`."""
         deadline = time.monotonic() + timeout_s
         while last_step(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -255,8 +255,8 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_output(self, text: str, timeout_s: float = 240) -> str:
-        """Wait until the process has printed `text`; return the output up to then, which `end` does
-        not repeat."""
+        """Wait until the process has printed `text`. Return the output up to that point, which
+        `end` does not repeat."""
         assert self.process.stdout is not None
         seen = b""
         deadline = time.monotonic() + timeout_s
@@ -275,22 +275,23 @@ class Background:
         pids = bearing(self._family.mark) if self._warm else children(self.process.pid)
         lines = {pid: command_line(pid) for pid in pids if pid != self.process.pid}
         ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
-        return sorted(ranks, key=_rank_of)  # process ids wrap around
+        return sorted(ranks, key=_rank_of)  # sort by rank, because process ids wrap around
 
     def workers(self) -> list[int]:
         """Return the process ids that do the work of `trainers`: the same ids, or the forks of warm
-        ones, which SIGSTOP stops. Ranks that have not started yet are omitted."""
+        ranks, which SIGSTOP stops. Ranks that have not started yet are omitted."""
         pids = []
         for pid in self.trainers():
-            with suppress(OSError, ValueError):  # not forked yet
+            with suppress(OSError, ValueError):  # skip a rank that has not forked yet
                 pids.append(warm_python.fork_of(pid) if self._warm else pid)
         return pids
 
     def kill_all(self) -> None:
-        """Send SIGKILL to torchrun and every rank at once. For processes this equals a power
-        cut."""
+        """Send SIGKILL to torchrun and every rank at the same time. For processes, this equals a
+        power cut."""
         for pid in [*self.trainers(), self.process.pid]:
-            with suppress(ProcessLookupError):  # it has ended, and torchrun has waited for it
+            # Skip a rank that has ended and that torchrun has waited for.
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
@@ -322,7 +323,7 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the tensor's bytes, also for bfloat16, which numpy does not support."""
+    """Return the tensor's bytes, even for bfloat16, which numpy does not support."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -331,7 +332,7 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
     for bitwise comparison."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
-    assert losses, "a run keeps them by default"
+    assert losses, "a run must keep the losses of images by default"
     return {**{name: digest(bytes_of(tensor)) for name, tensor in tensors.items()}, **losses}
 
 
@@ -341,7 +342,6 @@ def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:
-    """Return the lines of one kind in metrics.jsonl."""
     return [
         line
         for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())

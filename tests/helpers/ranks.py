@@ -1,4 +1,4 @@
-"""Ranks as threads of one test with a shared torch store, for tests of their communication."""
+"""Ranks that are threads of one test and share a torch store, for tests of their communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from vit.distributed.process_group import World
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
     """Run `function` on each of `size` ranks, which are threads with a shared store; return each
     result or exception."""
-    store = dist.HashStore()  # in memory; tests with processes use a store behind a socket
+    # The store is in memory; tests with processes use a store behind a socket.
+    store = dist.HashStore()
     ended: list[Any] = [None] * size
 
     def rank(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Real servers on 127.0.0.1: HTTP with faults that a test lists beforehand, a Hugging Face hub for
+"""Real servers on 127.0.0.1: HTTP with faults that a test sets beforehand, a Hugging Face Hub for
 its own client, FTP and S3, and a connection that a test can cut."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moto.server import ThreadedMotoServer
 
 
 class LocalServer:
-    """A server in threads of this process that runs until the end of the block."""
+    """A server in threads of this process that runs until the block ends."""
 
     def __init__(self, server: ThreadingHTTPServer | socketserver.ThreadingTCPServer):
         self._server = server
@@ -50,15 +50,14 @@ class WebServer(LocalServer):
     """A web server for `files` ({"/path": bytes}) with ranges and ETags until the block ends.
 
         with WebServer({"/a.bin": data}) as server:
-            server.cuts = [1000, 5000]     # the first two responses to GET end after this many
-    bytes
+            server.cuts = [1000, 5000]     # the first two GET responses end after this many bytes
             download(f"{server.url}/a.bin", path)
 
     `statuses`: sent in place of the file, one for each GET. `ranges`: False for a server that
     ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: sent in
     place of the true length. `hang_after`: a response pauses after this many bytes until the value
     is None. `whole_if_empty`: an empty file gets 200 instead of 416, as from servers in Go.
-    `fails_each`: one in this many GETs gets 503, and one is cut in the middle the next time.
+    `fails_each`: one in this many GETs gets 503, and the next time it is cut halfway.
     `delay_s`: before each response. `retry_after`: sent with each status. `away_until_s` (of
     time.monotonic): 503 until then. `wrong_ranges`: this many responses have a range that was not
     requested. `endless`: responses never end. `drip` (bytes, seconds): pause after this many bytes.
@@ -180,7 +179,7 @@ class _FileHandler(BaseHTTPRequestHandler):
         if body:
             end = start + web.cuts.pop(0) if web.cuts else (start + stop) // 2 if cut else stop
             pause = end if web.hang_after is None else start + web.hang_after
-            with suppress(ConnectionError):  # the client was killed
+            with suppress(ConnectionError):  # ignore a client that was killed
                 while web.drip is not None and start < pause:
                     self.wfile.write(content[start : min(start + web.drip[0], pause)])
                     start += web.drip[0]
@@ -205,8 +204,8 @@ class _FileHandler(BaseHTTPRequestHandler):
 class HubServer(LocalServer):
     """A hub with `repositories` (name -> {file: bytes}), each at one commit, until the block ends.
 
-    `gated`: repositories that refuse every reader. `licences`: name -> the license on the card.
-    `requests`: the path of each request. `downloads`: the files that were sent.
+    `gated`: repositories that refuse every reader. `licences`: maps a name to the license on the
+    card. `requests`: the path of each request. `downloads`: the files that were sent.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -220,7 +219,6 @@ class HubServer(LocalServer):
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def commit_of(self, name: str) -> str:
-        """Return the 40 digits of the only commit of a repository."""
         return hashlib.sha1(repr(sorted(self.repositories[name].items())).encode()).hexdigest()
 
 
@@ -235,7 +233,7 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Respond below /api/models/OWNER/REPO, and /OWNER/REPO/resolve/REVISION/FILE."""
+        """Respond to paths below /api/models/OWNER/REPO and /OWNER/REPO/resolve/REVISION/FILE."""
         path = unquote(urlparse(self.path).path)
         self.hub.requests.append(path)
         is_api = path.startswith("/api/models/")
@@ -304,8 +302,8 @@ class _HubHandler(BaseHTTPRequestHandler):
 
 
 class FtpServer(LocalServer):
-    """An FTP server for `files` ({"/folder/name": bytes}) until the block ends. It accepts any user
-    and has no versions of files.
+    """An FTP server for `files` ({"/folder/name": bytes}) until the block ends. The server accepts
+    any user and has no versions of files.
 
     `commands_each`: a connection ends after this many commands.
     """
@@ -330,8 +328,10 @@ class _FtpHandler(socketserver.StreamRequestHandler):
     ftp: FtpServer
 
     def handle(self) -> None:
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # how ABOR arrives
-        with suppress(ConnectionError):  # the client leaves when it has the bytes that it needs
+        # Receive ABOR, which arrives out of band.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+        # Ignore a client that leaves once it has the bytes that it needs.
+        with suppress(ConnectionError):
             self._say("220 ready")
             start = 0
             listener = socket.socket()
@@ -369,7 +369,7 @@ _NUMBERS = itertools.count()
 
 class S3Server:
     """An S3 server in this process. Until the block ends, the environment contains its address and
-    credentials, also for child processes."""
+    credentials, which child processes inherit."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -378,7 +378,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        # restores only these variables, because tests that began earlier set variables of their own
+        # Restore only these variables, because tests that began earlier set variables of their own.
         self._environment = pytest.MonkeyPatch()
         for name, value in {
             "AWS_ACCESS_KEY_ID": "test",
@@ -418,8 +418,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Put the keys of a user with only these actions into the environment, and let the server
-        check credentials, until the block ends."""
+        """Put the keys of a user with only these permissions into the environment, and let the
+        server check credentials, until the block ends."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -453,14 +453,14 @@ class S3Server:
 
 
 def forget_clients() -> None:
-    """Drop fsspec's clients. It keeps one for each kind of URL, with the address and the
+    """Drop fsspec's clients. fsspec keeps one for each kind of URL, with the address and the
     credentials of its first use."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Gate:
-    """A port that forwards to `port` of this machine. While it is `closed`, connections end, and
-    new ones get only status 503."""
+    """A port that forwards to `port` of this machine. While the gate is `closed`, connections end,
+    and new ones get only status 503."""
 
     def __init__(self, port: int):
         self._behind = port
@@ -479,7 +479,6 @@ class Gate:
         self.close()
 
     def close(self) -> None:
-        """End all connections and refuse new ones."""
         self.closed = True
         for end in list(self._open_ends):
             with suppress(OSError):
@@ -489,7 +488,7 @@ class Gate:
         self.closed = False
 
     def _serve(self) -> None:
-        with suppress(OSError):  # the listener was closed
+        with suppress(OSError):  # ignore the error of a closed listener
             while True:
                 client = self._listener.accept()[0]
                 threading.Thread(
@@ -528,8 +527,8 @@ def cable(
     port: int, *, carries: int, then: str, times: int = 1
 ) -> Iterator[tuple[int, threading.Event]]:
     """Forward a port to `port` of this machine. Each of the first `times` connections stops after
-    `carries` bytes to the server and sets the event. It is `then` "cut", or it "hangs". Later
-    connections have no fault."""
+    `carries` bytes to the server and sets the event. Then the connection is `then` "cut", or it
+    "hangs". Later connections have no fault."""
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
     over = threading.Event()

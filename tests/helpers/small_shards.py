@@ -1,4 +1,4 @@
-"""Images that encode their number, and tars and folders of them."""
+"""Images that encode their number, and tars and folders of such images."""
 
 import io
 import tarfile
@@ -17,14 +17,12 @@ PER_SHARD = 5
 
 
 def jpeg(number: int) -> bytes:
-    """Return a JPEG whose size and color encode its number."""
     encoded = io.BytesIO()
     Image.new("RGB", (20 + number, 30 + 2 * number), (10 * number, 100, 200)).save(encoded, "JPEG")
     return encoded.getvalue()
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> Path:
-    """Write a tar with the standard library, not with the tested writer."""
     with tarfile.open(path, "w", **options) as tar:
         for name, data in members:
             info = tarfile.TarInfo(name)
@@ -58,7 +56,7 @@ def image_bytes(
 def source_of(
     folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options: Any
 ) -> Source:
-    """Write (name, label, encoded image) into a file in `folder`; return it as a source."""
+    """Write (name, label, encoded image) into a file in `folder`; return the file as a source."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "images.bin"
     path.write_bytes(b"".join(data for samples in splits.values() for _, _, data in samples))

@@ -1,13 +1,13 @@
-"""An interpreter that starts in a tenth of a second, because it is a fork of a server that has
-already imported torch and this project.
+"""A fast-starting interpreter, forked from a server that has already imported torch and this
+project.
 
-Most commands in tests work for one second after importing torch for three. `python()` is the path
-of a program that takes the arguments of `python [-u] SCRIPT ...`, `python -m MODULE ...` and
-`python -c CODE ...`. It runs as its own process with the caller's arguments, environment, folder
-and streams. Exit status and signals pass through. Tests use `sys.executable` if they need a real
-start: for versions, missing packages, limits of a process, or the parents of processes. A real
-interpreter also starts if a variable that Python, torch or the project reads during import differs
-from its value in the server.
+Most commands in tests work for one second after importing torch for three. A fork starts in a tenth
+of a second. `python()` is the path of a program that takes the arguments of `python [-u] SCRIPT
+...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as its own process with the
+caller's arguments, environment, folder and streams. Exit status and signals pass through. Tests use
+`sys.executable` if they need a real start: for versions, missing packages, limits of a process, or
+the parents of processes. A real interpreter also starts if a variable that Python, torch or the
+project reads during import differs from its value in the server.
 
 The program sends its streams over a socket to the server, which forks. The program runs until the
 fork ends, and the fork is killed if the program is.
@@ -107,12 +107,12 @@ def python(environment: dict[str, str]) -> str:
         return sys.executable
     with _starting:
         if not _started:
-            # short, because a socket's path is limited to 107 bytes
+            # Use a short path, because a socket's path is limited to 107 bytes.
             folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
             program.chmod(0o755)
-            # the server is shared by all tests
+            # Drop the test's name, because all tests share the server.
             env = {key: value for key, value in environment.items() if key != families.NAME}
             server = subprocess.Popen(
                 [sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True
@@ -154,14 +154,13 @@ def _early(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _receive(client: socket.socket) -> tuple[Request, list[int]]:
-    """Return a request and the client's stdin, stdout and stderr."""
     head, streams, _, _ = socket.recv_fds(client, 4, 3)
     with client.makefile("rb") as file:
         return ast.literal_eval(file.read(int.from_bytes(head, "big")).decode()), streams
 
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
-    """Fork for each request until SIGTERM or the end of the parent. Returns None in the server, and
+    """Fork for each request until SIGTERM or until the parent ends. Returns None in the server, and
     in a fork its request and streams."""
     expected = _early(dict(os.environ))
     parent = os.getppid()
@@ -185,7 +184,7 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 client = listener.accept()[0]
                 try:
                     request, streams = _receive(client)
-                except (OSError, SyntaxError):  # the fork was killed
+                except (OSError, SyntaxError):  # the client was killed early
                     client.close()
                     continue
                 if _early(request[1]) != expected:
@@ -212,8 +211,8 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 selector.unregister(key.fileobj)
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
             client = clients.pop(done[0])
-            # Do this first. Sending to a client that has exited fails, and the next client may get
-            # its number.
+            # Forget the client first. Sending to a client that has exited fails, and the next
+            # client may get its number.
             with suppress(KeyError):
                 selector.unregister(client)
             with client, suppress(OSError):
@@ -224,7 +223,6 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
 
 
 def _become(request: Request, streams: list[int]) -> NoReturn:
-    """Run the requested code as Python would."""
     arguments, environment, folder = request
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -237,7 +235,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             sys.path[0] = folder
-            sys.modules.pop(arguments[1], None)  # otherwise runpy warns
+            sys.modules.pop(arguments[1], None)  # prevent a warning from runpy
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -273,7 +271,7 @@ def _import_all() -> None:
     import vit
 
     for module in pkgutil.walk_packages(vit.__path__, "vit."):
-        if not module.name.startswith("vit._native"):  # a plain library
+        if not module.name.startswith("vit._native"):  # skip plain libraries
             importlib.import_module(module.name)
 
 

@@ -1,4 +1,4 @@
-"""Test that the disk space of a run is estimated correctly before the run starts."""
+"""Test that a run's disk space is estimated correctly before the run starts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards,
         (needs.checkpoint_bytes, "checkpoints/step_*/*"),
         (needs.weights_bytes, "weights/*"),
     ):
-        saved_bytes = sum(file.lstat().st_size for file in folder.glob(pattern))  # one is a link
+        # Use lstat, because one file is a link.
+        saved_bytes = sum(file.lstat().st_size for file in folder.glob(pattern))
         assert expected == pytest.approx(saved_bytes, rel=0.02, abs=20_000)
     losses = [file.stat().st_size for file in folder.glob("samples/*")]
     assert needs.samples_bytes == sum(losses) > 0
@@ -67,8 +68,8 @@ def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards,
     ("settings", "num_epochs"),
     [((), 3), (("log.sample_losses=2",), 1), (("log.sample_losses=0",), 0)],
 )
-def test_the_losses_of_images_are_counted_for_each_epoch_begun(config, settings, num_epochs):
-    """The batch has 12 of 60 images, so an epoch has 5 steps. The third epoch is incomplete."""
+def test_losses_of_images_are_counted_for_each_started_epoch(config, settings, num_epochs):
+    """A batch has 12 of 60 images, so an epoch has 5 steps. The third epoch is incomplete."""
     run_config = tiny(config, "train.epochs=null", "train.steps=11", *settings)
     plan, _ = make_plan(run_config, 60, 1)
     assert plan.steps_per_epoch == 5
@@ -86,7 +87,7 @@ def _npy(values: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def test_counts_the_checkpoints_on_disk_at_a_time(config):
+def test_counts_the_checkpoints_that_exist_at_the_same_time(config):
     for steps, num_kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
         settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={num_kept}")
         plan, _ = make_plan(settings, 60, 1)
@@ -94,7 +95,7 @@ def test_counts_the_checkpoints_on_disk_at_a_time(config):
 
 
 def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
-    """If all kept checkpoints and weights exist, only one more checkpoint needs space."""
+    """If all checkpoints and weights to keep exist, only one more checkpoint needs space."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)

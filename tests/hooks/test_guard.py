@@ -79,7 +79,7 @@ def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Gua
     return Guard(loaded, state, ONE, Record(folder, loaded.log, False, total_steps=99))
 
 
-def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(config, tmp_path):
+def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
     rng = np.random.default_rng(0)
     losses = rng.normal(3, 0.1, 60)
     norms = rng.lognormal(0, 0.5, 60)
@@ -103,13 +103,15 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
             deviation = median_abs_deviation(window, scale="normal")
             assert limit == pytest.approx(np.median(window) + 4 * deviation, rel=1e-4)
     again = guard_of(config, tmp_path, RunState(**json.loads(json.dumps(asdict(state)))), *settings)
-    assert again.limits(60) == guard.limits(60), "the limits must not change through a checkpoint"
+    assert again.limits(60) == guard.limits(60), (
+        "saving and loading a checkpoint must not change the limits"
+    )
     assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, (
-        "equal values have no deviation to estimate"
+        "a window of mostly equal losses must give no limit, because its deviation is zero"
     )
 
 
-def test_a_rewind_keeps_the_present_facts_of_the_run():
+def test_a_rewind_keeps_the_current_facts_of_the_run():
     """The checkpoint may be older than the switch to `train.exact_over_ranks`."""
     saved = RunState(step=10, facts={"seed": 1}, restarts=0)
     now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
@@ -119,8 +121,7 @@ def test_a_rewind_keeps_the_present_facts_of_the_run():
 
 
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
-    """The loss jumps at that step, so limits from smaller images would skip each update after
-    it."""
+    """The loss jumps at that step. Limits from smaller images would skip each later update."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
     loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")
@@ -176,8 +177,8 @@ def test_actions_after_each_verdict(precision, settings, values, expected, confi
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a config for one epoch of shards whose color gives the class, except for wrong labels
-    in one batch."""
+    """Return a config for one epoch of shards in which the color gives the class, except for wrong
+    labels in one batch."""
     folder = tmp_path_factory.mktemp("planted")
     root = folder / "shards"
     root.mkdir()
@@ -203,7 +204,6 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run that rewound."""
     folder = tmp_path_factory.mktemp("rewound") / "run"
     train(planted, folder, *SETTINGS, *REWIND)
     return folder
@@ -232,7 +232,7 @@ def test_a_run_rewinds_and_skips_the_batches_around_the_spike(finished):
     assert state["passed_over"] == [[BAD_STEP - 1, BAD_STEP + 2]]
 
 
-def test_the_samples_in_the_record_are_those_of_the_batch(finished, planted, capsys):
+def test_the_recorded_samples_are_those_of_the_batch(finished, planted, capsys):
     (line,) = metrics(finished, "rewind")
     run_here("launch/replay.py", finished, "--step", line["at_step"], "--csv", finished / "b.csv")
     assert "skipped: " in capsys.readouterr().out
@@ -291,7 +291,6 @@ def test_a_run_stops_before_the_update_and_resumes_with_another_action(planted, 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, planted, tmp_path):
-    """The run has workers, gradient accumulation and evaluations within the window."""
     settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
     settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
     train(planted, tmp_path / "whole", *settings, ranks=ranks)

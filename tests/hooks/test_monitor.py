@@ -42,8 +42,6 @@ PAUSE_S = 0.05
 
 
 class Slow(Batches):
-    """Empty batches that take a fixed time."""
-
     layout = BatchLayout(ROWS, ImageFormat((4, 4)), 0)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
@@ -55,7 +53,7 @@ class Slow(Batches):
     ("computing_s", "num_steps", "is_told"),
     [(0.0, ADVICE_STEPS + 1, True), (0.0, ADVICE_STEPS - 1, False), (0.6, ADVICE_STEPS + 1, False)],
 )
-def test_training_reports_waits_for_data_and_records_the_loaders_rate(
+def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
     computing_s, num_steps, is_told, config, tmp_path, capsys
 ):
     settings = load_config(config, TINY)
@@ -71,7 +69,7 @@ def test_training_reports_waits_for_data_and_records_the_loaders_rate(
             waited_before_s = loader.stats.wait_s
             next(loader)
             waited_s = loader.stats.wait_s - waited_before_s
-            if computing_s:  # a busy machine may have taken longer
+            if computing_s:  # compare only with a minimum, because a busy machine may take longer
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
             time.sleep(computing_s)
@@ -106,7 +104,7 @@ def test_training_reports_waits_for_data_and_records_the_loaders_rate(
 def test_garbage_is_collected_at_log_lines_only():
     assert gc.isenabled()
     _collect_garbage()
-    assert gc.get_freeze_count() == 0, "without the block, garbage is collected as usual"
+    assert gc.get_freeze_count() == 0, "outside the block, garbage must be collected as usual"
     with collect_garbage_at_log_lines():
         assert not gc.isenabled()
         _collect_garbage()
@@ -115,7 +113,9 @@ def test_garbage_is_collected_at_log_lines_only():
         born = [[] for _ in range(10_000)]
         _collect_garbage()
         # Other threads may have freed some of the frozen objects.
-        assert gc.get_freeze_count() < set_aside + len(born) // 2, "once"
+        assert gc.get_freeze_count() < set_aside + len(born) // 2, (
+            "only the first collection must freeze objects"
+        )
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     gc.freeze()
@@ -126,7 +126,7 @@ def test_garbage_is_collected_at_log_lines_only():
 
 
 def test_waits_of_all_ranks_are_summed_up():
-    """Each step waits for its slowest rank. The message must name the rank that is slow most
+    """Each step waits for its slowest rank. The message must name the rank that is slowest most
     often."""
 
     def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
@@ -200,7 +200,7 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
 
 
 def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
-    """The other ranks wait for it in the all-reduce, not for their own data."""
+    """The other ranks wait in the all-reduce for the stalled rank, not for their own data."""
     run_dir = tmp_path / "run"
     settings = [
         "train.steps=1000000",
@@ -227,7 +227,7 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
         assert line["loader_slowest"]["rank"] == line["data_wait_rank"]
         for name in TALLIED:
             assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
-                "totals of all ranks must include those of the slowest"
+                "the totals of all ranks must include those of the slowest rank"
             )
     # All ranks read as much as the slowest one. Their own times depend on how busy the machine is.
     read_bytes = sum(line["loader_read_bytes"] for line in lines)

@@ -1,5 +1,5 @@
-"""Test the memory and cores that are read from copies of the kernel's files, and the notes about
-them."""
+"""Test the memory and core counts read from copies of the kernel's files, and the notes printed
+about them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 
 
 def machine(root: Path, files: dict[str, object]) -> Path:
-    """Return a folder that contains the kernel's `files`: path -> content."""
+    """Return a folder that contains the kernel's `files` (a map from path to content)."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def machine(root: Path, files: dict[str, object]) -> Path:
     return root
 
 
-# 40 GiB
+# 40 GiB are available
 MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailable:   41943040 kB"
 
 
@@ -53,7 +53,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 40 * GIB),
-        # version 2, with the limit in the parent group; inactive file cache can be reclaimed
+        # cgroup version 2, with the limit in the parent group; inactive file cache can be reclaimed
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -68,7 +68,9 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB,
         ),
-        (  # version 2 in a container: the group has the host's name, and its files are at the mount
+        # cgroup version 2 in a container: the group has the host's name, and its files are at the
+        # mount.
+        (
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "0::/docker/0123",
@@ -77,7 +79,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB // 2,
         ),
-        (  # version 1 beside version 2 without controllers
+        (  # cgroup version 1 beside version 2 without controllers
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "12:cpu,cpuacct:/a\n4:memory:/a/b\n0::/",
@@ -96,13 +98,14 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "0::/",
                 "sys/fs/cgroup/memory.max": GIB,
-                "sys/fs/cgroup/memory.current": 2 * GIB,  # the limit was lowered
+                # The limit was lowered below the current use.
+                "sys/fs/cgroup/memory.current": 2 * GIB,
             },
             0,
         ),
     ],
 )
-def test_free_memory_is_the_least_of_all_limits(files, expected, tmp_path):
+def test_free_memory_is_the_minimum_over_all_limits(files, expected, tmp_path):
     assert free_memory_bytes(machine(tmp_path, files)) == expected
 
 
@@ -139,7 +142,7 @@ def test_free_memory_is_the_least_of_all_limits(files, expected, tmp_path):
         ),
     ],
 )
-def test_cores_are_the_affinity_or_the_quota(files, expected, tmp_path):
+def test_cores_are_limited_by_affinity_and_quota(files, expected, tmp_path):
     assert num_cores(machine(tmp_path, files)) == expected
 
 
@@ -171,7 +174,7 @@ def test_this_machine_has_memory_and_cores():
         ),
     ],
 )
-def test_reads_the_kernels_count_of_out_of_memory_kills(files, expected, tmp_path):
+def test_reads_the_kernel_counter_of_out_of_memory_kills(files, expected, tmp_path):
     assert num_oom_kills(machine(tmp_path, files)) == expected
 
 
@@ -191,7 +194,7 @@ def check(
 
 
 def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path):
-    little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})  # 1 GiB
+    little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})  # 1 GiB is available
     for rank, expected in enumerate((0.5, 0.5, 0.0)):
         report = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
         assert report.numbers["save_copy_gib"] == expected
@@ -205,8 +208,7 @@ def tiny(path: Path, *overrides: str) -> Config:
     return load_config(path, [*TINY, *overrides])
 
 
-def test_a_cache_that_is_too_small(config, shards, tmp_path):
-    """Shards that are read in place have no cache."""
+def test_notes_a_cache_that_is_too_small(config, shards, tmp_path):
     store = fsspec.filesystem("memory")
     for path in shards.iterdir():
         store.pipe_file(f"/preflight/{path.name}", path.read_bytes())
@@ -228,13 +230,15 @@ def test_a_cache_that_is_too_small(config, shards, tmp_path):
         == notes(remote_root, "data.cache_gib=1", "data.block_samples=8")
         == ""
     )
-    assert "set data.block_samples=64" in notes(small), "the folder is a mount"
+    assert "set data.block_samples=64" in notes(small), (
+        "a folder with a cache must be treated as a mount"
+    )
     assert notes("data.cache_dir=null") == ""
 
 
 def test_reports_whether_memory_suffices(config, tmp_path):
-    """The message and metrics.jsonl have the same numbers. Eight ranks on a host need eight times
-    as much."""
+    """The message and metrics.jsonl must have the same numbers. Eight ranks on a host need eight
+    times as much memory."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
     report = check(tiny(config, "data.num_workers=2"), enough)
     assert report.numbers["free_memory_gib"] == 3.0
@@ -271,7 +275,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "data.num_workers=2"), enough)
         cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
-        # each has four pending requests
+        # Each worker has four fetching threads.
         with pytest.raises(
             ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
         ):
@@ -313,7 +317,7 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
     assert "export OMP_NUM_THREADS=8" in note
 
 
-def test_a_container_with_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
+def test_notes_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
     """Docker's default is 64 MiB, and NCCL raises its own error only at the first collective."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
     assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
@@ -362,7 +366,7 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
     match = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
     assert start["preflight"]["cores"] == int(match[1])
-    # There are fewer slots than batches, so that some batches are made after the first step,
+    # There are fewer buffers than batches, so some batches must be made after the first step,
     # however late it is.
     assert start["preflight"]["batch_slots"] == 20
     rates = [line["loader_images_per_s"] for line in lines]
@@ -371,8 +375,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
 
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
-    """On such a CPU two steps of ViT-B in bf16 take minutes, which looks like a hang. Limits on
-    torch's instructions simulate the CPU."""
+    """On such a CPU, two steps of ViT-B in bf16 take minutes, which looks like a hang. The test
+    simulates the CPU by limiting torch's instructions."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"
@@ -397,8 +401,8 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
 
 
 def test_notes_a_drop_path_that_drops_nothing(config, tmp_path, capfd):
-    """A drop path of one block drops nothing. It is not rejected, because checkpoints of the first
-    release may have it."""
+    """A drop path in a model with one block drops nothing. The config is accepted, because
+    checkpoints of the first release may have it."""
     for number, (settings, expected) in enumerate(
         (
             (("model.depth=1",), 1),

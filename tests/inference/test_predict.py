@@ -1,5 +1,5 @@
 """Test that `launch/predict.py` predicts each image as `vit.load` does, in the order of the
-arguments, and names unreadable files."""
+arguments, and lists unreadable files."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(done=done, out=out)
 
 
-def test_each_image_is_predicted_as_it_is_alone(predicted, tiny_run, odd_files):
+def test_each_image_is_predicted_as_if_it_were_the_only_one(predicted, tiny_run, odd_files):
     trained = vit.load(tiny_run)
     rows = rows_of(predicted.out / "out.csv")
-    # The files of a folder come before its subfolders.
+    # A folder's files come before its subfolders.
     names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
     assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
     for row, name in zip(rows, names, strict=True):
@@ -157,7 +157,7 @@ def test_an_unfinished_csv_leaves_no_file(tmp_path):
     assert path.read_text() == "before"
 
 
-def test_many_images_are_summed_up_by_class(tiny_run, shards, tmp_path, capfd):
+def test_many_images_are_summarized_by_class(tiny_run, shards, tmp_path, capfd):
     out = tmp_path / "out.csv"
     folder = shards.parent / "images" / "val"
     flags = ["--csv", out, "--device", "cpu", "--classes", tmp_path / "names.txt"]
@@ -173,8 +173,8 @@ def test_many_images_are_summed_up_by_class(tiny_run, shards, tmp_path, capfd):
 
 
 def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
-    """A truncated tar and a link to itself count as one problem each. All other images must be
-    read."""
+    """A truncated tar and a link to itself must be counted as one problem each. All other images
+    must be read."""
     image = (odd_files / "a" / "cmyk.jpg").read_bytes()
     (tmp_path / "z").mkdir()
     for name in ("a.jpg", "z/b.jpg"):
@@ -198,7 +198,6 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 
 def test_file_names_cannot_control_the_terminal():
-    """Control characters must be escaped, but letters of all languages stay readable."""
     assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
     assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 

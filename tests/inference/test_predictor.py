@@ -1,4 +1,4 @@
-"""Test that `vit.load` returns the model of a run, and preprocesses images exactly as its
+"""Test that `vit.load` returns a run's model and preprocesses images exactly as the run's
 evaluation does."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vit.system.files import WeightsError
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a run of three steps, whose averaged weights `vit.load` uses."""
+    """Train a run of three steps. `vit.load` uses its averaged weights."""
     folder = tmp_path_factory.mktemp("run")
     config = write_config(folder, shards, steps=3)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")

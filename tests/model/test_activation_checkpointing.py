@@ -1,6 +1,7 @@
 """Test that a step with recomputed activations gives the same bits as one that stores them.
 
-tests/extras/planner/test_memory.py tests the saved memory, and tests/test_compile.py the graphs.
+tests/extras/planner/test_memory.py tests the saved memory, and tests/test_compile.py tests the
+graphs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ def weights_after(model: nn.Module, precision: str = "fp32", in_ddp: bool = Fals
 
 
 def count_forward_passes(model: nn.Module) -> list[int]:
-    """Return the number of forward passes of each block in one forward and backward pass."""
     counts = [0] * len(model.blocks)
 
     def count(number: int) -> None:

@@ -1,5 +1,5 @@
-"""Test drop path by subsets against the formula of a block, and against the exact mean over all
-draws."""
+"""Compare drop path by subsets with the formula of a block, and with the exact mean over all ways
+to drop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 
 
 def small(depth: int = 2, **fields) -> VisionTransformer:
-    """Return a model without zeros in its weights. A head of zeros would hide all other parts."""
+    """Return a model without zero weights, because a head of zeros would hide all other parts."""
     torch.manual_seed(0)
     sizes = {"embed_dim": 8, "num_heads": 2, "depth": depth}
     model = create_model("vit_ti8", 16, 3, **sizes, **fields)
@@ -63,7 +63,7 @@ def test_keeps_each_row_equally_often_and_draws_separately_for_branches():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fields", [{}, {"init_values": 0.5}])
-def test_kept_rows_have_the_formula_and_the_others_pass_unchanged(precision, fields):
+def test_kept_rows_follow_the_formula_and_other_rows_pass_unchanged(precision, fields):
     block = small(1, **fields).blocks[0]
     x = torch.randn(10, 5, 8, generator=torch.Generator().manual_seed(2))
     attn_rows = torch.tensor([7, 0, 3, 9, 4, 1])
@@ -83,7 +83,7 @@ def test_kept_rows_have_the_formula_and_the_others_pass_unchanged(precision, fie
 
 
 def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean logits over the rows, and the flat gradient of the rows' mean loss."""
+    """Return the mean logits over the rows, and the flattened gradient of the rows' mean loss."""
     logits = model(x)
     loss = logits.square().sum(1).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -91,7 +91,7 @@ def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_means(rate: float) -> tuple[Tensor, Tensor]:
-    """Return the `outcomes` of one image, summed over all ways to drop, each weighted by its
+    """Return the expected `outcomes` of one image: the sum over all ways to drop, weighted by
     probability."""
     model = small().eval()
     branches = [branch for block in model.blocks for branch in (block.attn, block.mlp)]
@@ -108,8 +108,8 @@ def exact_means(rate: float) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", ["subset", "mask"])
-def test_mean_outputs_and_gradients_are_those_of_all_draws(form):
-    """Means over independent passes of 64 equal images must be within 5 standard errors of the
+def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
+    """Means over independent passes with 64 equal images must be within 5 standard errors of the
     exact ones."""
     rate = 0.375
     passes = 60
@@ -119,7 +119,7 @@ def test_mean_outputs_and_gradients_are_those_of_all_draws(form):
     for values, expected in zip(zip(*drawn, strict=True), exact_means(rate), strict=True):
         stacked = torch.stack(values).double()
         error = stacked.std(0) / math.sqrt(passes)
-        # Rounding only: gradients of keys' biases are mathematically zero.
+        # Allow for rounding, because gradients of keys' biases are mathematically zero.
         allowed = 5 * error + 1e-4 * expected.abs().max()
         assert ((stacked.mean(0) - expected).abs() < allowed).all()
         assert error.max() < 0.1 * expected.abs().max(), (
@@ -151,7 +151,7 @@ def test_a_single_image_is_never_dropped():
     assert torch.equal(small(**SUBSET, drop_path_rate=0.9)(x), small()(x))
 
 
-def test_counts_operations_of_kept_rows():
+def test_counts_only_operations_on_kept_rows():
     with torch.device("meta"):
         fields = {"embed_dim": 64, "num_heads": 2, "num_classes": 10}
         plain = create_model("vit_ti8", 64, depth=6, **fields)
@@ -159,7 +159,7 @@ def test_counts_operations_of_kept_rows():
             create_model("vit_ti8", 64, depth=0, **fields)
         )
         model = create_model("vit_ti8", 64, depth=6, drop_path_rate=0.5, **SUBSET, **fields)
-    assert flops_per_image(model) == flops_per_image(plain), "of evaluation"
+    assert flops_per_image(model) == flops_per_image(plain), "evaluation must drop nothing"
     assert flops_per_image(model, 8) == flops_per_image(plain) - blocks // 2
 
 

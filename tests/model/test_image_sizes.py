@@ -35,9 +35,9 @@ def with_others(**fields) -> nn.Module:
     [{}, {"no_embed_class": True, "reg_tokens": 2}, {"class_token": False, "global_pool": "avg"}],
 )
 @pytest.mark.parametrize("size", OTHERS)
-def test_logits_and_gradients_are_those_of_timms_dynamic_img_size(fields, size):
+def test_logits_and_gradients_equal_timm_with_dynamic_img_size(fields, size):
     """timm also resamples in each forward pass, with torch's own resize, so the gradient flows
-    through it to the positions."""
+    through the resize to the positions."""
     model = with_others(**fields)
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=OWN, dynamic_img_size=True, **TINY, **fields
@@ -51,7 +51,7 @@ def test_logits_and_gradients_are_those_of_timms_dynamic_img_size(fields, size):
         gradients = torch.autograd.grad(logits.square().sum(), [parameters[n] for n in names])
         results.append([logits.detach(), *gradients])
     for name, ours, expected in zip(["logits", *names], *results, strict=True):
-        # The tolerance is that of float32 sums of some hundred products.
+        # Allow for float32 sums of some hundred products.
         assert relative_difference(ours, expected) < 1e-5, name
 
 
@@ -87,7 +87,7 @@ def test_weights_and_results_at_its_own_size_do_not_change():
         model(images((24, 24)))
 
 
-def test_positions_are_the_same_to_rounding_as_those_of_the_file_reader_in_any_precision():
+def test_positions_equal_those_of_the_file_reader_up_to_rounding():
     model = with_others()
     at_size = model.other_sizes.find(images((48, 40)))
     expected = resample_posemb(model.pos_embed, model.grid_size, (6, 5), 1)
@@ -97,15 +97,15 @@ def test_positions_are_the_same_to_rounding_as_those_of_the_file_reader_in_any_p
         hook = model.pos_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         model(images((48, 40)) * 0)
         hook.remove()
-    # For black images the output is positions and a bias.
+    # For black images, the output is positions plus a bias.
     shown = seen[0][:, 1:] - model.patch_embed.proj.bias
-    # bfloat16 would round positions to 3 digits. Only the patches' product, 0 and a bias, is
-    # rounded.
+    # bfloat16 would round positions to 3 digits. Only the product of weights and patches (zero)
+    # plus the bias is rounded.
     bias_rounding = model.patch_embed.proj.bias.abs().max() * 2**-8
     assert (shown - expected[:, 1:]).abs().max() <= bias_rounding + 1e-5
 
 
-def test_a_model_of_the_meta_device_gets_its_matrices_and_tables():
+def test_a_model_on_the_meta_device_gets_its_matrices_and_tables():
     with torch.device("meta"):
         model = VisionTransformer(OWN, **TINY, rope_type="axial")
         take_sizes(model, OTHERS)

@@ -1,4 +1,4 @@
-"""Test the model against independent implementations: timm, torchvision, and brute force."""
+"""Compare the model with independent implementations: timm, torchvision, and brute force."""
 
 import math
 
@@ -34,8 +34,8 @@ CONFIGURATIONS = {
 
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
-    """Return timm's model, which shares the memory of `weights`. Its attention uses matmul and
-    softmax, and ours a fused kernel."""
+    """Return timm's model, sharing the memory of `weights`. Its attention uses matmul and softmax,
+    whereas ours uses a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)
@@ -54,7 +54,7 @@ def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
         ("vit_h14", 632_045_800),
     ],
 )
-def test_parameter_counts_of_the_paper(name, expected):
+def test_parameter_counts_equal_those_in_the_paper(name, expected):
     with torch.device("meta"):
         assert count_parameters(create_model(name)) == expected
 
@@ -69,7 +69,7 @@ def test_parameter_counts_of_the_paper(name, expected):
         ("vit_G14", "vit_gigantic_patch14_224"),
     ],
 )
-def test_presets_beyond_the_papers_equal_timms(ours, theirs):
+def test_presets_beyond_the_papers_equal_timm(ours, theirs):
     with torch.device("meta"):
         model = create_model(ours)
         guest = create_model(f"timm/{theirs}")
@@ -109,8 +109,8 @@ def test_state_dict_logits_and_gradients_equal_timm(fields):
 
 
 def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
-    """Return size -> relative difference between our logits and timm's for weights of 224 pixels at
-    other sizes."""
+    """Map each size to the relative difference between our logits and timm's, for weights of 224
+    pixels."""
     model = randomise(create_model(name, **fields))
     weights = model.state_dict()
     fields = {
@@ -150,8 +150,7 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "fields"),
-    # L and H have full width but few of their equal blocks, because 2.5 GB of weights took two
-    # minutes.
+    # L and H have full width but only a few blocks, because 2.5 GB of weights took two minutes.
     [
         ("vit_b16", [224, 384, (192, 288)], {}),
         ("vit_l16", [224, 384, (192, 288)], {"depth": 6}),
@@ -219,7 +218,7 @@ def test_sincos_positions_follow_the_formula():
             assert positions[0, 1 + y * width + x].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_sincos_positions_are_fixed_and_travel_in_checkpoints():
+def test_sincos_positions_are_fixed_and_stored_in_checkpoints():
     model = VisionTransformer(image_size=32, pos_embed="sincos2d", **TINY)
     assert "pos_embed" in model.state_dict()
     assert "pos_embed" not in dict(model.named_parameters())
@@ -295,7 +294,7 @@ def test_accepts_any_number_of_channels(in_chans):
 
 @pytest.mark.parametrize("fields", [{}, {"representation_size": 24}, {"global_pool": "avg"}])
 def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
-    """Otherwise logits rounded to bf16 would tie, and the class number would decide."""
+    """If logits were rounded to bf16, they would tie, and the class number would decide."""
     model = randomise(VisionTransformer(image_size=64, **TINY, **fields))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -345,8 +344,7 @@ def test_ddp_and_fsdp2_compute_the_same_as_the_bare_model(tmp_path):
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])]
 )
-def test_compiled_model_computes_the_same(backend):
-    """The model is compiled as one graph. tests/test_train.py compares compiled blocks."""
+def test_a_compiled_model_computes_the_same(backend):
     model = randomise(VisionTransformer(image_size=32, **TINY))
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -357,7 +355,7 @@ def test_compiled_model_computes_the_same(backend):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_flops_are_those_of_the_closed_form_and_touch_nothing():
+def test_flops_equal_the_closed_form_and_counting_changes_nothing():
     with torch.device("meta"):
         model = create_model("vit_b16")
     n, d = 197, 768
@@ -375,7 +373,7 @@ def test_flops_are_those_of_the_closed_form_and_touch_nothing():
     assert all(torch.equal(tensor, state[name]) for name, tensor in guest.state_dict().items())
 
 
-def test_runs_alone():
+def test_the_model_module_runs_as_a_command():
     command = [warm_python.python(environment()), "-m", "vit.model"]
     done = call([*command, "vit_h14", "--image-size", "196", "294"])
     assert done.returncode == 0, done.stderr

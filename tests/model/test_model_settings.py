@@ -1,4 +1,4 @@
-"""Test that impossible settings of a model are rejected with values that work."""
+"""Test that impossible model settings are rejected with values that work."""
 
 import pytest
 import torch
@@ -88,8 +88,8 @@ def test_rejects_impossible_parts_and_suggests_working_ones(fields, message):
     ],
 )
 def test_rejected_rotations_would_have_no_effect(fields, more):
-    """Without the check, the angles would silently be those of the model without the setting,
-    or 0."""
+    """Without the check, the angles would silently be those of the model without the setting, or
+    0."""
     values = {"rope_temperature": None, "rope_reg_temperature": None, "reg_tokens": 0, **more}
     rope = RotaryEmbedding(
         *(values["rope_temperature"], values["rope_reg_temperature"], None, "axial", (3, 4)),
@@ -117,8 +117,8 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
 
 
 def test_reports_settings_that_a_timm_model_lacks_with_the_remedy():
-    """The config for a ViT has another model.name. All unsuitable settings must be reported
-    together."""
+    """The config was written for a ViT, but has another model.name. All unsuitable settings must be
+    reported together."""
     fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
     with pytest.raises(ValueError, match="resnet18") as caught:
         create_model("timm/resnet18", 32, 10, **fields)
@@ -151,7 +151,7 @@ def test_wrong_images_are_refused():
         model(torch.zeros(2, 1, 32, 32))
 
 
-def test_fields_win_over_the_name():
+def test_fields_take_precedence_over_the_name():
     with torch.device("meta"):
         model = create_model("vit_s16", 64, 7, depth=3, patch_size=(8, 16), in_chans=1)
     assert (
@@ -165,7 +165,7 @@ def test_fields_win_over_the_name():
     assert model.num_prefix_tokens == 1
 
 
-def test_timm_models_take_the_projects_arguments():
+def test_timm_models_accept_the_arguments_of_the_project():
     guest = create_model("timm/vit_tiny_patch16_224", (32, 64), 5, in_chans=1, depth=1)
     assert guest(torch.zeros(1, 1, 32, 64)).shape == (1, 5)
     assert guest.image_size == (32, 64)

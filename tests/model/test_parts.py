@@ -1,4 +1,4 @@
-"""Test the model parts that the ViT paper lacks: they equal timm's with the same weights, and are
+"""Test model parts that the ViT paper lacks: they match timm's with the same weights, and are
 initialized, decayed and counted correctly."""
 
 from __future__ import annotations
@@ -55,12 +55,10 @@ def images(rows: int = 3) -> torch.Tensor:
 
 
 def gated(layer):
-    """Return timm's gated MLP with its own activation."""
     return lambda *args, act_layer, **fields: layer(*args, **fields)
 
 
 def outcomes(model: nn.Module) -> list[torch.Tensor]:
-    """Return the logits of `images`, and the gradients of all weights."""
     logits = model(images())
     gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
     return [logits.detach(), *gradients]
@@ -120,7 +118,6 @@ ROTARY = {
 
 
 def as_eva(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return our weights with the names of timm's Eva."""
     return {
         name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): value
         for name, value in weights.items()
@@ -128,7 +125,7 @@ def as_eva(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), ROTARY.values(), ids=ROTARY)
-def test_rotary_models_equal_timm_also_at_another_size(ours, theirs):
+def test_rotary_models_equal_timm_even_at_another_size(ours, theirs):
     fields = {**TINY, "qkv_bias": False}
     model = randomise(VisionTransformer(SIZE, **fields, **ours))
     guest = Eva(SIZE, **fields, **theirs).eval()
@@ -194,8 +191,8 @@ def test_dinov3_equals_transformers():
         assert relative_difference(model.forward_features(images()), expected) < 1e-5
 
 
-def test_norms_of_patches_are_a_norm_of_pixels_and_one_of_embeddings():
-    """The formula in its source cuts patches with unfold, then applies LayerNorm, a linear layer,
+def test_patch_norms_apply_before_and_after_the_embedding():
+    """The formula in the source cuts patches with unfold, then applies LayerNorm, a linear layer,
     and LayerNorm."""
     embed = randomise(VisionTransformer(SIZE, **TINY, dual_patch_norm=True)).patch_embed
     patches = torch.nn.functional.unfold(images(), 8, stride=8).transpose(1, 2)
@@ -207,7 +204,7 @@ def test_norms_of_patches_are_a_norm_of_pixels_and_one_of_embeddings():
     assert relative_difference(embed(images()), expected) < 1e-5
 
 
-def test_heads_of_any_width_and_a_dropout_of_the_mlp_alone():
+def test_heads_may_have_any_width_and_dropout_may_be_limited_to_the_mlp():
     model = VisionTransformer(SIZE, **TINY, head_dim=12, proj_drop_rate=0.25, mlp_drop_rate=0.5)
     attn = model.blocks[0].attn
     assert (attn.qkv.weight.shape, attn.proj.weight.shape) == ((144, 32), (32, 48))
@@ -226,7 +223,7 @@ def test_initial_values_have_the_spread_of_their_sources():
     assert model.reg_token.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.blocks[0].mlp.fc1_g.weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert model.attn_pool.kv.weight.std().item() == pytest.approx(0.02, rel=0.01)
-    # A normal distribution truncated at two standard deviations has 0.88 of its deviation.
+    # A normal distribution truncated at two standard deviations has 0.88 of its original deviation.
     cut = 0.8796 * 512**-0.5
     assert model.attn_pool.latent.std().item() == pytest.approx(cut, rel=0.15)
     assert model.attn_pool.latent.abs().max() <= 2 * 512**-0.5
@@ -236,9 +233,9 @@ def test_initial_values_have_the_spread_of_their_sources():
     assert not model.head.weight.any()
 
 
-def test_initialises_all_parts():
+def test_initializes_all_parts():
     """A model on the meta device gets uninitialized memory. The test replaces its random contents
-    by NaN."""
+    with NaN."""
     for first, second in itertools.combinations_with_replacement(PARTS.values(), 2):
         fields: dict[str, object] = {**second, **first}
         if fields in WITHOUT_EFFECT:
@@ -274,7 +271,7 @@ def test_decays_only_weights_of_linear_maps():
         assert decayed - model.no_weight_decay() == linear
 
 
-def test_operations_are_those_of_the_closed_form():
+def test_operations_equal_the_closed_form():
     fields = {"qk_norm": True, "reg_tokens": 3, "rope_type": "axial", "dual_patch_norm": True}
     with torch.device("meta"):
         model = VisionTransformer(
@@ -298,7 +295,7 @@ def test_operations_are_those_of_the_closed_form():
     assert flops_per_image(model, 4) == expected(patches // 2) - shared * 3 // 4
 
 
-def test_so400m_has_the_same_shape_as_timms():
+def test_so400m_has_the_same_shape_as_in_timm():
     with torch.device("meta"):
         model = create_model("vit_so400m14", class_token=False, global_pool="map")
         guest = create_model("timm/vit_so400m_patch14_siglip_224")
@@ -388,7 +385,7 @@ def test_the_residual_path_is_fp32_under_autocast(fields):
             {"model_name": "vit_base_patch16_rope_reg1_gap_256"},
             {"class_token": False, "global_pool": "avg", "reg_tokens": 1, "ref_feat_shape": 16}
             | {"pos_embed": "none", "rope_type": "axial", "init_values": 1e-5},
-            12 * 768,  # the biases of keys
+            12 * 768,  # timm's model has no biases of keys
         ),
         (
             "vit_b16",
@@ -406,7 +403,7 @@ def test_the_residual_path_is_fp32_under_autocast(fields):
         ),
     ],
 )
-def test_models_in_docs_recipes_have_as_many_weights_as_timms(name, theirs, fields, more):
+def test_models_in_docs_recipes_have_as_many_weights_as_in_timm(name, theirs, fields, more):
     with torch.device("meta"):
         model = create_model(name, 256, 1000, **fields)
         guest = timm.create_model(num_classes=1000, **theirs)
@@ -414,8 +411,9 @@ def test_models_in_docs_recipes_have_as_many_weights_as_timms(name, theirs, fiel
 
 
 @pytest.mark.parametrize("source", ["timm", "jax"])
-def test_initial_weights_have_the_spread_of_timms(source):
-    """The deviation and the largest value of each parameter are compared over ten draws."""
+def test_initial_weights_have_the_same_spread_as_in_timm(source):
+    """The test compares each parameter's deviation and largest value over ten random
+    initializations."""
     fields = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 
     def draws(create: Callable[[], nn.Module]) -> dict[str, Tensor]:

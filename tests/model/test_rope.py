@@ -1,4 +1,4 @@
-"""Test rotary positions against the formulas of their sources and against their defining
+"""Test rotary positions against the formulas in their sources and against their defining
 property."""
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def queries(num_tokens: int) -> Tensor:
 
 @pytest.mark.parametrize(("grid", "reference"), GRIDS)
 @pytest.mark.parametrize("rope_type", ["axial", "dinov3"])
-def test_rotated_queries_equal_timms(rope_type, grid, reference):
-    """timm computes angles of up to 24 in float32, so they have errors of up to 24 * 2**-24."""
+def test_rotated_queries_equal_timm(rope_type, grid, reference):
+    """timm computes angles of up to 24 in float32, so the angles have errors of up to 24 *
+    2**-24."""
     fields = {} if rope_type == "dinov3" else {"ref_feat_shape": reference}
     ours = create(rope_type, grid, class_tokens=1, **fields)
     if rope_type == "dinov3":
@@ -67,27 +68,29 @@ def test_registers_of_vit5_rotate_as_a_separate_grid():
 
 
 @pytest.mark.parametrize("rope_type", ["axial", "dinov3"])
-def test_products_depend_on_the_distance_alone_and_lengths_stay(rope_type):
+def test_products_depend_only_on_distance_and_lengths_are_unchanged(rope_type):
     grid = (5, 7)
     q = queries(1).expand(-1, -1, 35, -1)
     k = queries(2)[:, :, 1:].expand(-1, -1, 35, -1)
     table = create(rope_type, grid).table
     turned = rotate(q, table, rope_type)
     products = turned @ rotate(k, table, rope_type).transpose(-2, -1)
-    products = products.unflatten(3, grid).unflatten(
-        2, grid
-    )  # (B, heads, row, column, row, column)
+    # The axes become (B, heads, row, column, row, column).
+    products = products.unflatten(3, grid).unflatten(2, grid)
     torch.testing.assert_close(products[..., 1:, 2:, 1:, 2:], products[..., :-1, :-2, :-1, :-2])
     assert not torch.allclose(products[..., 0, 0, 1, 0], products[..., 0, 0, 0, 1])
     torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
 
 
-def test_a_larger_image_follows_the_sources_rule():
+def test_a_larger_image_follows_the_rule_of_the_source():
     small = create("axial", (4, 4)).table.unflatten(3, (4, 4))
     larger = create("axial", (8, 6)).table.unflatten(3, (8, 6))
-    assert torch.equal(larger[:, :, :, :4, :4], small), "positions must continue to count"
+    assert torch.equal(larger[:, :, :, :4, :4], small), (
+        "positions must continue beyond the original grid"
+    )
     spread = create("axial", (8, 8), ref_feat_shape=4).table.unflatten(3, (8, 8))
-    assert torch.equal(spread[:, :, :, ::2, ::2], small), "8 positions lie between 0 and 4"
+    assert torch.equal(spread[:, :, :, ::2, ::2], small), "8 positions must lie between 0 and 4"
     odd = create("dinov3", (3, 3)).table.unflatten(3, (3, 3))
     finer = create("dinov3", (9, 9)).table.unflatten(3, (9, 9))
-    torch.testing.assert_close(finer[:, :, :, 1::3, 1::3], odd)  # the centers are the same
+    # Compare the patches whose centers coincide.
+    torch.testing.assert_close(finer[:, :, :, 1::3, 1::3], odd)

@@ -1,5 +1,5 @@
-"""Test that a model made without random initialization equals an initialized one once both have a
-checkpoint's state."""
+"""Test that a model created without random initialization equals an initialized one after both load
+a checkpoint."""
 
 import pytest
 import timm
@@ -28,7 +28,7 @@ CREATE = {
 
 
 @pytest.mark.parametrize("name", CREATE)
-def test_nothing_but_parameters_lacks_its_values(name):
+def test_only_parameters_are_uninitialized(name):
     create = CREATE[name]
     drawn = create()
     with undrawn():
@@ -42,7 +42,7 @@ def test_nothing_but_parameters_lacks_its_values(name):
         assert torch.equal(one, other), key
 
 
-def test_draws_no_number_and_continues_drawing_afterwards():
+def test_draws_no_random_number_and_later_calls_draw_again():
     torch.manual_seed(0)
     first = torch.rand(4)
     torch.manual_seed(0)

@@ -1,16 +1,17 @@
-/* Fuzz the C decoder and transcoder. The program is built with sanitizers, so any access outside
- * the library's memory ends it.
+/* Fuzz the C decoder and transcoder. Sanitizers end this program if it accesses memory outside
+ * the library's.
  *
- * A seed is a valid JPEG. Some of its bytes, lengths, tables, sizes and markers are changed or
- * taken from another seed (`mutate`), and it is copied to memory of exactly its size. The file is
- * transcoded, and a few windows of it are decoded by both implementations (`check_window`): they
- * must return the same status and, if it is OK, the same pixels, and must not write between the
- * rows. If transcoding succeeded, the result must decode to the same windows (`check_file`).
+ * A seed is a valid JPEG. `mutate` changes some of its bytes, lengths, tables, sizes and markers or
+ * takes them from another seed. The changed file is copied to memory of exactly its size. The
+ * program transcodes the file, and decodes a few of its windows with both implementations
+ * (`check_window`). Both must return the same status and, if the status is OK, the same pixels, and
+ * must not write between the rows. If transcoding succeeds, the result must decode to the same
+ * windows (`check_file`).
  *
  *     fuzz SEED_FOLDER RANDOM_SEED MAX_FILES MAX_SECONDS
  *
- * Prints counts and a digest of all pixels. A file that fails is left in fuzz-failure.jpg. fuzz.py
- * builds and runs this program.
+ * The program prints counts and a digest of all pixels. A file that fails is written to
+ * fuzz-failure.jpg. fuzz.py builds and runs this program.
  */
 #include <dirent.h>
 #include <sanitizer/common_interface_defs.h>
@@ -120,7 +121,7 @@ static size_t find_segments(File file, Segment *segments) {
     return count;
 }
 
-/* Replace the bytes from `begin` to `end` by `size` other ones if they fit. */
+/* Replace the bytes from `begin` to `end` with `size` other bytes if they fit. */
 static void replace(File *file, size_t begin, size_t end, const uint8_t *bytes, size_t size) {
     if (file->size - (end - begin) + size > MAX_FILE_BYTES) return;
     memmove(file->bytes + begin + size, file->bytes + end, file->size - end);
@@ -140,7 +141,7 @@ static void put_marker(File *file, size_t at, uint8_t value) {
     replace(file, at, at + replaced, marker, 2);
 }
 
-/* Replace a segment by one of another file, if possible of the same kind. */
+/* Replace a segment with one from another file, if possible of the same kind. */
 static void replace_segment(File *file, const Segment *segment, const File *other) {
     Segment others[MAX_SEGMENTS];
     size_t count = find_segments(*other, others);
@@ -220,7 +221,7 @@ typedef struct {
 
 /* Decode a window with both implementations; return the status.
  *
- * JPEG_OK: the caller frees *pixels.
+ * If the status is JPEG_OK, the caller must free *pixels.
  */
 static int check_window(File file, Window w, uint8_t **pixels) {
     size_t size = (size_t)w.row_bytes * (w.height - 1) + (size_t)w.width * w.channels;
@@ -254,8 +255,8 @@ static int check_window(File file, Window w, uint8_t **pixels) {
     return status[0];
 }
 
-/* Return a random window of the image that the headers describe: all of it, a part, or partly
- * outside. */
+/* Return a random window of the image that the headers describe: the whole image, a part, or a
+ * window that is partly outside. */
 static Window random_window(File file) {
     Segment segments[MAX_SEGMENTS];
     size_t count = find_segments(file, segments);
@@ -285,7 +286,7 @@ static Window random_window(File file) {
     return w;
 }
 
-/* Transcode a file, and compare three windows of it and of the result. */
+/* Transcode a file, and compare three windows of the file with those of the result. */
 static void check_file(File file) {
     size_t capacity = below(4) ? 3 * file.size + (1 << 16) : below(2 * file.size);
     size_t size = 0;

@@ -1,8 +1,8 @@
 """Fuzz the C decoder and transcoder with damaged files: `python tests/native/fuzz.py --minutes 10`.
 
 Seeds are small JPEGs of every kind, so that changes reach all parts of them. fuzz.c changes the
-seeds and compares the results of the library's two implementations. gcc or clang compiles both with
-the sanitizers for addresses, leaks and undefined behavior.
+seeds and compares the results of the library's two implementations. gcc or clang compiles both
+implementations with the sanitizers for addresses, leaks and undefined behavior.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "progressive": {"progressive": True},
     "optimised": {"optimize": True},
 }
-"""Name of a kind of JPEG -> the options with which Pillow writes it."""
+"""Maps a kind of JPEG to the options with which Pillow writes it."""
 MARKERS: tuple[dict[str, Any], ...] = (
     {},
     *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)),
@@ -44,7 +44,7 @@ MARKERS: tuple[dict[str, Any], ...] = (
 
 
 class NoSanitizer(Exception):
-    """No compiler on this machine can build a working program with sanitizers."""
+    """This machine's compilers cannot build a working program with sanitizers."""
 
 
 def write_seeds(folder: Path) -> Path:
@@ -76,8 +76,8 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """Return a JPEG whose only block needs 64 codes of 16 bits with values of 15 bits, which are
-    all missing.
+    """Return a JPEG whose only block needs 64 codes of 16 bits with values of 15 bits, all of which
+    are missing.
 
     No other file makes the decoder read further beyond the end.
     """
@@ -85,7 +85,8 @@ def longest_block() -> bytes:
     def segment(marker: int, content: bytes) -> bytes:
         return bytes((0xFF, marker)) + (len(content) + 2).to_bytes(2, "big") + content
 
-    one_code = bytes([*[0] * 15, 1, 15])  # of 16 bits: no zeros before, 15 bits
+    # The only code has 16 bits and means no zeros and a value of 15 bits.
+    one_code = bytes([*[0] * 15, 1, 15])
     tables = (
         segment(0xDB, bytes([0] + [1] * 64))
         + segment(0xC4, bytes([0x00]) + one_code)
@@ -110,8 +111,6 @@ def build(folder: Path, sources: Path = SOURCES) -> Path:
 
 
 def works(compiler: str, folder: Path, problems: list[str]) -> bool:
-    """Return whether a program with sanitizers builds and runs; append the reasons if it does
-    not."""
     source = folder / "empty.c"
     program = folder / "empty"
     source.write_text("int main(void) { return 0; }")

@@ -1,5 +1,5 @@
 /* Check the examples at the top of vit/data/decode/c/blocks.h against the code, and compare
- * decoding of two symbols per look-up with a decoder of one bit at a time. */
+ * decoding of two symbols per look-up with a decoder that reads one bit at a time. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -48,7 +48,7 @@ static int next_symbol(const uint8_t *from, long *used) {
     return (int)(place + code - first);
 }
 
-/* Read a block by figures F.13, F.14 and F.16, bit by bit; return its number of bits, or -1. */
+/* Read a block bit by bit, as in figures F.13, F.14 and F.16; return its number of bits, or -1. */
 static long read_slowly(const uint8_t *from, uint32_t index) {
     long used = 0;
     memset(expected, 0, sizeof expected);
@@ -81,7 +81,7 @@ static long read_block(uint32_t index) {
     return used;
 }
 
-/* Decode bits in a text, followed by zeros. */
+/* Decode bits given as text, followed by zeros. */
 static long read_text(const char *text, uint32_t index) {
     size_t count = 0;
     memset(bytes, 0, sizeof bytes);
@@ -100,7 +100,7 @@ static uint32_t first_base(uint64_t two) { return two >> ONE_BASE & 0xFFFF; }
 static uint32_t second_step(uint64_t two) { return (uint32_t)(two >> TWO_STEP); }
 static int16_t second_value(uint64_t two) { return (int16_t)(two >> TWO_VALUE); }
 
-/* The example of one and two symbols in blocks.h. */
+/* Check the example of one and two symbols in blocks.h. */
 static void check_example(void) {
     uint32_t first = table.entry[0x3E2]; /* 01 11 1100 0 10 */
     MUST((first & ENTRY_TOTAL) == 4);
@@ -130,8 +130,8 @@ static void check_example(void) {
     MUST(step_of(slow) == STEP_SLOW);
 }
 
-/* The ends of blocks, in the order of blocks.h. 1010 is the end of block, 00 1 a coefficient of 1,
- * and 1100 1 a coefficient of 1 after a zero. */
+/* Check the ends of blocks, in the order of blocks.h. 1010 is the end of block. 00 1 is a
+ * coefficient of 1, and 1100 1 is a coefficient of 1 after a zero. */
 static void check_block_ends(void) {
     uint64_t two = table.two[0x500]; /* 1010 0000000 */
     MUST(first_step(two) == STEP_OUT);
@@ -154,7 +154,7 @@ static void check_block_ends(void) {
     MUST(total(two) == 0);
 }
 
-/* Random bits, starting at any index. */
+/* Check random bits, starting at any index. */
 static void check_random_blocks(void) {
     long num_good = 0;
     long num_damaged = 0;

@@ -1,7 +1,7 @@
-"""Test the C code on damaged files with sanitizers: it accesses only its own memory, and its two
-implementations agree.
+"""Run the C code on damaged files with sanitizers: it must access only its own memory, and its two
+implementations must agree.
 
-For longer runs use `python tests/native/fuzz.py --minutes 10`.
+For longer runs, use `python tests/native/fuzz.py --minutes 10`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def test_a_minute_of_damaged_files_breaks_nothing(program, seeds):
         operation: dict(re.findall(r"(\d+):(\d+)", line))
         for operation, line in re.findall(r"(windows|transcoded) by status(.*)", printed)
     }
-    for operation, least in (("windows", 1_000), ("transcoded", 100)):  # even on a busy machine
+    # Even a busy machine reaches these counts.
+    for operation, least in (("windows", 1_000), ("transcoded", 100)):
         assert int(counts[operation]["0"]) > least, printed
         assert int(counts[operation]["1"]) > least, printed
 

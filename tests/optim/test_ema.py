@@ -1,4 +1,4 @@
-"""Test the moving average of the weights against its closed form."""
+"""Compare the moving average of the weights with its closed form."""
 
 import copy
 
@@ -19,7 +19,6 @@ def model_with_buffers() -> nn.Module:
 
 @torch.no_grad()
 def train(model: nn.Module, step: int) -> None:
-    """Simulate an update: set new weights and new buffers."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -52,7 +51,7 @@ def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
         torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_average_follows_as_timms_does():
+def test_the_average_follows_as_in_timm():
     """DeiT averages with timm's class and a constant decay from the first update on."""
     model = model_with_buffers()
     ours = Ema(model, 0.9)
@@ -70,7 +69,7 @@ def test_average_follows_as_timms_does():
 def test_a_constant_buffer_is_not_copied_each_step():
     model = nn.Sequential(DropPath(0.1), nn.BatchNorm1d(4))
     copied = [id(averaged) for averaged, _ in Ema(model, 0.9)._buffers]
-    assert len(copied) == 3, "the counters of the batch norm"
+    assert len(copied) == 3, "the average must copy the batch norm's counters"
 
 
 def test_buffers_are_copied_not_averaged():
@@ -126,8 +125,8 @@ def test_a_resumed_average_equals_an_uninterrupted_one():
         assert torch.equal(resumed.module.state_dict()[name], value), name
 
 
-def test_an_average_every_few_steps_after_the_warm_up_is_torchvisions():
-    """torchvision's train.py averages at i % 3 == 0 of each epoch. In two epochs of warm-up it
+def test_an_average_every_few_steps_after_warm_up_equals_torchvision():
+    """torchvision's train.py averages at i % 3 == 0 in each epoch. In the two epochs of warm-up, it
     resets the count."""
     model = model_with_buffers()
     ours = Ema(model, 0.9, every_steps=3, after_steps=2 * 8, steps_per_epoch=8)
@@ -144,7 +143,7 @@ def test_an_average_every_few_steps_after_the_warm_up_is_torchvisions():
             torch.testing.assert_close(averaged, expected)
 
 
-def test_average_that_begins_later_is_timms():
+def test_an_average_that_begins_later_equals_timm():
     model = model_with_buffers()
     ours = Ema(model, 0.9, after_steps=7)
     theirs = ModelEmaV3(model, decay=0.9, update_after_step=7)
@@ -160,7 +159,7 @@ def test_average_that_begins_later_is_timms():
 @pytest.mark.parametrize(
     ("power", "gamma", "after"), [(2 / 3, 1.0, 0), (0.75, 2.5, 0), (1.0, 1.0, 7)]
 )
-def test_the_warm_up_with_a_power_is_timms(power, gamma, after):
+def test_warm_up_with_a_power_equals_timm(power, gamma, after):
     model = model_with_buffers()
     form = {"warmup_power": power, "warmup_gamma": gamma}
     ours = Ema(model, 0.9, True, after_steps=after, **form)

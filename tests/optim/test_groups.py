@@ -1,5 +1,5 @@
-"""Test the groups of parameters against timm's and torchvision's. Each parameter must be in exactly
-one group."""
+"""Compare parameter groups with timm's and torchvision's. Each parameter must be in exactly one
+group."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def decayed_names(model: nn.Module, rule: str) -> set[str]:
 # --- which parameters are decayed -----------------------------------------------------------------
 
 
-def test_weights_of_linear_maps_decay_and_nothing_else():
+def test_only_weights_of_linear_maps_decay():
     model = our_model(init_values=0.1, class_token=True)
     decayed, free = parameter_groups(model, CONFIG)
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
@@ -61,7 +61,7 @@ def test_weights_of_linear_maps_decay_and_nothing_else():
     ],
     ids=["ours", "ours, no token", "test_vit", "test_vit2", "test_resnet", "distilled"],
 )
-def test_each_parameter_is_in_the_group_that_timm_puts_it_in(create):
+def test_each_parameter_is_in_the_same_group_as_in_timm(create):
     model = create()
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     theirs = {
@@ -90,7 +90,7 @@ def test_exempts_the_same_norms_as_torchvision(create):
     assert names_of(model, norms)
 
 
-def test_kernels_are_those_of_flax():
+def test_kernels_are_the_same_as_in_flax():
     """A head that pools by attention has a query with two or more dimensions, which is not a
     kernel."""
     model = our_model(class_token=False, global_pool="map", reg_tokens=2)
@@ -129,7 +129,6 @@ def test_omits_frozen_parameters():
 
 
 def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return the factor of the learning rate, and the decay, of each parameter."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     pairs = [
         (name_of[id(p)], (group["lr_scale"], group["weight_decay"]))
@@ -143,7 +142,7 @@ def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float
 
 
 @pytest.mark.parametrize("fields", [{}, AVG, {"reg_tokens": 2}], ids=["token", "avg", "registers"])
-def test_layers_are_timms(fields):
+def test_layers_are_the_same_as_in_timm(fields):
     ours = our_model(**fields)
     theirs = timm.models.VisionTransformer(
         32, 16, embed_dim=32, depth=2, num_heads=2, num_classes=5, fc_norm="avg" in fields.values(),
@@ -166,7 +165,7 @@ def test_layers_are_timms(fields):
         assert all(got[name][0] == 1 for name in differ)
 
 
-def test_networks_of_stages_have_timms_layers():
+def test_networks_with_stages_have_the_same_layers_as_in_timm():
     model = timm.create_model("test_resnet", num_classes=5)
     config = AdamWConfig(weight_decay=0.05, layer_decay=0.7, layer_decay_form="timm")
     expected = scales(param_groups_layer_decay(model, 0.05, layer_decay=0.7), model)
@@ -175,7 +174,7 @@ def test_networks_of_stages_have_timms_layers():
         parameter_groups(model, AdamWConfig(layer_decay=0.7))
 
 
-def test_each_block_below_learns_slower_by_the_factor():
+def test_each_lower_block_learns_slower_by_the_factor():
     """BEiT numbers the embedding 0, block n n, and the head depth + 1."""
     model = our_model()
     numbers = layer_numbers(model, "beit")
@@ -195,7 +194,7 @@ def test_each_block_below_learns_slower_by_the_factor():
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_vit2", "test_resnet"])
-def test_matrices_are_timms(name):
+def test_matrices_are_the_same_as_in_timm(name):
     model = timm.create_model(name, num_classes=5)
     theirs = create_optimizer_v2(model, opt="muon", lr=1e-3, weight_decay=0.05)
     for parameter in model.parameters():
@@ -206,7 +205,7 @@ def test_matrices_are_timms(name):
     assert {id(p) for g in groups if g["use_muon"] for p in g["params"]} == expected
 
 
-def test_matrices_of_the_blocks_are_their_linear_maps():
+def test_matrices_of_a_block_are_its_linear_maps():
     model = our_model(reg_tokens=2, qk_norm=True, init_values=0.1)
     groups = parameter_groups(model, MuonConfig(name="muon", layer_decay=0.9))
     taken = names_of(model, itertools.chain(*(g["params"] for g in groups if g["use_muon"])))

@@ -1,5 +1,5 @@
-"""Test the norms of each layer against plain loops over parameters, and the attention logits
-against the inputs of attention's kernel."""
+"""Compare each layer's norms with plain loops over parameters, and the attention logits with the
+inputs of attention's kernel."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def plain_norms(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_norms_are_those_of_a_plain_loop_over_parameters(name, precision):
+def test_norms_equal_a_plain_loop_over_parameters(name, precision):
     if precision == "fp16" and name not in ("adamw", "muon"):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
     if precision == "fp16":
-        # a scale of 65,536 would overflow, and be lowered by skipped updates
+        # A scale of 65,536 would overflow, and skipped updates would lower it.
         step.loss_scale.value.fill_(2.0**8)
     assert step(make_batch(), 0).read().norms is None
     before = copy.deepcopy(step.model)
@@ -112,7 +112,7 @@ def test_norms_are_those_of_a_plain_loop_over_parameters(name, precision):
     moved = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     changes = ((name, p - moved[name]) for name, p in before.named_parameters())
     gradients = plain_norms((name, p.grad) for name, p in before.named_parameters())
-    # float16 has 11 bits, which are rounded in two blocks
+    # float16 has 11 bits and rounds in two blocks
     tolerance = 1e-4 if precision == "fp32" else 0.02
     close = partial(pytest.approx, rel=tolerance)
     assert tuple(result.norms["grad_norm"]) == LAYERS
@@ -146,7 +146,7 @@ def test_a_layer_whose_gradient_overflows_is_named():
     assert [layer for layer in LAYERS if not math.isfinite(gradient_norms[layer])] == ["blocks.1"]
 
 
-def test_it_is_measured_at_the_interval_and_at_the_end():
+def test_norms_are_measured_at_the_interval_and_at_the_end():
     norms = Norms(make_model(), 4, 10)
     assert [step + 1 for step in range(10) if norms.is_due(step)] == [4, 8, 10]
 
@@ -177,7 +177,7 @@ def test_measuring_does_not_change_the_training():
 
 @pytest.fixture
 def largest_of_calls(monkeypatch) -> list[torch.Tensor]:
-    """Return the largest logit for each image in each call of the kernel."""
+    """Return each image's largest logit in each call of the kernel."""
     seen = []
     kernel = F.scaled_dot_product_attention
 
@@ -199,7 +199,7 @@ def largest_of_calls(monkeypatch) -> list[torch.Tensor]:
     ],
     ids=["qk_norm and rope", "map", "timm"],
 )
-def test_the_largest_logit_is_that_of_attentions_inputs(create, largest_of_calls):
+def test_the_largest_logit_is_computed_from_the_inputs_of_attention(create, largest_of_calls):
     torch.manual_seed(1)
     model = create().train()
     images = torch.randn(3, 3, *getattr(model, "image_size", (32, 32)))
@@ -212,7 +212,7 @@ def test_the_largest_logit_is_that_of_attentions_inputs(create, largest_of_calls
 
 
 def test_searches_the_largest_logit_in_the_first_mixed_images(largest_of_calls):
-    """The choice must depend neither on micro-batches of 4 nor on mixing groups of 6."""
+    """The choice of images must depend neither on micro-batches of 4 nor on mixing groups of 6."""
     step = make_step(micro_batch_size=6)
     mixing = AugmentConfig(hflip_prob=0.0, mixup_alpha=1.0, mix_group_size=6)
     step.augment.config = mixing
@@ -228,7 +228,7 @@ def test_searches_the_largest_logit_in_the_first_mixed_images(largest_of_calls):
     assert list(largest.values()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_compiled_blocks_get_no_more_graphs():
+def test_compiled_blocks_need_no_additional_graphs():
     graphs = []
 
     def backend(graph, inputs):

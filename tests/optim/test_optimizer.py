@@ -1,5 +1,4 @@
-"""Test updates against the papers' formulas in float64 and against the libraries' own
-optimizers."""
+"""Compare updates with the papers' formulas in float64 and with the libraries' own optimizers."""
 
 import copy
 import functools
@@ -116,7 +115,7 @@ def sgd_reference(
 
 
 @each_formula
-def test_updates_are_the_formulas(config):
+def test_updates_equal_the_formulas(config):
     model = small_model()
     rates = [0.02, 0.01, 0.05, 0.0, 0.03]
     before = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
@@ -139,7 +138,7 @@ def test_updates_are_the_formulas(config):
         )
 
 
-def test_the_first_learning_rate_is_the_configs():
+def test_the_first_learning_rate_is_that_of_the_config():
     for config in CONFIGS:
         groups = create_optimizer(small_model(), config).param_groups
         assert {group["lr"] for group in groups} == {0.02}
@@ -196,7 +195,7 @@ def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
             for module in (timm.optim.lamb, timm.optim.nadamw, timm.optim.adamw):
                 patched.setattr(module, "_resolve_foreach", on_a_gpu)
             update(at_once, float(is_bad))
-    assert num_taken >= 6, "timm no longer calls the patched function"
+    assert num_taken >= 6, "timm must call the patched function"
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         # The tolerance covers four updates of a few operations on numbers of about 1.
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
@@ -216,7 +215,7 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class UnknownConfig(SgdConfig):
-    """A config outside the union, with every field that SGD reads."""
+    """A config outside the union that has every field that SGD reads."""
 
 
 def test_every_optimizer_of_the_config_is_tested_here():
@@ -239,7 +238,7 @@ def test_without_timm_its_optimizers_are_refused(name, monkeypatch):
         create_optimizer(small_model(), OF_LIBRARIES[name])
 
 
-def test_an_optimizer_that_would_apply_a_gradient_that_is_not_finite_is_an_error(monkeypatch):
+def test_an_optimizer_that_would_apply_a_non_finite_gradient_is_an_error(monkeypatch):
     unfused = functools.partial(torch.optim.AdamW, foreach=True)
     monkeypatch.setattr(
         torch.optim, "AdamW", lambda groups, fused, **fields: unfused(groups, **fields)
@@ -254,7 +253,6 @@ def test_an_optimizer_that_would_apply_a_gradient_that_is_not_finite_is_an_error
 
 
 def of_the_library(model: nn.Module, config) -> list[torch.optim.Optimizer]:
-    """Return the same optimizer made with torch and timm alone."""
     groups = parameter_groups(model, config)
     common = {"lr": config.lr}
     if isinstance(config, SgdConfig):
@@ -291,8 +289,8 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
         for model, optimizer in ((plain, theirs), (allocated, ours)):
             give_gradients(model, step)
             optimizer.step()
-    # LAMB's bias corrections are computed on the device in float32, so updates differ by a few
-    # units in the last place.
+    # The device computes LAMB's bias corrections in float32, so updates differ by a few units in
+    # the last place.
     tolerance = {"rtol": 2e-6, "atol": 2e-7} if config.name == "lamb" else {"rtol": 0, "atol": 0}
     for a, b in zip(plain.parameters(), allocated.parameters(), strict=True):
         torch.testing.assert_close(b, a, **tolerance)
@@ -306,8 +304,8 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_muon_equals_torchs_with_a_separate_adam(nesterov):
-    """torch has Muon for matrices only, with an implementation that is independent of timm's."""
+def test_muon_equals_torch_with_a_separate_adam(nesterov):
+    """torch has Muon for matrices only, in an implementation that is independent of timm's."""
     model = small_model()
     theirs = copy.deepcopy(model)
     config = MuonConfig(

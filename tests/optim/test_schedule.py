@@ -1,4 +1,4 @@
-"""Test learning rate and weight decay against torch's and timm's schedulers, including edge
+"""Compare learning rate and weight decay with torch's and timm's schedulers, including edge
 cases."""
 
 import math
@@ -20,8 +20,8 @@ PEAK = 0.3
 
 
 def torch_rates(num_steps: int, scheduler: type[LRScheduler], **options) -> list[float]:
-    """Return the learning rates of a stateful torch scheduler, from before its first step to after
-    its last."""
+    """Return a stateful torch scheduler's learning rates, from before its first step to after its
+    last."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     schedule = scheduler(optimizer, **options)
     rates = [PEAK * options.get("start_factor", 1.0)]
@@ -34,7 +34,7 @@ def torch_rates(num_steps: int, scheduler: type[LRScheduler], **options) -> list
 
 @pytest.mark.parametrize("min_lr", [0.0, 0.02])
 @pytest.mark.parametrize("warmup_steps", [0, 7])
-def test_cosine_is_torchs_from_the_end_of_the_warm_up_on(warmup_steps, min_lr):
+def test_cosine_equals_torch_after_warm_up(warmup_steps, min_lr):
     total = 50
     theirs = torch_rates(
         total - warmup_steps, CosineAnnealingLR, T_max=total - warmup_steps, eta_min=min_lr
@@ -47,7 +47,7 @@ def test_cosine_is_torchs_from_the_end_of_the_warm_up_on(warmup_steps, min_lr):
 
 
 @pytest.mark.parametrize("min_lr", [0.0, 0.02])
-def test_linear_is_torchs(min_lr):
+def test_linear_equals_torch(min_lr):
     theirs = torch_rates(40, LinearLR, start_factor=1.0, end_factor=min_lr / PEAK, total_iters=40)
     assert [
         lr_at(step, peak_lr=PEAK, total_steps=40, name="linear", min_lr=min_lr)
@@ -56,7 +56,7 @@ def test_linear_is_torchs(min_lr):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
-def test_warm_up_is_torchs_linear_one_and_ends_at_the_peak(name):
+def test_warm_up_equals_linear_lr_of_torch_and_ends_at_the_peak(name):
     theirs = torch_rates(9, LinearLR, start_factor=0.1, total_iters=9)
     ours = [
         lr_at(step, peak_lr=PEAK, total_steps=30, warmup_steps=10, name=name) for step in range(10)
@@ -72,7 +72,7 @@ def test_warm_up_is_torchs_linear_one_and_ends_at_the_peak(name):
     st.floats(1e-6, 10),
     st.floats(0, 1),
 )
-def test_rate_rises_to_the_peak_then_falls_to_the_minimum_where_the_run_ends(
+def test_the_rate_rises_to_the_peak_and_falls_to_the_minimum_when_the_run_ends(
     name, total_steps, warmup_steps, peak_lr, share
 ):
     min_lr = 0.0 if name == "constant" else share * peak_lr
@@ -132,15 +132,15 @@ def our_rates(num_steps: int, **options) -> list[float]:
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("cooldown", [0, 2])
 @pytest.mark.parametrize("per_epoch", [True, False])
-def test_cosine_with_warm_up_and_cool_down_is_timms(per_epoch, cooldown, prefix):
-    """DeiT's schedule is per epoch, starts at 1e-6, and has no prefix."""
+def test_cosine_with_warm_up_and_cool_down_equals_timm(per_epoch, cooldown, prefix):
+    """DeiT's schedule changes per epoch, starts at 1e-6, and has no prefix."""
     epochs, length, warmup = 12, 5, 3
     unit = 1 if per_epoch else length
     theirs = timm_rates(
         epochs * length,
         CosineLRScheduler,
         in_epochs=length if per_epoch else 0,
-        # With a prefix timm counts the epochs after the warm-up.
+        # With a prefix, timm counts the epochs after the warm-up.
         t_initial=(epochs - cooldown - (warmup if prefix else 0)) * unit,
         warmup_t=warmup * unit,
         warmup_lr_init=1e-6,
@@ -162,7 +162,7 @@ def test_cosine_with_warm_up_and_cool_down_is_timms(per_epoch, cooldown, prefix)
 
 @pytest.mark.parametrize("form", ["linear", "1-sqrt"])
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_warm_up_stable_decay_is_timms(warmup, form):
+def test_warm_up_stable_decay_equals_timm(warmup, form):
     theirs = timm_rates(
         40,
         WSDLRScheduler,
@@ -186,8 +186,9 @@ def test_warm_up_stable_decay_is_timms(warmup, form):
     assert ours == pytest.approx(theirs)
 
 
-def test_warm_up_of_a_part_per_epoch_is_torchvisions():
-    """references/classification/train.py steps LinearLR and then CosineAnnealingLR each epoch."""
+def test_warm_up_per_epoch_equals_torchvision():
+    """references/classification/train.py steps LinearLR and then CosineAnnealingLR in each
+    epoch."""
     epochs, warmup, length = 12, 4, 3
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     linear = LinearLR(optimizer, start_factor=0.033, total_iters=warmup)
@@ -204,7 +205,7 @@ def test_warm_up_of_a_part_per_epoch_is_torchvisions():
     assert ours == pytest.approx(theirs)
 
 
-def test_weight_decay_follows_a_cosine_as_torchs():
+def test_weight_decay_follows_the_cosine_of_torch():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.04)
     schedule = CosineAnnealingLR(optimizer, T_max=30, eta_min=0.4)
     theirs = []

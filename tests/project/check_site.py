@@ -3,7 +3,7 @@
     python tests/project/check_site.py build/site
 
 `make docs` runs this check, because the site's generator accepts links to files outside its pages.
-Prints a line for each dead link, and then exits with status 1.
+The script prints a line for each dead link and exits with status 1 if any exist.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """The links and the anchors of one HTML page."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.links: list[str] = []
@@ -33,11 +31,12 @@ class Page(HTMLParser):
 
 
 def find_dead_links(site: Path) -> list[str]:
-    """Return `page -> link` for each relative link of `site` without a file or an anchor."""
+    """Return `page -> link` for each relative link of `site` whose file or anchor does not
+    exist."""
     read = cache(Page)
     dead = []
     for path in sorted(site.rglob("*.html")):
-        # its links are absolute, because a server shows it at any address
+        # This page has absolute links, because a server shows it at any address.
         if path.name == "404.html":
             continue
         for link in read(path).links:

@@ -1,4 +1,4 @@
-"""Test that every recipe fits the schema, names its source, has that source's values, and runs its
+"""Test that every recipe fits the schema, names its source, uses that source's values, and runs its
 first steps."""
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ MAE_TABLE_11 = {
     "model.drop_path_rate": 0.1,
     "train.ema_decay": 0.9999,
 }
-# The values for ViT-L and ViT-H in Table 11.
+# Table 11's values for ViT-L and ViT-H.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
-# facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for ViT-S, B and L at resolution
-# 384x384": the options of the commands. Omitted options have the defaults of main.py and timm.
+# The options of the commands in facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for
+# ViT-S, B and L at resolution 384x384". Omitted options have the defaults of main.py and timm.
 DEIT3_FINETUNE_384 = {
     "optim.name": "adamw",  # --opt adamw
     "optim.lr": 1e-5,  # --lr 1e-5 --unscale-lr
@@ -60,7 +60,7 @@ DEIT3_FINETUNE_384 = {
     "schedule.min_lr": 1e-5,  # default
     "schedule.warmup_epochs": 5,  # --warmup-epochs 5
     "train.epochs": 20,  # --epochs 20
-    "train.ema_decay": None,  # kept by main.py, but never evaluated
+    "train.ema_decay": None,  # main.py keeps averaged weights, but never evaluates them
     "augment.randaugment_layers": 2,  # --aa rand-m9-mstd0.5-inc1
     "augment.randaugment_magnitude": 9,
     "augment.randaugment_magnitude_std": 0.5,
@@ -79,15 +79,15 @@ TABLES = {
     "vit_b16": MAE_TABLE_11,
     "vit_l16": MAE_TABLE_11_LARGE,
     "vit_h14": MAE_TABLE_11_LARGE,
-    # Drop path is the base's own, as in affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k.
+    # Drop path is that of the base model, as in affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k.
     "vit_b16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.1, "model.image_size": 384},
     "vit_l16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 384},
     # 392 = 28 * 14
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
-# Other recipes are tested in tests/extras/recipes/test_shipped.py. A recipe may set these keys in
-# addition to its source: paths, hardware, and the frequency of logs and evaluations.
+# tests/extras/recipes/test_shipped.py tests other recipes. A recipe may set these keys in addition
+# to its source: paths, hardware, and the frequency of logs and evaluations.
 OURS = {
     "model.name",
     "model.image_size",
@@ -109,7 +109,7 @@ def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
     with torch.device("meta"):
         create_model(config.model, num_classes=config.model.num_classes or 10)
     header = re.match(r"(#.*\n)+", path.read_text())
-    assert header, "a recipe must start with a header"
+    assert header, "a recipe must start with a comment header"
     for word in HEADER:
         assert re.search(rf"^# {word}\s+\S", header[0], re.M), f"the header lacks '{word}'"
     assert re.search(r"^# (result|published)\s+\S", header[0], re.M)
@@ -123,7 +123,7 @@ def test_a_recipe_in_a_folder_is_loaded_by_its_name_from_anywhere(name, tmp_path
     assert config.run.dir == "runs/deit3_vit_b16_800ep", "vit5/vit_b16 must not share runs/vit_b16"
 
 
-def test_a_misspelt_recipe_gets_the_nearest_names(tmp_path, monkeypatch):
+def test_the_error_for_a_misspelled_recipe_lists_similar_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"recipe has this name; .*: deit3/vit_b16_800ep, "):
         load_config("deit3/vit_b16_80ep")
@@ -139,7 +139,7 @@ def test_the_command_in_a_recipe_names_that_recipe(path):
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=recipe_name)
-def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
+def test_a_recipe_has_exactly_the_values_in_the_table_of_its_source(path):
     config, origins = load_with_origins(path)
     values = to_dict(config)
     table = TABLES[path.stem]
@@ -149,7 +149,7 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
             pytest.approx(expected) if isinstance(expected, float) else expected
         ), key
     keys = {key for key, origin in origins.items() if origin.startswith(str(path))}
-    assert keys <= table.keys() | OURS, "a value has no source"
+    assert keys <= table.keys() | OURS, "these values have no source"
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
         for path in PUBLISHED
     ],
 )
-def test_what_a_header_derives_follows_from_its_recipe(path):
+def test_derived_values_in_a_header_follow_from_the_recipe(path):
     """The header states steps on ImageNet, and hours and memory as `launch/plan.py` forecasts them
-    for 8 H200."""
+    for 8 H200 GPUs."""
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"])
     text = path.read_text()
@@ -236,7 +236,7 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """Return the setting for images of `side` x `side` patches for the recipe `name`."""
+    """Return the setting for images of `side` x `side` patches in the recipe `name`."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
@@ -266,7 +266,7 @@ def bases(tmp_path_factory, shards):
 
 
 @pytest.mark.parametrize("name", [path.stem for path in PUBLISHED if path not in FINETUNED])
-def test_a_small_one_trains_and_is_evaluated(name, bases):
+def test_a_small_recipe_trains_and_is_evaluated(name, bases):
     folder = bases(name)
     losses = [line["loss"] for line in metrics(folder, "train")]
     assert len(losses) == 2
@@ -278,7 +278,7 @@ def test_a_small_one_trains_and_is_evaluated(name, bases):
 
 
 @pytest.mark.parametrize("path", FINETUNED, ids=recipe_name)
-def test_a_small_one_is_finetuned_from_its_base(path, bases, tmp_path, shards, capsys):
+def test_a_small_recipe_is_finetuned_from_its_base(path, bases, tmp_path, shards, capsys):
     base = bases(path.stem.partition("_ft")[0])
     overrides = [
         *SMALL,
@@ -351,7 +351,8 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
 
 
 def test_the_table_of_deit_options_has_valid_settings(tmp_path):
-    """Each cell is `section.key: value`. A key without a section is in the previous section."""
+    """Each cell is `section.key: value`. A key without a section belongs to the previous
+    section."""
     table = (
         (ROOT / "docs" / "recipes.md")
         .read_text()

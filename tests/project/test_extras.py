@@ -1,5 +1,5 @@
-"""Test that each folder of vit/extras/ may be deleted: the rest imports, and a config that needs it
-is rejected in one line."""
+"""Test that each folder of vit/extras/ may be deleted: all other modules import, and a config that
+needs the folder is rejected in one line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NEEDED_BY = {
     "report": ("log.report=true", "log.report=true needs"),
     "stream": ("data.reader=webdataset", "data.reader=webdataset needs"),
 }
-"""An extra -> an argument of launch/train.py that needs it, and the first words of the error. No
-config needs the remaining extras."""
+"""Maps an extra to an argument of launch/train.py that needs it, and to the first words of the
+error. No config needs the other extras."""
 SCRIPT = """
 import importlib, pkgutil, sys
 import vit, data_prep

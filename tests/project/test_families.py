@@ -1,5 +1,5 @@
-"""Test that every process of a test ends with it, and that tests/conftest.py lists what skipped
-tests need."""
+"""Test that a test's processes end with the test, and that tests/conftest.py lists the programs
+that skipped tests need."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sessions(tmp_path: Path) -> Path:
 
 
 def pids_in(path: Path) -> list[int]:
-    deadline = time.monotonic() + 240  # because a nested pytest starts first
+    deadline = time.monotonic() + 240  # wait long, because a nested pytest starts first
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -57,7 +57,7 @@ def pids_in(path: Path) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Wait some seconds for the processes to end. A zombie has ended."""
+    """Wait up to some seconds for the processes to end. A zombie counts as ended."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
@@ -122,7 +122,7 @@ def test_is_killed():
 """
 
 
-def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(sessions, tmp_path):
+def test_failed_and_timed_out_tests_and_a_killed_pytest_leave_no_processes(sessions, tmp_path):
     """A nested pytest uses the hooks of tests/conftest.py."""
     (tmp_path / "test_inner.py").write_text(
         INNER.format(sessions=str(sessions), folder=str(tmp_path))
@@ -146,7 +146,7 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
         killed = pids_in(tmp_path / "killed")
         assert all(map(is_alive, killed))
         [folder] = temporary.iterdir()
-        assert len(list(folder.iterdir())) == 6, "two processes of each test"
+        assert len(list(folder.iterdir())) == 6, "the file must list two processes of each test"
         assert not any(
             is_alive(pid) for name in ("failed", "timed_out") for pid in pids_in(tmp_path / name)
         )

@@ -33,6 +33,6 @@ def test_every_promise_names_its_tests():
 
 
 @pytest.mark.parametrize(("file", "name"), sorted({*re.findall(NAMED, FAULTS + PROMISES)}))
-def test_the_test_exists(file, name):
+def test_the_named_test_exists(file, name):
     tree = ast.parse((ROOT / file).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

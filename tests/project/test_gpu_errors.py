@@ -1,4 +1,4 @@
-"""Test the section about GPUs in docs/errors.md: each row is provoked with the real command.
+"""Test the section about GPUs in docs/errors.md: the real command must print each row.
 
 No GPU is needed. A few lines that run before the command, in its process, simulate the driver,
 torch and the GPU.
@@ -93,7 +93,8 @@ print("note:", precision_note("bf16", torch.device("cuda", 0)), file=sys.stderr)
 
 
 class Place:
-    """A folder with a config in which commands run after a few lines of Python."""
+    """A folder with a config, in which commands run after a few lines of Python that prepare the
+    process."""
 
     def __init__(self, folder: Path, shards: Path):
         self.folder = folder
@@ -200,11 +201,13 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in ROWS])
-def test_the_row_is_what_happens(row: Row, tmp_path, shards):
+def test_the_mistake_has_the_stated_result(row: Row, tmp_path, shards):
     done = SCENARIOS[row.what](Place(tmp_path, shards))
     assert done.returncode == row.status, done.stderr
     pattern = f"^{pattern_of(row.printed)}\\s*\\Z"
-    assert re.search(pattern, done.stderr, re.MULTILINE), f"not {row.printed}:\n{done.stderr}"
+    assert re.search(pattern, done.stderr, re.MULTILINE), (
+        f"expected {row.printed}, but got:\n{done.stderr}"
+    )
     assert "Traceback" not in done.stderr
 
 

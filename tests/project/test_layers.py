@@ -1,5 +1,5 @@
-"""Test that packages have one order: each imports only packages below it, and no file imports too
-many modules."""
+"""Test that packages are ordered: each package imports only packages below it, and no file imports
+too many modules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # The modules of checkpoint/ that find weights in a run's folder. The rest of checkpoint/ is
-    # above.
+    # The modules of checkpoint/ that find weights in a run's folder. The other modules of
+    # checkpoint/ are above.
     "vit.run_folder",
     "vit.weights",
     "vit.training",
@@ -59,9 +59,9 @@ name starts with."""
 LATE = {
     ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
-"""A module, and a project module that one of its functions imports -> the reason."""
+"""Maps a module, and a project module that one of its functions imports, to the reason."""
 MOST_IMPORTS = 20
-"""The largest number of project modules that a file may import."""
+"""The maximum number of project modules that a file may import."""
 MOST_FILES = 10
 MOST_FOLDERS = 14
 """The files directly in vit/, which give an overview of the project."""
@@ -84,7 +84,8 @@ NEEDS_TORCH = (
     "vit.data.augment.pixel_ops",
     "vit.data.augment.rounds",
 )
-"""The modules of vit.system, vit.data and data_prep that need torch. The others work without it."""
+"""The modules of vit.system, vit.data and data_prep that need torch. The other modules work without
+torch."""
 
 
 class Arrow(NamedTuple):
@@ -96,8 +97,8 @@ class Arrow(NamedTuple):
 
 @functools.cache
 def modules() -> dict[str, tuple[Arrow, ...]]:
-    """Return the project's modules and the imports between them, including type-only and late
-    ones."""
+    """Return the project's modules and the imports between them, including type-only imports and
+    imports in functions."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for folder in ("vit", "data_prep", "launch")
@@ -162,14 +163,14 @@ def test_every_module_is_in_a_listed_package():
     ]
     assert not lost
     in_use = {room_of(module) for module in modules()}
-    assert not set(ROOMS) - in_use, "a package has no module: remove it from the list"
+    assert not set(ROOMS) - in_use, "a package has no modules: remove the package from the list"
 
 
-def test_imports_go_down():
+def test_packages_import_only_packages_below_them():
     def rule(module, arrow):
         own, target = room_of(module), room_of(arrow.target)
         if is_extra(own) and is_extra(target):
-            return ""  # covered by the next test
+            return ""  # the next test checks this import
         return f"{target} is above {own}" if ROOMS.index(target) > ROOMS.index(own) else ""
 
     upward = violations(rule)
@@ -188,9 +189,9 @@ def test_extras_import_the_core_and_not_each_other():
     assert not between, f"move the shared code into the core, or load it by name:\n{between}"
 
 
-def test_no_circle_of_files():
+def test_files_do_not_import_each_other_in_a_cycle():
     graph = {name: {arrow.target for arrow in imports} for name, imports in modules().items()}
-    # A class of settings and its checks refer to each other, but only in types.
+    # A settings class and its checks may refer to each other in types.
     graph = {
         name: {t for t in imports if t != name} for name, imports in without_types(graph).items()
     }
@@ -198,8 +199,8 @@ def test_no_circle_of_files():
 
 
 def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return `graph` without type-only imports, because files of a package may refer to each
-    other."""
+    """Return `graph` without type-only imports, because files of a package may refer to each other
+    in types."""
     graph_at_run_time = {}
     for name in graph:
         tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
@@ -237,7 +238,7 @@ def test_no_file_imports_too_many():
 
 
 def test_every_object_loaded_by_name_exists():
-    """The core names a rarely needed part as `module:attribute` in a string, which no type checker
+    """The core refers to a rarely needed part by a string `module:attribute`, which no type checker
     reads."""
     lost = []
     for module in modules():
@@ -267,7 +268,7 @@ def test_every_import_in_a_shell_script_exists():
         )
         for name in match[2].split(",")
     ]
-    assert imports, "slurm/train.sh has imports"
+    assert imports, "slurm/train.sh must contain imports for this test"
     code = "import importlib\n" + "".join(
         f"getattr(importlib.import_module({module!r}), {name!r}, None) or"
         f" importlib.import_module({f'{module}.{name}'!r})\n"
@@ -277,7 +278,7 @@ def test_every_import_in_a_shell_script_exists():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_listing_is_the_map():
+def test_the_list_of_modules_matches_the_map():
     files = sorted(path.name for path in (ROOT / "vit").glob("*.py"))
     folders = sorted(path.parent.name for path in (ROOT / "vit").glob("*/__init__.py"))
     assert len(files) <= MOST_FILES, files

@@ -1,5 +1,5 @@
-"""Test facts in the sentences of the pages: Python calls must fit the real signatures, and counts
-must be correct."""
+"""Test facts in the prose of the docs: Python calls must fit the real signatures, and counts must
+be correct."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ ELSEWHERE = {
     *("AutoAugment", "HuggingFaceStorageWriter", "KNeighborsClassifier", "LogisticRegression"),
     *("fn.readers.webdataset", "wandb.login", "webdataset.WebDataset"),
 }
-"""Calls of other programs, mentioned for comparison."""
+"""Calls to other programs, mentioned for comparison."""
 
 
 def calls_of(text: str) -> list[str]:
-    """Return the calls with a keyword in backticks within the sentences of a page."""
+    """Return the calls with a keyword in backticks within a page's sentences."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
     return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]
 
 
 def places_of_names() -> dict[str, list[str]]:
-    """Return the modules of the project that define each public function or class."""
     places: dict[str, list[str]] = {}
     for path in sorted([*(ROOT / "vit").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")]):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -42,7 +41,7 @@ def places_of_names() -> dict[str, list[str]]:
 
 
 def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
-    """Return the objects that `name` may refer to, by its module or by its last part alone."""
+    """Return the objects that `name` may refer to, by its module or only by its last part."""
     prefix, _, last = name.rpartition(".")
     if prefix:
         try:
@@ -124,7 +123,6 @@ def lines_of(*patterns: str) -> int:
 
 
 def limit(name: str) -> int:
-    """Return a number from tests/project/test_sizes.py."""
     text = (ROOT / "tests" / "project" / "test_sizes.py").read_text()
     return int(re.search(rf"^{name} = (\d+)$", text, re.M)[1])
 
@@ -153,7 +151,8 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ),
     ("recipes.md", r"(\w+) recipes come with a \[published", recipes_with_a_curve, 0),
 ]
-"""Page, sentence, the counted thing, and the tolerance of a rounded number as a fraction."""
+"""Each row has a page, a sentence, the counted thing, and the relative tolerance of a rounded
+number."""
 C_FILES = "vit/data/decode/c/*.[ch]"
 
 

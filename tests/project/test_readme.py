@@ -1,4 +1,4 @@
-"""Test the examples of the pages: the real commands accept them, their files exist, their settings
+"""Test the examples in the docs: the real commands accept them, their files exist, their settings
 fit the schema, and their Python runs."""
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Understood(BaseException):
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Let the real command parse its arguments without running it; fail with its own message."""
+    """Make the real command parse its arguments without running; fail with the command's own
+    message."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
         data_prep.command.OneLineParser.parse_args(parser, arguments)
@@ -162,13 +163,14 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
             arguments = ["-m", f"data_prep.{arguments[0]}", *arguments[1:]]
         else:
             arguments = [SCRIPTS[script], *arguments]
-            if "--config" not in arguments and script == "slurm/train.sh":  # the script's default
+            # Add the script's default.
+            if "--config" not in arguments and script == "slurm/train.sh":
                 arguments += ["--config", "configs/vit_b16.yaml"]
     if arguments[:2] in (["-m", "venv"], ["-m", "data_prep"]) or not arguments:
         return
     if arguments[0] == "-m":
         arguments[:2] = [arguments[1].replace(".", "/") + ".py"]
-        if not arguments[1:]:  # the page only names the script
+        if not arguments[1:]:  # the page only mentions the script
             assert (ROOT / arguments[0]).is_file()
             return
     understand(arguments[0], arguments[1:])
@@ -176,7 +178,7 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_examples_print_the_output_shown_below_them(page):
-    """All examples run from top to bottom in one namespace, as a reader would paste them. Examples
+    """All examples run from top to bottom in one namespace, as if a reader pasted them. Examples
     that need data have their own tests."""
     names: dict[str, object] = {}
     shown = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.S)
@@ -188,7 +190,7 @@ def test_python_examples_print_the_output_shown_below_them(page):
 
 
 def write_digits(root: Path) -> None:
-    """Write shards of scikit-learn's 1,797 digits as white on black, with every fifth for
+    """Write shards of scikit-learn's 1,797 digits as white on black, with every fifth digit for
     evaluation, as any program could."""
     root.mkdir()
     digits = load_digits()
@@ -223,8 +225,8 @@ def write_digits(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
-    """The page's code runs on real digits, which are easier than the demo's, so that four epochs
-    take seconds."""
+    """The page's code runs on real digits, which are easier than the demo's digits, so that four
+    epochs take seconds."""
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
     write_digits(tmp_path / "data")
@@ -234,7 +236,7 @@ def test_the_loop_of_the_docs_learns(ranks, tmp_path):
     *lines, accuracy = done.stdout.splitlines()
     steps = [re.fullmatch(r"step (\d+) of 176: loss ([\d.]+)", line) for line in lines]
     assert [int(match[1]) for match in steps] == [100, 176], (
-        "a line for each hundred steps, and one at the end"
+        "the loop must print a line for each hundred steps, and one at the end"
     )
     assert float(steps[-1][2]) < 1.9 < np.log(10), "the loss must be well below that of chance"
     assert float(re.fullmatch(r"top-1 ([\d.]+) % \(\d+ of 360; .*", accuracy)[1]) > 40
@@ -247,7 +249,6 @@ COMMANDS_OF_USERS = sorted(
 
 @pytest.mark.parametrize("script", COMMANDS_OF_USERS)
 def test_a_command_starts_without_imported_project_modules(script):
-    """The command starts as for a user, but with imported libraries."""
     code = f"""
 import runpy, sys
 for name in list(sys.modules):
@@ -274,8 +275,8 @@ def test_a_command_starts_in_a_new_interpreter(script):
     assert "usage:" in done.stdout
 
 
-def test_trains_a_users_own_model_by_its_name(shards, tmp_path):
-    """As docs/own_loop.md describes, a model registered with timm must work like timm's own."""
+def test_trains_a_model_of_the_user_by_its_name(shards, tmp_path):
+    """As docs/own_loop.md states, a model registered with timm must work like timm's own."""
 
     def own_for_this_test(
         num_classes: int = 1000, in_chans: int = 3, **options: object
@@ -308,7 +309,7 @@ def test_targets_of_links_and_pictures_exist(page):
             assert not anchor or anchor in anchors(to), f"{page.name} points to {target}#{anchor}"
 
 
-def test_the_readme_is_short_and_each_of_its_measured_numbers_stands_in_a_results_file():
+def test_the_readme_is_short_and_its_measured_numbers_are_in_results_files():
     prose = re.sub(r"```.*?```", "", README.read_text(), flags=re.S)
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", prose)
     text = re.sub(r"^\|.*$", "", prose, flags=re.M)
@@ -327,11 +328,11 @@ def anchors(page: Path) -> set[str]:
 
 
 def sections(name: str) -> dict[str, str]:
-    """Return the text below each third-level heading in a page of docs/, by heading."""
+    """Map each third-level heading in a page of docs/ to the text below it."""
     parts = re.split(r"^### ", (ROOT / "docs" / name).read_text(), flags=re.M)[1:]
     cut = [part.partition("\n## ")[0].partition("\n") for part in parts]
     texts = {heading: text for heading, _, text in cut}
-    assert len(texts) == len(parts), "a heading appears twice"
+    assert len(texts) == len(parts), "a heading must appear only once"
     return texts
 
 
@@ -341,7 +342,7 @@ def test_the_design_page_takes_fifteen_minutes():
     assert len(text.split()) <= 2800
 
 
-def test_a_decision_of_the_design_says_when_why_what_it_costs_and_what_would_change_it():
+def test_a_design_decision_states_date_reason_cost_and_when_to_reconsider():
     decisions = sections("design.md")
     assert len(decisions) >= 12
     for heading, text in decisions.items():
@@ -373,7 +374,6 @@ def test_each_page_of_experiments_is_in_the_index_and_each_entry_has_a_date():
 
 
 def test_the_map_names_every_folder():
-    """The Map in CONTRIBUTING is the only description of the layout."""
     lines = (ROOT / "CONTRIBUTING.md").read_text().partition("## Map")[2].splitlines()
     mapped: set[Path] = set()
     parents: list[str] = []

@@ -1,5 +1,5 @@
-"""Test that commands do not leak logins: one of each kind is planted, and all files and output are
-searched."""
+"""Test that commands do not leak logins: the test plants one login of each kind, and searches all
+files and output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
 
 
 def forms(secret: str) -> set[bytes]:
-    """Return the forms in which a secret may be written."""
     plain = {
         secret,
         urllib.parse.quote(secret),
@@ -77,7 +76,6 @@ def web(shards) -> Iterator[WebServer]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """Return an empty folder; fill the environment with secrets."""
     (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
     for name, value in {
         "NETRC": str(tmp_path / "netrc"),
@@ -117,8 +115,8 @@ def with_login(web: WebServer, path: str = "/p") -> str:
     return f"{web.url.replace('://', f'://{LOGIN}')}{path}"
 
 
-@pytest.mark.full  # the next tests have the same kinds of secret, in a header and in a query
-def test_a_run_from_an_address_with_a_login(web, place, shards):
+@pytest.mark.full  # the next tests cover a header and a query
+def test_a_run_from_a_url_with_a_login_leaks_no_secret(web, place, shards):
     web.login = f"me:{PASSWORD}"
     config = write_config(place, shards, steps=2)
     done = trained(config, place / "run", f"data.root={with_login(web)}", ranks=1)
@@ -182,7 +180,7 @@ def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_
     )
     assert unset.returncode == 2
     assert "data.root: ${SIGNED_QUERY} not set in the environment: export" in unset.stderr
-    assert "unknown key 'model.dept'" in unset.stderr, "all at once"
+    assert "unknown key 'model.dept'" in unset.stderr, "all mistakes must be reported together"
 
 
 def streaming(web: WebServer, name: str = "train-{00000..00002}.tar") -> list[str]:
@@ -221,14 +219,14 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
 
 
 @pytest.mark.slow
-def test_a_rejected_address_under_torchrun_leaks_no_secret(web, place, shards):
+def test_a_rejected_url_under_torchrun_leaks_no_secret(web, place, shards):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
     done = trained(
         write_config(place, shards), place / "run", f"data.root={address}", ranks=2, cold=True
     )
     assert done.returncode == 1
     assert "the server answers 401 Unauthorized; the login is wrong or has expired" in done.stderr
-    assert "traceback : error: http://127.0.0.1" in done.stderr, "what torchrun reports"
+    assert "traceback : error: http://127.0.0.1" in done.stderr, "torchrun must report the error"
     assert leaks(place, done.stdout, done.stderr) == []
 
 
@@ -267,7 +265,7 @@ def test_an_index_of_shards_at_an_address_with_a_login(web, place):
         place / "index",
     )
     assert "the server answers 403 Forbidden; the login is wrong or has expired" in again.stderr, (
-        "the address is the same data set's"
+        "a different signature must not count as a different dataset"
     )
     assert leaks(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
 

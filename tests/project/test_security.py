@@ -1,4 +1,4 @@
-"""Test promises of docs/security.md that concern more than one module.
+"""Test promises in docs/security.md that concern more than one module.
 
 A shell never runs a setting as code, a name cannot control the terminal, and temporary paths are
 private.
@@ -68,7 +68,7 @@ def test_arrays_of_objects_are_not_opened(place, tmp_path):
         read[place]()
     assert not trap.sprung.exists()
     np.load(io.BytesIO(objects(trap)), allow_pickle=True)
-    assert trap.sprung.exists(), "the trap itself must work"
+    assert trap.sprung.exists(), "the trap must work, or this test proves nothing"
 
 
 @pytest.mark.parametrize("source", ["file", "setting"])
@@ -82,11 +82,13 @@ def test_a_config_makes_no_objects(source, tmp_path):
 
 
 def test_no_picture_starts_a_program():
-    """Pillow passes PostScript to Ghostscript, and has dozens of rarely tested formats."""
+    """Pillow passes PostScript to Ghostscript, and supports dozens of rarely tested formats."""
     drawing = io.BytesIO()
     Image.new("RGB", (4, 4)).save(drawing, "EPS")
     data = drawing.getvalue()
-    assert Image.open(io.BytesIO(data)).format == "EPS", "Pillow itself would"
+    assert Image.open(io.BytesIO(data)).format == "EPS", (
+        "Pillow must accept the file, or this test proves nothing"
+    )
     with pytest.raises(ValueError, match="not an image; expected one of JPEG"):
         decode(data)
 
@@ -112,12 +114,12 @@ PROGRAMS = {
     "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
     'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
 }
-"""The programs of a cluster that the scripts call."""
+"""The cluster programs that the scripts call."""
 
 
 @pytest.fixture
 def cluster(tmp_path) -> Path:
-    """Create a checkout with only slurm/, and the programs that it calls."""
+    """Create a checkout that contains only slurm/, and the programs that the scripts call."""
     (tmp_path / "bin").mkdir()
     for name, lines in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
@@ -127,7 +129,6 @@ def cluster(tmp_path) -> Path:
 
 
 def batch(cluster: Path, script: str, *arguments: str, **variables: str) -> list[list[str]]:
-    """Run a batch script; return the arguments of each call of Python."""
     environ = {
         **os.environ,
         "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}",
@@ -182,12 +183,14 @@ def test_splits_srun_arguments_as_a_shell_does(cluster):
     container.chmod(0o755)
     batch(cluster, "train.sh", SRUN_ARGS=f"--mpi=none\n'{container}'")
     programs = (cluster / "in_container").read_text().split()
-    assert programs == ["python", "python", "bash"], "config, folder, torchrun"
+    assert programs == ["python", "python", "bash"], (
+        "the container must run the commands for the config, the folder and torchrun"
+    )
 
 
 @pytest.mark.parametrize("ranks", ["a[$(touch HARM)]", "08"])
 def test_rejects_a_number_of_ranks_that_is_not_a_number(ranks, cluster):
-    """bash runs commands inside arithmetic, and rejects 08 as a number."""
+    """In arithmetic, bash runs embedded commands, and it rejects 08 as a number."""
     assert batch(cluster, "train.sh", RANKS_PER_NODE=ranks) == []
     assert batch(cluster, "train.sh", SRUN_ARGS="'not closed") == []
 
@@ -334,8 +337,6 @@ finally:
 
 
 def watched(folder: Path, *arguments: object) -> list[str]:
-    """Run a command of the project and watch the network and TMPDIR; return the lines about
-    both."""
     (folder / "tmp").mkdir(exist_ok=True)
     variables = {
         name: value for name, value in environment().items() if "proxy" not in name.lower()

@@ -40,7 +40,7 @@ HERE = {
     row: re.findall(r"`([^`]+)`|\]\(([^)#]+)\)", cell)
     for row, cell in re.findall(r"^\| ([A-Z]\d) \| [^|]* \| ([^|]*) \|", PAGE, re.M)
 }
-"""Row -> (text in backticks or "", target of a link or ""), from the column "here"."""
+"""Maps a row to (text in backticks or "", target of a link or "") from the column "here"."""
 COMMANDS = {
     row: [text for text, _ in entries if text.startswith(("python ", "torchrun "))]
     for row, entries in HERE.items()
@@ -56,9 +56,9 @@ NEEDS = (
     ("configs/animals10.yaml", "A1"),
     ("data/animals10 ", "A1"),
 )
-"""A part of a command -> the row whose first command must run before it."""
+"""Maps a part of a command to the row whose first command must run before it."""
 CHEAP = "shapes vit_b16"
-"""The end of the command that `make test` runs. All others are `full`."""
+"""The end of the command that `make test` runs. All other commands are `full`."""
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ CHEAP = "shapes vit_b16"
 def test_each_row_occurs_once():
     assert re.findall(r"^\| ([A-Z]\d) \|", PAGE, re.M) == ROWS
     assert list(HERE) == ROWS
-    assert all(HERE.values()), "each row must have a command, a file or a function"
+    assert all(HERE.values()), "each row must give a command, a file or a function"
 
 
 def test_referenced_files_and_functions_exist():
@@ -82,7 +82,7 @@ def test_referenced_files_and_functions_exist():
             assert not target or (Path(__file__).parent / target).exists(), f"{row}: {target}"
 
 
-# ---- its commands --------------------------------------------------------------------------------
+# ---- the page's commands -------------------------------------------------------------------------
 
 
 def packed(files: dict[str, bytes]) -> bytes:
@@ -127,8 +127,6 @@ def cifar_archive(kind: cifar.Kind) -> bytes:
 
 
 class Checkout:
-    """A folder in which each command of the page runs once."""
-
     def __init__(self, folder: Path, web: WebServer):
         self.folder = folder
         self.web = web
@@ -170,7 +168,6 @@ class Checkout:
         self.done.add(command)
 
     def added(self, arguments: Sequence[str]) -> list[str]:
-        """Return the settings that make a command small."""
         if arguments[0] == "launch/train.py":
             if "--print-config" in arguments:
                 return []

@@ -1,4 +1,4 @@
-"""Test that functions and folders stay below their size limits.
+"""Limit the sizes of functions and folders.
 
 An exception may only shrink, and its line must be removed when it fits the limit.
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FUNCTION_LINES = 80
 FOLDER_FILES = 20
 LARGER = {"tests/helpers/servers.py:_answer": 84}
-"""`file:function` or folder -> its current maximum size."""
+"""Maps each `file:function` or folder to its current maximum size."""
 LISTED = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout
 CODE = [
     Path(name) for name in LISTED.splitlines() if Path(name).suffix in (".py", ".c", ".h", ".sh")
@@ -23,7 +23,6 @@ CODE = [
 
 
 def sizes() -> dict[str, tuple[int, int]]:
-    """Return the size and the limit of each function and folder."""
     measured: dict[str, tuple[int, int]] = {}
     for path in CODE:
         text = (ROOT / path).read_text()
@@ -48,7 +47,9 @@ def test_nothing_exceeds_its_limit():
         for name, (size, limit) in measured.items()
         if size > LARGER.get(name, limit)
     ]
-    assert not too_large, "split it by role, or shorten it"
+    assert not too_large, (
+        "these functions or folders are too large: split them by role, or shorten them"
+    )
 
 
 def test_exceptions_from_the_limits_are_still_needed():
@@ -56,4 +57,6 @@ def test_exceptions_from_the_limits_are_still_needed():
     assert not [
         name for name in LARGER if name not in measured or measured[name][0] <= measured[name][1]
     ]
-    assert all(size - measured[name][0] < 10 for name, size in LARGER.items()), "lower the number"
+    assert all(size - measured[name][0] < 10 for name, size in LARGER.items()), (
+        "these limits are higher than needed: lower the numbers"
+    )

@@ -1,6 +1,6 @@
-"""Test the rows of docs/errors.md about prediction and pictures: each is provoked.
+"""Test the rows of docs/errors.md about prediction and pictures: each row is provoked.
 
-If a mistake ends the command, it runs in this process and raises ValueError.
+If a mistake ends the command, the command runs in this process and raises ValueError.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Write a photo, a web page, an empty folder, and a truncated tar."""
     Image.new("RGB", (20, 20)).save(tmp_path / "photo.png")
     (tmp_path / "page.jpg").write_text("<!DOCTYPE html>")
     (tmp_path / "photo.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
@@ -114,7 +113,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_the_row_is_what_happens(row: Row, base, place, monkeypatch, capfd):
+def test_the_mistake_has_the_stated_result(row: Row, base, place, monkeypatch, capfd):
     from vit.distributed import exit
 
     def leave(status: int) -> None:

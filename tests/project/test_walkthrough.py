@@ -34,8 +34,7 @@ def test_the_page_and_the_notebook_have_the_same_code_in_the_same_order(notebook
     assert [cell for cell in cells if cell in on_page] == on_page
 
 
-def test_it_is_a_notebook_without_outputs(notebook):
-    """Outputs and counters change with each execution, so they are not in the repository."""
+def test_the_notebook_has_no_outputs(notebook):
     nbformat.validate(notebook)
     assert notebook.nbformat == 4
     for cell in notebook.cells:
@@ -44,14 +43,14 @@ def test_it_is_a_notebook_without_outputs(notebook):
     assert NOTEBOOK.read_text() == json.dumps(written, indent=1, ensure_ascii=False) + "\n"
 
 
-def test_its_links_have_targets(notebook):
+def test_all_links_have_targets(notebook):
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     targets = re.findall(r"\]\(([^)#]+)", text)
     assert targets
     assert all((NOTEBOOK.parent / target).exists() for target in targets)
 
 
-def test_in_colab_it_takes_the_address_of_the_project(notebook):
+def test_the_notebook_uses_the_address_of_the_project_in_colab(notebook):
     """An address in pyproject.toml must also be in the first cell and in the page's link."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = project.get("urls", {}).get("Repository", "")
@@ -80,7 +79,7 @@ def test_a_kernel_runs_the_unchanged_notebook(notebook, monkeypatch, tmp_path):
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
     (right,) = re.findall(r"^right: (\d+) of 360 ", printed, re.M)
-    assert int(right) > 300, "chance is 36"
+    assert int(right) > 300, "chance gives 36 of 360"
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) >= 12
     page = PAGE.read_text()

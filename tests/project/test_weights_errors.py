@@ -1,6 +1,6 @@
 """Test the rows of docs/errors.md about weights of other programs and exports.
 
-Each is provoked with the real command, which must leave no files.
+Each row is provoked with the real command, which must leave no files.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def objects(place):
 
 
 def refilled(place, name, value):
-    """Return the weights of the finished run with one tensor filled with `value`."""
+    """Return the finished run's weights with one tensor filled with `value`."""
     path = place.folder / "refilled.safetensors"
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         metadata = as_by_another_program(file.metadata())
@@ -208,7 +208,7 @@ def finished(tmp_path_factory, shards):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_row(row: Row, tmp_path, shards, finished):
+def test_the_mistake_has_the_stated_result(row: Row, tmp_path, shards, finished):
     config = write_config(tmp_path, shards)
     place = Place(tmp_path / "place", config, finished)
     place.folder.mkdir()

@@ -21,7 +21,7 @@ IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml README.md LI
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Install the wheel of this checkout's sdist into `site/` of an empty folder."""
+    """Build a wheel from this checkout's sdist and install it into `site/` in an empty folder."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -61,7 +61,7 @@ def test_the_command_trains_and_evaluates_by_the_name_of_a_recipe(place, tmp_pat
     assert "23 images at 32x32" in evaluated.stdout, evaluated.stderr
 
 
-def test_it_names_its_commands_and_itself_in_them(place):
+def test_the_package_names_its_commands_and_itself(place):
     vitline = str(place / "site" / "bin" / "vitline")
     shown = call([vitline, "--help"], installed(place), place).stdout
     assert all(f"\n  {name} " in shown for name in ("train", "eval", "report", "visualize", "prep"))
@@ -79,8 +79,7 @@ def test_contains_the_compiled_c_library(place):
 
 
 @pytest.mark.full
-def test_the_tests_of_the_commands_pass_on_it(place):
-    """The same test files find the commands inside the package."""
+def test_tests_of_the_commands_pass_on_the_wheel(place):
     folders = ["launch", "system/test_command_line.py", "report/test_page.py"]
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
     helpers = " ".join(str(REPOSITORY / "tests" / folder) for folder in ("helpers", ""))
@@ -90,7 +89,7 @@ def test_the_tests_of_the_commands_pass_on_it(place):
 
 
 def test_the_notebook_installs_the_wheel_that_a_person_chooses_in_colab(place, tmp_path):
-    """The first cell runs with `google.colab` imported, by which a notebook detects Colab.
+    """The first cell runs with `google.colab` imported, which is how a notebook detects Colab.
 
     A fake module's dialog returns the name and content of the wheel, and writes the file to the
     working directory, as Colab does.

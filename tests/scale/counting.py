@@ -1,6 +1,6 @@
 """A store and a process group of torch that count every request and every collective.
 
-Counts       counts by part of a run; it wraps the functions that are the parts
+Counts       counts by part of a run; wraps the functions that are the parts
 Store        a dict with the interface of TCPStore; `Connection` forwards to a real store
 Group        collectives among ranks that all contribute the same values
 """
@@ -27,7 +27,7 @@ from torch.futures import Future
 from vit.distributed.world import COLLECTIVE_TIMEOUT
 
 REQUEST_BYTES = 16
-"""The approximate overhead in bytes of a request to torch's TCPStore, including the response."""
+"""The approximate overhead in bytes of a request to torch's TCPStore and its response."""
 
 
 class _Thread(threading.local):
@@ -58,7 +58,7 @@ class Counts:
             self.keys[part][key] += 1
 
     def watch(self, place: Any, name: str, part: str) -> None:
-        """Count calls of the function `name` of `place` as `part`."""
+        """Count calls to the function `name` of `place` as `part`."""
         function = getattr(place, name)
 
         @functools.wraps(function)
@@ -99,7 +99,6 @@ class Counts:
             thread.others_s += time.thread_time() - began_s
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return the counts of each part, and reset them."""
         taken = {part: dict(values) for part, values in self.values.items()}
         taken["keys"] = {
             f"{p}: {key}": n for p, keys in self.keys.items() for key, n in keys.items()
@@ -109,8 +108,6 @@ class Counts:
         return taken
 
     def count_files(self, place: Path) -> None:
-        """Count calls that open, list or stat files below `place`."""
-
         def note(event: str, path: Any) -> None:
             is_look = event in ("open", "os.listdir", "os.scandir", "stat")
             if is_look and isinstance(path, str) and path.startswith(f"{place}/"):
@@ -127,8 +124,8 @@ class Counts:
 
 
 class Store(dist.Store):
-    """torch's store interface over the dict `entries`. It counts requests as TCPStore would receive
-    them."""
+    """A store with torch's interface over the dict `entries` that counts requests as TCPStore would
+    receive them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):
         super().__init__()
@@ -205,7 +202,7 @@ class Connection(Store):
 
 
 class Group(dist.ProcessGroup):
-    """torch's process group among ranks that all do the same. It counts collectives."""
+    """A process group with torch's interface that counts collectives. All ranks do the same."""
 
     def __init__(self, rank: int, size: int, counts: Counts):
         super().__init__(rank, size)
@@ -231,7 +228,7 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Broadcast ones as weights, because a simulated rank does not have those of rank 0.
+        """Broadcast ones as weights, because a simulated rank does not have rank 0's weights.
         Integers describe DDP's buckets, which are equal on all ranks, so they stay unchanged."""
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
@@ -255,5 +252,5 @@ class Group(dist.ProcessGroup):
         output.copy_(own)
         return self._done("all_to_all", [own], output)
 
-    all_gather_single = _allgather_base  # from torch 2.15 on
+    all_gather_single = _allgather_base  # the name in torch 2.15 and later
     all_to_all_single = alltoall_base

@@ -1,16 +1,16 @@
 """Run a whole training as one rank of n in one process, and count its communication by part.
 
     the rank     calls launch/train.py's functions on a real folder of shards
-    the others   send their messages by the code of `World` just before rank 0 reads them; the last
-                 rank reads the messages that rank 0 has sent before
+    the others   use the code of `World` to send their messages just before rank 0 reads them; the
+                 last rank reads the messages that rank 0 has already sent
     store        torch's interface over a dict; counts every request and its bytes
     group        torch's interface; counts every collective; all ranks contribute the same values
 
     python tests/scale/one_of_many.py SHARDS --batch 4096 --ranks 64 512 4096 > counts.json
 
 No rank is late in this simulation, so a waiting rank polls once. A real rank that waits polls again
-after at most `World.look_s`. Sums are those of n equal ranks, so the counts are right but the
-weights are wrong. `tests/scale/table.py` formats the counts as tables.
+after at most `World.look_s`. Sums assume n equal ranks, so the counts are right but the weights
+are wrong. `tests/scale/table.py` formats the counts as tables.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.scale.counting import Connection, Counts, Group, Store
 
 RANKS_OF_A_HOST = 8
 MICRO_BATCH = 1
-"""The images of a micro-batch with `--exact`."""
+"""The number of images in a micro-batch with `--exact`."""
 CONFIG = """
 model: {name: vit_ti8, embed_dim: 32, depth: 1, num_heads: 2, image_size: 16}
 data: {num_workers: 0}
@@ -74,7 +74,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (OrderCheck, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
     (vit.train, "_save", "save"),
-    # A separate part, because either the next save or the next step may record it.
+    # This is a separate part, because either the next save or the next step may record it.
     (Saver, "_tell_complete", "save recorded"),
     (vit.train, "_finish", "end"),
     (exit, "leave_world", "end"),
@@ -88,8 +88,8 @@ class _Waits(BaseException):
 
 
 class _SendingStore:
-    """The store of a simulated rank. Messages of the rank arrive, and its first read raises
-    _Waits."""
+    """The store of a simulated rank, which delivers the rank's messages and raises _Waits when the
+    rank first reads."""
 
     def __init__(self, store: dist.Store):
         self._store = store
@@ -120,7 +120,8 @@ def others_speak(
             stub: Any = _SendingStore(world.store)
             other = World(rank, world.size, world.device, stub, hosts)
             own = arguments
-            if len(arguments) == 2 and isinstance(arguments[1], dict):  # `gather`: one value each
+            # `gather` sends one value from each rank.
+            if len(arguments) == 2 and isinstance(arguments[1], dict):
                 own = (arguments[0], _value_of(rank, *arguments, other))
             try:
                 function(other, *own)
@@ -138,7 +139,6 @@ def _value_of(rank: int, name: str, value: dict[str, Any], other: World) -> Any:
 
 
 def let_others_speak(counts: Counts) -> None:
-    """Make every other rank send its message just before rank 0 reads it."""
     gather = World.gather
     exchange = World._exchange
     look = Watch._look
@@ -169,7 +169,6 @@ def let_others_speak(counts: Counts) -> None:
 
 
 def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
-    """Train as `launch/train.py` does, as `rank` of `size`."""
     local = {"LOCAL_RANK": rank % RANKS_OF_A_HOST, "LOCAL_WORLD_SIZE": RANKS_OF_A_HOST}
     variables = {"RANK": rank, "WORLD_SIZE": size, **local}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -230,7 +229,7 @@ def real(shards: Path, batch: int, folder: Path) -> None:
     attempt(settings, size, rank, Connection(dist.PrefixStore("2", store), counts))
     (folder / f"{rank}.json").write_text(json.dumps(counts.take()))
     sys.stdout.flush()
-    os._exit(0)  # as `leave` does, because gloo's threads can hang a normal exit
+    os._exit(0)  # exit as `leave` does, because gloo's threads can hang a normal exit
 
 
 def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
@@ -261,7 +260,7 @@ def main() -> None:
     for each in PARTS:
         counts.watch(*each)
     let_others_speak(counts)
-    gc.freeze()  # otherwise each run's end would scan all imported objects again
+    gc.freeze()  # otherwise, the end of each run would scan all imported objects again
     counts_by_size = {}
     with tempfile.TemporaryDirectory(prefix="one_of_many-") as name:
         folder = Path(name)

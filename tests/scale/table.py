@@ -1,9 +1,9 @@
-"""Print tables of the communication of a training at 64, 512 and 4,096 ranks (`one_of_many.py`).
+"""Print tables of a training run's communication with 64, 512 and 4,096 ranks (`one_of_many.py`).
 
     python tests/scale/table.py --out benchmarks/results/DATE-scale.md
 
-All numbers of ranks train on the same 8,192 images and evaluate on 4,096, in batches of 4,096.
-Times are those of one core. A run of 8 ranks comes first, so that one-time costs are not counted.
+Every run trains on the same 8,192 images and evaluates on 4,096, in batches of 4,096. Times are
+those of one core. A run of 8 ranks comes first, so that one-time costs are not counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from processes import environment, make_shards
 
 SIMULATION = Path(__file__).with_name("one_of_many.py")
 US_OF_A_REQUEST = 31
-"""The microseconds of one core that torch's TCPStore spends on a request: 1.69 s for 53,450
-requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
+"""The time that torch's TCPStore spends on a request, in microseconds of one core: 1.69 s for
+53,450 requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
 ONCE_PER = {
     "step": "step",
     "step read, logged": "step",
@@ -36,7 +36,7 @@ ONCE_PER = {
     "save": "save",
     "watch: a beat": "30 s",
 }
-"""Part -> how often it runs. All other parts run once."""
+"""Maps a part to how often it runs. All other parts run once."""
 
 
 def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def parts_of(counts: dict[str, Any]) -> list[str]:
 
 
 def once(counts: dict[str, Any], ranks: int, who: str, part: str, quantity: str) -> float:
-    """Return a count per call of `part`. Calls without communication are ignored unless none
+    """Return a count per call of `part`. Calls without communication are ignored unless no call
     communicates.
 
     who: "first" or "last".
@@ -87,8 +87,8 @@ def kb(nbytes: float) -> str:
 
 
 def rows_of_rank_0(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
-    """Return rows of: part, frequency, requests, their kB by number of ranks, collectives, their
-    kB, CPU ms."""
+    """Return rows with the part, frequency, requests, their kB by number of ranks, collectives,
+    their kB, and CPU ms."""
     rows = []
     for part in parts_of(counts):
         row = [part, ONCE_PER.get(part, "run")]
@@ -102,8 +102,8 @@ def rows_of_rank_0(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
 
 
 def rows_of_all(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
-    """Return rows of: part, frequency, requests of another rank, then requests, MB and seconds of
-    all ranks at the store."""
+    """Return rows with the part, frequency, requests of another rank, and all ranks' requests, MB
+    and seconds at the store."""
     rows = []
     for part in parts_of(counts):
         row = [part, ONCE_PER.get(part, "run")]

@@ -1,5 +1,5 @@
-"""Test that a training's communication does not grow with the number of ranks, except as stated in
-`OF_A_RANK`, `OF_A_HOST` and `SUMMED`."""
+"""Test that a training run's communication does not grow with the number of ranks, except as stated
+in `OF_A_RANK`, `OF_A_HOST` and `SUMMED`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MANY = 64
 RANKS_OF_A_HOST = 8
 HERE = REPOSITORY / "tests" / "scale"
 OF_A_RANK = {
-    "start: ranks meet": 260,  # a description of each rank's host, once
+    "start: ranks meet": 260,  # a description of each rank's host, sent once
     "start: hosts compared": 80,
-    "watch: a beat": 80,  # every 30 s
+    "watch: a beat": 80,  # sent every 30 s
 }
-"""The bytes per rank that rank 0 may read from the store, which are 0 for a part that is not
+"""The number of bytes per rank that rank 0 may read from the store, or 0 for a part that is not
 listed."""
 OF_A_HOST = {"start: ranks meet": 40}
-"""The bytes per host that any other rank may read: the host's name."""
+"""The number of bytes per host that any other rank may read: the host's name."""
 SUMMED = {"step": 4 * (1 + len(LOADER_COUNTS) / 5), "evaluation": 4}
-"""The bytes per rank in collectives: its wait for data in each step, and its loader's counts with
-each line of metrics (every five steps in this test)."""
+"""The number of bytes per rank in collectives: the rank's wait for data in each step, and its
+loader's counts with each line of metrics (every five steps in this test)."""
 DIGITS = 3
-"""The additional digits that a count or a rank number may have."""
+"""The number of additional digits that a count or a rank number may have."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def images(tmp_path_factory):
 
 
 def simulated(shards, *ranks):
-    """Return counts by number of ranks, then "first" or "last", then part."""
+    """Map the number of ranks, then "first" or "last", then the part to counts."""
     script = [HERE / "one_of_many.py", shards, "--batch", MANY, "--ranks", *ranks]
     done = call([warm_python.python(environment()), *map(str, script)])
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def simulated(shards, *ranks):
 
 @pytest.fixture(scope="module")
 def counted(images):
-    """Return (rank, part, quantity) -> the counts with few ranks and with many."""
+    """Map (rank, part, quantity) to the counts with few ranks and with many."""
     few, many = simulated(images, FEW, MANY).values()
     return {
         (who, part, quantity): (values.get(quantity, 0), number)
@@ -60,7 +60,7 @@ def counted(images):
 
 
 def grown(counted, quantity):
-    """Return rows of: rank, part, the count with few ranks, and its growth."""
+    """Return rows with the rank, the part, the count with few ranks, and its growth."""
     rows = [
         (key[0], key[1], few, many - few)
         for key, (few, many) in counted.items()

@@ -2,7 +2,7 @@
 daemons.
 
 Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Without
-them the tests are skipped with the reason, or fail if VIT_REQUIRE_SLURM=1, as in CI.
+root or Slurm, the tests are skipped with the reason, or fail if VIT_REQUIRE_SLURM=1, as in CI.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# All times are short, and everything else is Slurm's default. GPUs are only numbers, so that
+# All times are short, and all other settings have Slurm's defaults. GPUs are only numbers, so that
 # scripts that request them run unchanged.
 CONFIGURATION = """
 ClusterName=tests
@@ -94,7 +94,8 @@ class Cluster:
             },
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            families.MARK: f"{os.environ[families.MARK]}.cluster.",  # sbatch passes it to jobs
+            # The mark is passed to jobs by sbatch.
+            families.MARK: f"{os.environ[families.MARK]}.cluster.",
         }
         self.submitted: list[Job] = []
         self.nodes: dict[str, subprocess.Popen] = {}
@@ -112,21 +113,19 @@ class Cluster:
             )
 
     def start_node(self, name: str) -> None:
-        """Start slurmd of a node in a process namespace. All its processes end with it, as when a
-        machine loses its power."""
+        """Start a node's slurmd in a process namespace. All its processes end with the namespace,
+        as when a machine loses its power."""
         slurmd = f"slurmd -D -f {self.folder}/slurm.conf -N {name}"
-        # bash adopts orphans, as an init does; unshare itself ignores SIGTERM
+        # Like an init, bash adopts orphans. unshare ignores SIGTERM.
         line = f'{slurmd} & trap "kill $!" TERM; wait $!; wait $!'
         apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
         self.nodes[name] = self.start(*apart, "bash", "-c", line)
 
     def end_node(self, name: str, number: signal.Signals) -> None:
-        """Signal the first process in the namespace of a node."""
         for child in children(self.nodes[name].pid):
             os.kill(child, number)
 
     def call(self, *command: object) -> str:
-        """Return the output of one of Slurm's commands, which must succeed."""
         done = subprocess.run(
             [*map(str, command)],
             capture_output=True,
@@ -158,7 +157,7 @@ class Cluster:
         )
         deadline = time.monotonic() + 180
         while numbers & set(self.call("squeue", "--noheader", "--format=%F").split()):
-            assert time.monotonic() < deadline, f"jobs {sorted(numbers)} do not end"
+            assert time.monotonic() < deadline, f"jobs {sorted(numbers)} did not end"
             time.sleep(0.2)
 
 
@@ -169,7 +168,7 @@ class Job:
         self.path = log
 
     def facts(self) -> dict[str, str]:
-        """Return the output of `scontrol show job` as a dict. For an array, it is that of an
+        """Return the output of `scontrol show job` as a dict. For an array, return that of an
         unfinished task if one exists."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
@@ -210,7 +209,7 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Start two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a
-    preemption) and urgent, which preempts both."""
+    preemption) and urgent, which preempts jobs of the other two."""
     missing = [
         name
         for name in DAEMONS
@@ -225,7 +224,7 @@ def cluster() -> Iterator[Cluster]:
         if os.environ.get("VIT_REQUIRE_SLURM") == "1":
             pytest.fail(f"{reason}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
         pytest.skip(f"{reason} ({remedy})")
-    # short, because a socket's path is limited to 107 bytes
+    # Use a short path, because a socket's path is limited to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))
     os.chmod(folder, 0o755)
     for name in ("state", "spool-n1", "spool-n2"):
@@ -237,7 +236,8 @@ def cluster() -> Iterator[Cluster]:
         "first_port": first_port,
         "second_port": second_port,
     }
-    # jobs choose their ports by their numbers, so two test runs on one machine need different ones
+    # Jobs derive their ports from their numbers, so two test runs on one machine need different
+    # numbers.
     numbers["first_job"] = random.randrange(1000, 60000)
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
     (folder / "gres.conf").write_text(
@@ -270,7 +270,7 @@ def cluster() -> Iterator[Cluster]:
         wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-        # before the daemons, which would otherwise be orphans
+        # Wait for jobs before ending the daemons, without which jobs would be orphans.
         wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
         for node in cluster.nodes:
@@ -289,7 +289,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
-    """Cancel the jobs of a failed test, which would keep the nodes from the next test. Jobs of
+    """Cancel the jobs of a failed test, which would occupy the nodes during the next test. Jobs of
     fixtures for several tests were submitted before this fixture runs."""
     before = len(cluster.submitted)
     yield

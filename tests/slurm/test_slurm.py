@@ -1,8 +1,8 @@
-"""Test slurm/*.sh on a real Slurm with two nodes: complete, timed out, canceled, preempted and
-mistaken jobs.
+"""Test slurm/*.sh on a real Slurm with two nodes: jobs that finish, time out, are canceled or
+preempted, or contain mistakes.
 
-Both nodes are this machine, and Slurm's GPUs are only numbers: each job has one rank for each of
-them, on the CPU.
+Both nodes are this machine, and Slurm's GPUs are only numbers: each job has one rank per GPU, on
+the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ OFTEN = ("log.every_steps=10", "checkpoint.every_steps=50", "eval.every_steps=10
 def submit_training(
     cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES
 ):
-    """Submit a job that trains in `folder`/run, with its log beside it."""
     config = write_config(folder, shards, steps=steps)
     return cluster.submit(
         folder / "log",
@@ -46,7 +45,7 @@ def submit_training(
 
 
 def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None:
-    """Wait until metrics.jsonl has reached `step`, before which the job must not end."""
+    """Wait until metrics.jsonl has reached `step`. The job must not end before."""
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
         state = job.facts()["JobState"]
@@ -72,7 +71,6 @@ def whole(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(cluster, shards, tmp_path_factory):
-    """Return an uninterrupted job on two nodes, and its run folder."""
     folder = tmp_path_factory.mktemp("finished")
     job = submit_training(cluster, folder, shards, steps=12)
     job.wait()
@@ -103,13 +101,14 @@ def test_evaluation_on_two_nodes_equals_one_process(cluster, finished, tmp_path)
     assert results == [json.loads(local.stdout)]
 
 
-def test_a_job_at_its_time_limit_saves_is_requeued_and_ends_like_an_undisturbed_one(
+def test_a_job_at_its_time_limit_is_requeued_and_ends_like_an_undisturbed_job(
     cluster, shards, tmp_path, whole
 ):
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 20)
-    job.cancel("--batch", "--signal=USR1")  # the signal that Slurm sends shortly before the limit
+    # Send the signal that Slurm sends shortly before the limit.
+    job.cancel("--batch", "--signal=USR1")
     facts = job.wait()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), (
         job.log
@@ -127,8 +126,8 @@ def test_a_job_at_its_time_limit_saves_is_requeued_and_ends_like_an_undisturbed_
     assert "Traceback" not in job.log
 
 
-def test_resumes_in_the_same_job_of_one_node_after_a_crash(cluster, shards, tmp_path, whole):
-    # two GPUs, two ranks
+def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards, tmp_path, whole):
+    # Two GPUs give two ranks.
     options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
     job = submit_training(cluster, tmp_path, shards, options=options)
     run_dir = tmp_path / "run"
@@ -145,8 +144,8 @@ def test_resumes_in_the_same_job_of_one_node_after_a_crash(cluster, shards, tmp_
 
 
 def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
-    """GPUs wait for a failed node in the same way. In this test a rank is stopped. SRUN_ARGS are
-    passed to srun."""
+    """Ranks on GPUs wait for a failed node in the same way. In this test, a rank is stopped.
+    SRUN_ARGS are passed to srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -169,8 +168,8 @@ def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_pa
 
 @pytest.mark.patient
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
-    """Its slurmd, its step and its ranks end without a message. After SlurmdTimeout, Slurm queues
-    the job again, which waits for the node's return."""
+    """The node's slurmd, step and ranks end without a message. After SlurmdTimeout, Slurm queues
+    the job again, and the job waits for the node's return."""
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
@@ -204,7 +203,8 @@ def trainers(run_dir: Path) -> list[int]:
     ("override", "message", "started"),
     [
         ("optim.lr=-1", "optim.lr", False),
-        ("data.root=/nowhere", "/nowhere: no such directory", True),  # only training detects it
+        # Only training detects this mistake.
+        ("data.root=/nowhere", "/nowhere: no such directory", True),
     ],
 )
 def test_a_mistake_fails_once_with_its_reason(
@@ -250,7 +250,7 @@ def test_does_not_choose_a_port_in_use(cluster, tmp_path):
     assert "error: /nowhere" in job.log, "the job must reach the evaluation"
 
 
-def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, shards, tmp_path):
+def test_an_array_of_tasks_writes_the_same_shards_as_one_process(cluster, shards, tmp_path):
     command = (
         "slurm/prep.sh",
         "imagefolder",
@@ -278,8 +278,8 @@ def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, sh
 
 @pytest.fixture(scope="module")
 def limited(cluster, shards, tmp_path_factory):
-    """Submit a job to a partition without preemption that repeatedly meets its time limit of a
-    minute; return it and its run folder."""
+    """Submit a job that repeatedly reaches its time limit of a minute, in a partition without
+    preemption. Return the job and its run folder."""
     folder = tmp_path_factory.mktemp("limited")
     options = (*TWO_NODES[:-1], "--time=1", "--signal=B:USR1@20", "--partition=urgent")
     return (
@@ -289,7 +289,8 @@ def limited(cluster, shards, tmp_path_factory):
 
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
-    """Without notice Slurm ends and requeues a job. With notice, only the script can requeue it."""
+    """Without notice, Slurm ends and requeues a job. With notice, only the script can requeue the
+    job."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()
@@ -327,8 +328,8 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
 
 def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     job, run_dir = limited
-    # Cancel the job early. A job of a minute saves and requeues itself at 40 s, and canceling it
-    # then is a different case.
+    # Cancel the job early. A job with a limit of a minute saves and requeues itself at 40 s, and
+    # canceling it after that is a different case.
     job.wait(
         lambda facts: (
             int(facts["Restarts"]) > 0
@@ -345,12 +346,12 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 180
-    # the second message if it was canceled during its restart
+    # The job prints the second message if it was canceled during its restart.
     ended = ("as the job itself was asked to end", "not started")
     while not any(message in job.log.splitlines()[-1] for message in ended):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     assert (run_dir / "stopped_early").exists()
-    time.sleep(7)  # longer than a requeued job waits in these tests
+    time.sleep(7)  # wait longer than a requeued job does in these tests
     facts = job.facts()
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", restarts), job.log

@@ -31,7 +31,6 @@ def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards,
 
 @pytest.mark.patient
 def test_a_sweep_with_failed_tasks_also_ends_with_a_table(cluster, shards, tmp_path):
-    """The file was written by a Windows editor, with a value that contains spaces."""
     config = write_config(tmp_path, shards, steps=6)
     folder = tmp_path / "sweep"
     lines = tmp_path / "lines.txt"
@@ -50,8 +49,8 @@ def test_a_sweep_with_failed_tasks_also_ends_with_a_table(cluster, shards, tmp_p
 
 @pytest.mark.patient
 def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
-    """At the time limit training begins, is saved and queued again. After scancel it must not
-    begin."""
+    """At the time limit, training must begin, be saved and be queued again. After scancel, training
+    must not begin."""
     slow = tmp_path / "slow"
     slow.write_text(
         '#!/bin/bash\n[[ "$*" != *vit.data.warm* ]] || { echo staging now; exec sleep 600; }\n'
@@ -88,8 +87,10 @@ def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
     assert "training in" not in cancelled.log
 
 
-def test_srun_arguments_prefix_every_python_and_each_node_stages_shards(cluster, shards, tmp_path):
-    """A program in place of `apptainer exec IMAGE` writes down each command."""
+def test_srun_arguments_prefix_every_python_command_and_each_node_stages_shards(
+    cluster, shards, tmp_path
+):
+    """A program in place of `apptainer exec IMAGE` records each command."""
     container = tmp_path / "container"
     container.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\nexec "$@"\n')
     container.chmod(0o755)
@@ -110,7 +111,9 @@ def test_srun_arguments_prefix_every_python_and_each_node_stages_shards(cluster,
         for part in ("--print-config", "-m vit.data.warm", "exec python -m torch.distributed.run")
     }
     assert list(counts.values()) == [1, 2, 2], calls
-    assert calls.count("import os, socket, sys, time") == 2, "the check of the head node"
+    assert calls.count("import os, socket, sys, time") == 2, (
+        "each node must check the connection to the head node"
+    )
     assert f"staging shards in {tmp_path / 'stage'} on each node" in job.log
     assert "note: not all shards were staged" not in job.log
     [start] = metrics(tmp_path / "run", "start")

@@ -1,4 +1,4 @@
-"""Test mistakes on the command lines of launch/: each gives one line with the probable
+"""Test mistakes on the command lines of launch/: each must print one line with the probable
 intention."""
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ CONFIG = ["--config", "configs/demo.yaml"]
 
 @pytest.fixture
 def refusal(capsys):
-    """Return the message of a command of launch/ about a rejected command line."""
-
     def refused(script: str, *arguments: str) -> str:
         typed = re.escape(as_typed(f"python launch/{script}.py"))
         with pytest.raises(ValueError, match=rf"\({typed} .*--help lists the options\)") as caught:
             run_here(f"launch/{script}.py", *arguments)
         printed = capsys.readouterr()
-        assert (printed.out, printed.err) == ("", ""), "argparse's usage was printed"
+        assert (printed.out, printed.err) == ("", ""), "argparse's usage must not be printed"
         assert "\n" not in str(caught.value)
         return str(caught.value).rpartition(" (")[0]
 
@@ -142,7 +140,7 @@ def test_evaluation_and_prediction_reject_numbers_with_the_same_message():
         ([], 2, r"usage: vitline COMMAND", ""),
     ],
 )
-def test_vitline_knows_its_commands_and_its_version(arguments, status, out, err):
+def test_vitline_lists_its_commands_and_version(arguments, status, out, err):
     done = call([sys.executable, "-m", "vit", *arguments], environment())
     assert done.returncode == status, done.stderr
     assert re.match(out or "$", done.stdout), done.stdout

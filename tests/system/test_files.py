@@ -1,5 +1,5 @@
-"""Test temporary files: no process treats another's file as abandoned, and the files of killed
-processes are removed."""
+"""Test temporary files: a process must not treat another process's file as abandoned, and files of
+killed processes must be removed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vit.system.files import remove_leftovers, replacing, temporary_beside, temp
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
-"""A separate process-id namespace, as in a container with the host's network: same host name, same
-small process ids."""
+"""A command prefix for a separate process-id namespace, as in a container with the host's network:
+same host name, same small process ids."""
 
 
 def can_unshare() -> bool:

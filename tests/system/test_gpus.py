@@ -76,7 +76,7 @@ def test_finds_gpus_by_the_names_that_drivers_use(reported, name):
         "",
     ],
 )
-def test_a_gpu_that_is_not_in_the_table(reported):
+def test_a_gpu_missing_from_the_table_is_not_found(reported):
     assert find_device(reported) is None
 
 
@@ -84,7 +84,7 @@ def test_every_gpu_is_found_by_its_own_name():
     assert [find_gpu(gpu.name) for gpu in GPUS] == list(GPUS)
 
 
-def test_time_per_byte_and_per_operation_fit_each_other():
+def test_time_per_byte_and_per_operation_are_consistent():
     """A peak, a memory size or a bandwidth that is wrong by a factor of ten is outside these
     ranges."""
     for gpu in GPUS:

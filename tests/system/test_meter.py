@@ -20,7 +20,7 @@ from vit.system.meter import Meter, duration
         (math.inf, "-:--:--"),
     ],
 )
-def test_durations_are_hours_minutes_and_seconds(seconds, text):
+def test_durations_are_printed_as_hours_minutes_and_seconds(seconds, text):
     assert duration(seconds) == text
 
 

@@ -36,12 +36,12 @@ def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
     ("nodes", "allowed", "expected"),
     [
         ("00001111", ALL, NEAR_1),
-        ("00001111", ALL - {63}, ALL - {63}),  # fewer than its share
+        ("00001111", ALL - {63}, ALL - {63}),  # the rank may use fewer cores than its share
         ("00001111", set(range(8, 24)), set(range(16, 24))),
-        ("00001111", set(range(16)), set(range(16))),  # Slurm gave no core on that node
+        ("00001111", set(range(16)), set(range(16))),  # Slurm gave the rank no core on that node
         ("01", ALL, NEAR_1),
-        ("11111111", ALL, ALL),  # eight ranks on half of the cores
-        ("1", ALL, ALL),  # one rank, which has all of them
+        ("11111111", ALL, ALL),  # eight ranks share half of the cores
+        ("1", ALL, ALL),  # the only rank gets all of the node's cores
         ("1", NEAR_1, NEAR_1),
     ],
 )

@@ -1,6 +1,6 @@
 """Test retries: their time limits, their pauses, and their messages.
 
-Time limits are real and at most a second, or use a fake clock.
+Time limits are real and at most one second, or use a fake clock.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ URL = "http://host.example/set/a.tar"
 
 @pytest.fixture(autouse=True)
 def no_outage():
-    """Forget the outage of the server, which all of these tests share."""
     retry._reset()
 
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     """Replace the clock of retries by one that advances when they sleep, and by a microsecond when
-    they read it. Threads left by other tests keep the real one."""
+    they read it. Threads left over from other tests keep the real clock."""
     now = SimpleNamespace(strftime=time.strftime, localtime=time.localtime, passed_s=0.0)
     ours = threading.current_thread()
 
@@ -71,7 +70,7 @@ def failing(times: int, **details):
 def test_retries_a_temporary_failure():
     before = num_retries()
     assert QUICK.call(URL, failing(3)) == 4
-    # threads left by other tests may also be retrying
+    # Threads left over from other tests may also be retrying.
     assert num_retries() - before >= 3
 
 
@@ -136,8 +135,8 @@ def test_does_not_wait_beyond_the_limit():
 
 
 def messages(caplog) -> list[str]:
-    """Return the messages about this file's server. Threads of other tests may still retry
-    theirs."""
+    """Return the messages about this file's server. Threads of other tests may still retry other
+    servers."""
     return [message for message in caplog.messages if message.startswith(URL)]
 
 
@@ -159,7 +158,7 @@ def test_many_threads_report_a_wait_for_one_server_once(caplog):
     assert "answers again after " in back
 
 
-def test_few_tries_are_not_reported_as_long_patience(caplog, monkeypatch, clock):
+def test_a_few_attempts_are_not_reported_as_a_long_wait(caplog, monkeypatch, clock):
     monkeypatch.setattr(retry, "WARN_AFTER_S", 0.0)
     with caplog.at_level(logging.WARNING), pytest.raises(FileNotFoundError):
         RetryPolicy(480, 0.01, 0.05).call(URL, failing(1000, final=FileNotFoundError("gone")))
@@ -179,7 +178,6 @@ def test_reports_a_lasting_outage_again(caplog, monkeypatch, clock):
 
 
 def test_later_requests_share_the_time_limit_of_an_outage(clock):
-    """Nine blocks in a row must not wait nine times as long."""
     for number in range(9):
         attempt = failing(1000)
         with pytest.raises(ShardError, match=r"the server answers 503.*: check the address"):

@@ -73,7 +73,7 @@ def test_hides_secrets_in_a_text():
             "hiding secrets twice must equal hiding them once"
         )
         as_json = json.dumps(text)
-        assert redact.shown(as_json) == json.dumps(expected), "the same must hold inside of JSON"
+        assert redact.shown(as_json) == json.dumps(expected), "secrets must be hidden inside JSON"
 
 
 def test_keeps_text_that_is_not_a_secret():
@@ -117,14 +117,14 @@ def test_names_of_variables_become_their_values(monkeypatch):
     ), "the shell's own variables must not change"
     assert (
         urls.resolve("https://***@host/a?***::https://host/b") == "https://host/a::https://host/b"
-    ), "as it was recorded"
+    ), "the placeholders in a recorded URL must be removed"
     with pytest.raises(ShardError, match="the login was not recorded: give the command again"):
         urls.resolve("pipe:curl -u *** https://host/a")
     with pytest.raises(ShardError, match=r"\$\{LOST\}, \$\{GONE\} not set in the environment"):
         urls.resolve("https://${LOST}:${SAS}@${GONE}/${LOST}")
 
 
-def test_one_data_set_has_one_name_with_any_login():
+def test_a_dataset_has_the_same_name_with_any_login():
     assert urls.bare(SIGNED) == urls.bare(redact.shown(SIGNED)) == urls.bare(f"{SIGNED}9")
     assert urls.bare("https://me:pw@host/x?a=b") == "https://host/x"
 
@@ -141,7 +141,7 @@ def basic(login: str) -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
 
 
-def test_the_first_login_found_for_a_host_counts(monkeypatch, tmp_path):
+def test_the_first_login_found_for_a_host_is_used(monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text(
         "machine host login net password rc-secret\nmachine host:81 login other password"
         " port-secret\n"
@@ -232,7 +232,7 @@ def test_a_login_stays_with_its_server_when_it_redirects(kind, monkeypatch, tmp_
         assert not {"Authorization", "X-Key"} & second.headers[0].keys()
 
 
-def test_no_code_of_a_process_can_print_a_secret():
+def test_a_secret_is_hidden_in_all_output_of_a_process():
     program = """
 import logging, sys, threading, warnings
 from vit.system import redact, urls

@@ -44,7 +44,7 @@ HEAD = {"head.weight", "head.bias"}
 
 @pytest.fixture
 def process_group():
-    """Create a process group of this process alone, so that DDP can wrap a model."""
+    """Create a process group that contains only this process, so that DDP can wrap a model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -121,8 +121,8 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
     for name, parameter in new.items():
         if parameter.requires_grad:
             assert not torch.equal(parameter, old[name]), name
-            # AdamW's first step has the size of the rate for any gradient. If the gradient is only
-            # rounding, so is its sign.
+            # AdamW's first step has the size of the learning rate for any gradient. If the gradient
+            # is only rounding, so is its sign.
             clear = plain.get_parameter(name).grad.abs() > 1e-6
             torch.testing.assert_close(
                 parameter[clear], expected[name][clear], rtol=1e-3, atol=1e-3
@@ -137,7 +137,7 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
 def gradients_of(
     frozen: str | int, compiled: bool, recomputed: bool, wrapped: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of two micro-batches, as `TrainStep` makes them, with any combination
+    """Return the gradients of two micro-batches, as `TrainStep` computes them, with any combination
     that a config allows."""
     torch._dynamo.reset()
     model = model_of(drop_path_rate=0.0, proj_drop_rate=0.0).train()
@@ -166,7 +166,6 @@ def gradients_of(
 def test_freezing_combines_with_all_other_changes_of_a_step(
     frozen, compiled, recomputed, wrapped, process_group
 ):
-    """The gradients must equal those of the plain step, and frozen parameters must have none."""
     plain = gradients_of(frozen, False, False, False)
     gradients = gradients_of(frozen, compiled, recomputed, wrapped)
     assert {name for name, gradient in gradients.items() if gradient is not None} == trained_names(
@@ -179,8 +178,8 @@ def test_freezing_combines_with_all_other_changes_of_a_step(
 
 
 @pytest.mark.parametrize("frozen", ["none", "backbone", 0, 1, 3])
-def test_counts_the_operations_of_torch(frozen):
-    """torch counts a real backward pass. The gradient of the images is excluded, and so is
+def test_counts_the_same_operations_as_torch(frozen):
+    """torch counts a real backward pass. The comparison excludes the gradient of the images, and
     attention, whose backward pass torch counts with its recomputation."""
     model = model_of(depth=3)
     freeze(model, frozen)
@@ -200,7 +199,8 @@ def test_counts_the_operations_of_torch(frozen):
     attention = all_forward - products(forward)
     backward = train_flops_per_image(model, 2) - all_forward
     depth = {"none": 3, "backbone": 0, 0: 3, 1: 2, 3: 0}[frozen]
-    # A trained first linear map needs no gradient of its input, but the convention counts it.
+    # When the first linear map is trained, it needs no gradient of its input, but the convention
+    # counts one.
     patches = 2 * 3 * 8 * 8 * 32 * 4
     head = 2 * 32 * 5
     not_needed = {"none": patches, "backbone": head}.get(frozen, 0)
@@ -243,9 +243,7 @@ def test_rejects_parts_that_cannot_be_frozen():
 
 
 @pytest.mark.slow
-def test_frozen_on_two_ranks_and_resumed(tmp_path, shards):
-    """The frozen part must keep the checkpoint's bits, and a resumed run must equal an
-    uninterrupted one."""
+def test_a_frozen_run_on_two_ranks_resumes_exactly(tmp_path, shards):
     config = write_config(tmp_path, shards)
     base = tmp_path / "base"
     train(config, base, "train.steps=2", "train.ema_decay=null")

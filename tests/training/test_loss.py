@@ -1,4 +1,4 @@
-"""Test losses against torch's and timm's own."""
+"""Compare losses with torch's and timm's own."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from vit.training.loss import (
 
 
 def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
-    """Return rows with two classes each, as after MixUp."""
     labels = torch.randint(num_classes, (2, num_rows))
     share = torch.rand(num_rows, 1)
     return share * F.one_hot(labels[0], num_classes) + (1 - share) * F.one_hot(
@@ -34,7 +33,7 @@ def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradient_are_torchs_with_soft_targets(label_smoothing, dtype):
+def test_loss_and_gradient_equal_torch_with_soft_targets(label_smoothing, dtype):
     torch.manual_seed(0)
     logits = (torch.randn(7, 11) * 5).to(dtype)
     targets = soft_targets(7, 11)
@@ -49,7 +48,7 @@ def test_loss_and_gradient_are_torchs_with_soft_targets(label_smoothing, dtype):
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_hard_targets_are_one_hot_soft_ones(label_smoothing):
+def test_hard_targets_equal_one_hot_soft_targets(label_smoothing):
     torch.manual_seed(0)
     logits = torch.randn(6, 5)
     labels = torch.randint(5, (6,))
@@ -73,7 +72,7 @@ def test_large_logits_do_not_overflow():
     )
 
 
-def test_classes_are_weighted_as_by_torch():
+def test_classes_are_weighted_as_in_torch():
     torch.manual_seed(0)
     logits = torch.randn(7, 4)
     targets = soft_targets(7, 4)
@@ -96,7 +95,7 @@ def train_set_of_labels(labels: np.ndarray, num_draws: int, *shares: Share) -> T
     return TrainSet(split, num_draws, shares)
 
 
-def test_balanced_weights_are_scikit_learns_for_the_drawn_images():
+def test_balanced_weights_equal_scikit_learn_for_the_drawn_images():
     labels = np.random.default_rng(0).choice(6, 300, p=[0.3, 0.25, 0.2, 0.1, 0.1, 0.05])
     chosen = np.flatnonzero(np.arange(300) % 3)
     balanced = LossConfig(class_weights="balanced")
@@ -108,7 +107,8 @@ def test_balanced_weights_are_scikit_learns_for_the_drawn_images():
         ours = choose_class_weights(balanced, train_set, 6)
         theirs = compute_class_weight("balanced", classes=np.arange(6), y=labels[numbers])
         assert ours == pytest.approx(theirs)
-    # The first 200 are a source with 400 draws per epoch, the others one with 50.
+    # The first 200 samples are a source with 400 draws per epoch. The others are a source with 50
+    # draws.
     shares = (Share(400, 200, 0), Share(50, 50, 200, np.arange(50)))
     drawn = np.concatenate([labels[:200], labels[:200], labels[200:250]])
     ours = choose_class_weights(balanced, train_set_of_labels(labels, 450, *shares), 6)
@@ -137,7 +137,7 @@ def test_reports_class_weights_that_fit_no_classes_in_one_line():
 @pytest.mark.parametrize("sum_classes", [False, True])
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_binary_cross_entropy_of_labels_is_timms(smoothing, threshold, sum_classes):
+def test_binary_cross_entropy_of_labels_equals_timm(smoothing, threshold, sum_classes):
     torch.manual_seed(0)
     logits = torch.randn(6, 9).requires_grad_()
     other = logits.detach().clone().requires_grad_()
@@ -153,8 +153,8 @@ def test_binary_cross_entropy_of_labels_is_timms(smoothing, threshold, sum_class
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_binary_cross_entropy_of_mixed_targets_is_timms(smoothing):
-    """timm smooths during mixing, and its loss then takes the targets unchanged."""
+def test_binary_cross_entropy_of_mixed_targets_equals_timm(smoothing):
+    """timm smooths during mixing, and its loss then uses the targets unchanged."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9)
     labels = torch.randint(9, (6,))
@@ -167,8 +167,8 @@ def test_binary_cross_entropy_of_mixed_targets_is_timms(smoothing):
         torch.testing.assert_close(ours, expected)
 
 
-def test_deit_iii_has_each_class_of_a_mixture_in_full():
-    """DeiT's engine.py computes `targets.gt(0.0)`, then torch's BCEWithLogitsLoss."""
+def test_deit_iii_gives_each_class_of_a_mixture_full_weight():
+    """DeiT's engine.py computes `targets.gt(0.0)`, and then torch's BCEWithLogitsLoss."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9)
     targets = soft_targets(6, 9)
@@ -177,7 +177,7 @@ def test_deit_iii_has_each_class_of_a_mixture_in_full():
     torch.testing.assert_close(loss(logits, targets).mean(), expected)
 
 
-def test_the_sum_over_classes_is_big_visions_sigmoid_loss():
+def test_the_sum_over_classes_equals_the_sigmoid_loss_of_big_vision():
     """In big_vision/utils.py, sigmoid_xent is -sum(labels log p + (1 - labels) log(1 - p))."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9, dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""Test accuracy against torch's top-k and counts by hand, with equal bits in any order and any
-partition."""
+"""Compare accuracy with torch's top-k and with counts by hand. Any order and any partition must
+give equal bits."""
 
 import math
 import random
@@ -43,7 +43,7 @@ def counted(*batches: tuple[torch.Tensor, ...]) -> Accuracy:
 
 
 @pytest.mark.parametrize("k", [1, 3, 5, 12])
-def test_without_ties_top_k_is_torchs(k):
+def test_without_ties_top_k_equals_torch(k):
     logits, labels = examples(500)
     expected = (logits.topk(k).indices == labels[:, None]).any(1)
     assert torch.equal(correct_in_top_k(logits, labels, k), expected)
@@ -81,7 +81,7 @@ def test_an_infinite_logit_of_the_label_is_right():
 # --- sums -----------------------------------------------------------------------------------------
 
 
-def test_result_is_the_plain_mean():
+def test_the_result_is_the_plain_mean():
     logits, labels = examples(300)
     result = counted((logits[:100], labels[:100]), (logits[100:], labels[100:]))
     assert result.num_images == 300
@@ -117,7 +117,7 @@ def test_does_not_count_filler_rows():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_logit_that_is_not_finite_makes_the_loss_nan_and_leaves_the_counts(bad):
+def test_a_non_finite_logit_makes_the_loss_nan_but_does_not_affect_the_counts(bad):
     logits, labels = examples(20)
     logits[7, (labels[7] + 1) % 12] = bad
     result = counted((logits, labels))
@@ -127,8 +127,8 @@ def test_a_logit_that_is_not_finite_makes_the_loss_nan_and_leaves_the_counts(bad
     assert 0 <= result.correct_top1 - without_nan.correct_top1 <= 1
 
 
-def test_calibration_is_guos_over_fifteen_bins_and_adds_up_in_any_order():
-    """The sum is Equation 3 of Guo et al. 2017, image by image."""
+def test_calibration_follows_guo_with_fifteen_bins_and_adds_up_in_any_order():
+    """The sum is Equation 3 of Guo et al. 2017, computed image by image."""
     logits, labels = examples(400, num_classes=6)
     confidence, predicted = logits.double().softmax(1).max(1)
     error = 0.0
@@ -145,13 +145,13 @@ def test_calibration_is_guos_over_fifteen_bins_and_adds_up_in_any_order():
     assert math.isnan(counted((logits, labels)).ece)
 
 
-def test_certain_and_right_is_calibrated_certain_and_wrong_is_not():
+def test_certain_predictions_are_calibrated_only_if_they_are_right():
     logits = torch.tensor([[200.0, 0.0], [200.0, 0.0]])
     assert counted((logits, torch.tensor([0, 0]))).ece == 0
     assert counted((logits, torch.tensor([1, 1]))).ece == 100
 
 
-def test_any_of_several_right_classes_counts_and_padding_never():
+def test_any_of_several_right_classes_is_accepted_but_padding_is_not():
     logits, labels = examples(200, num_classes=12)
     generator = torch.Generator().manual_seed(1)
     accepted = torch.randint(-1, 12, (200, 3), generator=generator)
@@ -222,7 +222,7 @@ def test_the_interval_covers_the_truth_at_its_stated_rate(only_first, only_secon
 
 @pytest.mark.parametrize("total", [1, 20, 1795, 50_000])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9855, 1.0])
-def test_the_interval_of_an_accuracy_is_wilsons(total, share):
+def test_the_interval_of_an_accuracy_is_the_wilson_interval(total, share):
     right = round(share * total)
     expected = binomtest(right, total).proportion_ci(0.95, method="wilson")
     assert interval95(right, total) == pytest.approx(
@@ -242,7 +242,6 @@ def test_few_images_are_shown_with_their_interval():
 
 
 def test_prints_top5_only_with_more_than_five_classes():
-    """With five classes, one of the five most probable is always right."""
     for num_classes in (2, 5, 6):
         logits, labels = torch.randn(8, num_classes), torch.arange(8) % num_classes
         accuracy = counted((logits, labels))

@@ -1,5 +1,5 @@
-"""Test the share of the peak performance against sums by hand, in metrics.jsonl and on the progress
-line."""
+"""Compare the share of peak performance in metrics.jsonl and on the progress line with sums by
+hand."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ H200 = Peak(989.4, "data sheet")
 
 
 class Nothing(Batches):
-    """Batches that are ready immediately."""
-
     layout = BatchLayout(4, ImageFormat((4, 4)), 0)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
@@ -36,8 +34,8 @@ class Nothing(Batches):
 
 
 def test_the_share_of_vit_b16_equals_a_sum_by_hand():
-    """A forward pass takes 35.13 GFLOP, and training three times that. So 3,000 images/s are 32 %
-    of an H200."""
+    """A forward pass takes 35.13 GFLOP, and training takes three times as many. So 3,000 images/s
+    are 32 % of an H200's peak."""
     with torch.device("meta"):
         model = create_model("vit_b16", 224, 1000)
     flops = train_flops_per_image(model, 128)
@@ -46,8 +44,8 @@ def test_the_share_of_vit_b16_equals_a_sum_by_hand():
     assert Utilization(flops, None).mfu(3000.0) is None
 
 
-def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
-    """No machine is slower than a million operations a second, or faster than 10**18."""
+def test_the_peak_is_measured_with_products_of_random_numbers(monkeypatch):
+    """No machine is slower than a million operations per second, or faster than 10**18."""
     factors = []
 
     def multiply(a, b):
@@ -59,9 +57,11 @@ def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     state = torch.get_rng_state()
     peak = measure_peak(CPU, "fp32", size=64)
     assert torch.equal(torch.get_rng_state(), state), (
-        "the measurement changed the random state of the training"
+        "the measurement must not change the random state of training"
     )
-    assert 0.8 < factors[0].std() < 1.2, "constants draw less power than a training's products"
+    assert 0.8 < factors[0].std() < 1.2, (
+        "the measurement must use random numbers, because constants draw less power"
+    )
     assert peak.peak_source == "measured"
     assert 1e-6 < peak.peak_tflops < 1e6
     assert find_peak(CPU, "fp32") is None
@@ -72,7 +72,7 @@ def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     first=st.integers(0, 60),
     length=st.integers(0, 60),
 )
-def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, length):
+def test_remaining_steps_are_weighted_by_their_operations(stages, first, length):
     ascending = tuple(sorted(dict(stages).items()))
     utilization = Utilization(7, H200, ascending)
     of_step = [utilization.flops_at(step) for step in range(121)]
@@ -85,7 +85,7 @@ def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, le
 
 
 @pytest.mark.parametrize("peak", [H200, None])
-def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
+def test_metrics_and_progress_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
     """Each of three ranks has a third of the images and its own peak."""
     settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 3)
@@ -124,7 +124,7 @@ def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, c
     assert ("MFU" in capsys.readouterr().err) == (peak is not None)
 
 
-def test_training_on_a_cpu_has_images_per_s_of_each_rank_and_no_share(config, tmp_path):
+def test_training_on_cpus_reports_images_per_s_of_each_rank_and_no_share(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     for line in metrics(tmp_path / "run", "train"):
         assert line["mfu"] is None

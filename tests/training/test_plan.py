@@ -1,4 +1,4 @@
-"""Test the number of steps and micro-batches, and the message about indivisible ones."""
+"""Test the number of steps and micro-batches, and the message about indivisible batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TestPlan:
         path.write_text("data: {root: x}\ntrain: {epochs: 2}\n")
         return make_plan(config_io.load_config(path, overrides), num_samples, world_size)[0]
 
-    def test_steps_and_micro_batches_follow(self, tmp_path):
+    def test_steps_and_micro_batches_follow_from_the_config(self, tmp_path):
         plan = self.plan(
             tmp_path,
             4,

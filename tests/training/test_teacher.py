@@ -1,5 +1,5 @@
-"""Test distillation from a teacher: losses equal timm's and DeiT's, and the teacher's view and
-whole runs are right."""
+"""Test distillation from a teacher: losses must equal timm's and DeiT's, and the teacher's view and
+whole runs must be correct."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Says(nn.Module):
 
 
 def blended(student, teacher, **distill):
-    """Return loss and gradient of a teacher's `blend`. student: logits of one head, or of two."""
+    """Return loss and gradient from a teacher's `blend`. student: logits of one head or two."""
     heads = [logits.clone().requires_grad_() for logits in student]
     ours = Teacher(Says(teacher), settings(), settings(teacher="x", **distill))
     task = F.cross_entropy(heads[0], LABELS, reduction="none")
@@ -91,13 +91,13 @@ def some_logits(seed: int) -> torch.Tensor:
 
 
 def expect_equal(actual, expected) -> None:
-    # a dozen operations in fp32 on values of up to ten
+    # Allow for a dozen operations in fp32 on values of up to ten.
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [(0.3, 0.7), (1.0, 5.0)], ids=["complementary", "independent"])
 @pytest.mark.parametrize("kind", ["logit", "token soft", "token hard"])
-def test_loss_and_gradients_equal_timms(kind, weights):
+def test_loss_and_gradients_equal_timm(kind, weights):
     student = [some_logits(0), some_logits(1)][: 2 if "token" in kind else 1]
     says = Says(*(logits.clone() for logits in student))
     options = {
@@ -125,7 +125,7 @@ def test_loss_and_gradients_equal_timms(kind, weights):
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
-def test_loss_and_gradients_equal_deits(kind):
+def test_loss_and_gradients_equal_deit(kind):
     """The formulas and the names are those of facebookresearch/deit@7e160fe4:losses.py."""
     alpha, tau = 0.4, 3.0
     heads = [some_logits(0).requires_grad_(), some_logits(1).requires_grad_()]
@@ -156,7 +156,7 @@ def test_loss_and_gradients_equal_deits(kind):
     expect_equal(gradients, [head.grad for head in heads])
 
 
-def test_a_teacher_sees_the_same_images_in_its_own_normalisation_and_size():
+def test_a_teacher_sees_the_same_images_at_its_own_size_and_normalization():
     own = settings(model={"image_size": 24}, data={"mean": [0.5], "std": [0.25]})
     student = settings(teacher="x")
     model = create_model(own.model, num_classes=3)
@@ -173,7 +173,7 @@ def test_a_teacher_sees_the_same_images_in_its_own_normalisation_and_size():
 
 
 def weights_file(path, names=NAMES, data=(), **model):
-    """Write weights of an untrained model as a run does. Its head is not zero."""
+    """Write weights of an untrained model as a run does. The head's weights are not zero."""
     torch.manual_seed(3)
     config = settings(model=model, data=data)
     network = create_model(config.model, num_classes=len(names))
@@ -229,11 +229,11 @@ def test_the_planner_counts_the_weights_of_a_missing_teacher():
     assert with_teacher.teacher == sum(4 * p.numel() for p in tiny.parameters())
     assert with_teacher.weights == without.weights
     assert with_teacher.total > without.total + with_teacher.teacher, (
-        "the teacher's pass is at the peak of memory"
+        "the peak of memory must include the teacher's pass"
     )
 
 
-def test_the_distilled_model_is_timms(tmp_path):
+def test_the_distilled_model_equals_timm(tmp_path):
     """Names, logits of both heads, and the conversion to and from timm's layout must be equal bit
     for bit."""
     with torch.random.fork_rng():
@@ -249,7 +249,7 @@ def test_the_distilled_model_is_timms(tmp_path):
     assert torch.equal(model.eval()(images), guest.eval()(images))
     model.distilled_training = guest.distilled_training = True
     assert torch.equal(model(images), guest(images)), (
-        "the logits of both heads are separate only in training"
+        "the logits of both heads must be separate only in training"
     )
     logits, expected = model.train()(images), guest.train()(images)
     assert all(map(torch.equal, logits, expected))
@@ -260,7 +260,7 @@ def test_the_distilled_model_is_timms(tmp_path):
         assert torch.equal(chosen[f"{head}.weight"], weights[f"{head}.weight"][[2, 0]])
 
 
-def test_the_second_head_learns_from_the_teacher_and_the_first_one_from_labels():
+def test_the_second_head_learns_from_the_teacher_and_the_first_from_labels():
     torch.manual_seed(0)
     config = settings(model={"dist_token": True}, teacher="x", distill_loss_weight=0.3)
     model = create_model(config.model, num_classes=3)
@@ -283,7 +283,7 @@ def test_the_second_head_learns_from_the_teacher_and_the_first_one_from_labels()
     model.train()
     losses, margins = step._losses(batch)
     losses.sum().backward()
-    # With heads of zeros each class has a probability of a third, so the gradient of a bias is a
+    # With heads of zeros, each class has a probability of a third, so the gradient of a bias is a
     # third or a third minus one.
     third = torch.full((3,), 1 / 3)
     torch.testing.assert_close(model.head.bias.grad, 4 * 0.5 * (third - torch.eye(3)[2]))
@@ -315,7 +315,9 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
     losses = [
         [line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two")
     ]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4), "the ranks only change the rounding"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4), (
+        "the number of ranks may affect only rounding"
+    )
     assert "not counted in MFU; soft at temperature 2" in done.stderr
     (start,) = metrics(tmp_path / "two", "start")
     loaded = read_weights(teacher)
@@ -326,7 +328,7 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
         model_names = {name for name in file.keys() if name.startswith("model.")}  # noqa: SIM118
     assert len(model_names) == len(loaded.weights)
 
-    # a different teacher, with all else equal
+    # Use a different teacher, and leave all else equal.
     other = tmp_path / "other.safetensors"
     weights = load_file(teacher)
     weights["head.bias"] += 1

@@ -1,4 +1,4 @@
-"""Test that classes of the data are selected by name from a head with more classes."""
+"""Test that the data's classes are selected by name from a head with more classes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_head_of_1000_unnamed_classes_has_the_names_of_imagenet(data_names, ro
     )
 
 
-def test_our_order_of_imagenets_classes_equals_that_of_its_ids_and_of_torchvision():
+def test_imagenet_classes_are_in_the_order_of_their_ids_and_of_torchvision():
     name_lists = imagenet_names()
     ids = name_lists["WordNet ids"]
     assert ids == sorted(set(ids))
@@ -86,7 +86,7 @@ def test_our_order_of_imagenets_classes_equals_that_of_its_ids_and_of_torchvisio
     same = sum(
         ours == theirs for ours, theirs in zip(first_words, _IMAGENET_CATEGORIES, strict=True)
     )
-    assert same > 900, "torchvision renames only some classes, such as the two cranes"
+    assert same > 900, "torchvision must rename only some classes, such as the two cranes"
 
 
 def test_ambiguous_imagenet_names_are_refused():
@@ -125,7 +125,6 @@ def test_impossible_selections_are_refused(class_names, data_names, message):
 
 @pytest.mark.slow
 def test_evaluation_and_training_reorder_the_classes_of_the_head(tmp_path, shards):
-    """The model has more classes than the data, in another order."""
     config = write_config(tmp_path, shards)
     train(config, tmp_path / "run", "train.ema_decay=null", "train.steps=3")
     expected = run("launch/eval.py", tmp_path / "run", "--json")

@@ -26,7 +26,7 @@ TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
 
 def tiny(seed: int = 0, **fields) -> VisionTransformer:
-    """Return a model without zero weights, so that a head that was not copied is detected."""
+    """Return a model without zero weights, so that the test detects a head that was not copied."""
     model = VisionTransformer(**{"num_classes": 10, **TINY, **fields})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_positions_of_grids_that_are_not_square_are_resampled():
     assert load_weights(other, source, grid=(2, 6)) == [
         "positions resampled from 2x6 to 4x4 (bicubic, antialiased)"
     ]
-    # Both grids have 16 positions, so only the shape of the grid shows the difference.
+    # Both grids have 16 positions, so only the grid's shape shows the difference.
     flat = tiny(0, image_size=(32, 128)).state_dict()
     assert load_weights(other, flat, grid=(2, 8)) == [
         "positions resampled from 2x8 to 4x4 (bicubic, antialiased)"
@@ -111,8 +111,7 @@ def test_a_class_token_without_position_gets_zeros():
 def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
     form, registers, tmp_path
 ):
-    """A model adds the position of a token to the token, so their sum must stay equal bit for
-    bit."""
+    """A model adds a token's position to the token, so their sum must stay equal bit for bit."""
     source = tiny(0, reg_tokens=registers)
     size = 96 if form == "another size" else 64
     model = VisionTransformer(
@@ -167,7 +166,7 @@ def test_reset_head_keeps_the_models_zero_head(representation_size):
     )
 
 
-def test_reset_head_takes_sources_without_a_head():
+def test_reset_head_accepts_sources_without_a_head():
     source = {
         name: tensor
         for name, tensor in tiny(0).state_dict().items()
@@ -223,7 +222,7 @@ def test_timm_models_are_resampled_and_reset():
     assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
-# Tests of data with other classes than the head.
+# The following tests use data with other classes than the head.
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 
@@ -292,10 +291,10 @@ def test_classes_without_names_are_counted():
     # Equal counts do not prove equal classes.
     assert class_mismatch(trained_on(MODEL), [], 5) == unnamed
     assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
-        "a head with unused classes gets no note on its own data"
+        "a head with unused classes must get no note on its own data"
     )
     assert class_mismatch(trained_on(None, 1000), ["a", "b"], 2) == "", (
-        "weights of another program have no class names to compare"
+        "weights of another program must get no note, because they have no class names"
     )
 
 

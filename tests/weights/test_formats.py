@@ -97,7 +97,7 @@ def test_truncated_files_are_refused(tmp_path, name, fraction):
 
 
 class Harmful:
-    """An object whose unpickling runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -107,7 +107,7 @@ class Harmful:
 
 
 def test_an_argparse_namespace_beside_the_weights_is_ignored(tmp_path):
-    """The files of MAE and DeiT contain the namespace of their command line."""
+    """The files of MAE and DeiT contain their command line's namespace."""
     torch.save(
         {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
         tmp_path / "namespace.pth",
@@ -204,7 +204,7 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
     tmp_path, recwarn
 ):
     """A plain pickle, a TorchScript program and a zip of photos are not damaged, so the error must
-    not advise to copy the file again."""
+    not advise the user to copy the file again."""
     bird = tmp_path / "ran"
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
@@ -228,8 +228,8 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
 
 
 def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
-    """A damaged number of classes, grid or name must be reported when the file is read, before
-    anything uses it."""
+    """A damaged number of classes, grid or name must be reported when the file is read, before any
+    code uses it."""
     good = {
         "config": "{}",
         "num_classes": "10",
@@ -263,11 +263,12 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path):
         with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
             read_weights(tmp_path / f"{name}.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
-        read_weights("a" * 300)  # longer than the system allows
+        read_weights("a" * 300)  # this name is longer than the system allows
 
 
-def test_quantised_weights_are_refused(tmp_path):
-    """Without their scales, which are separate tensors, the numbers would be another model."""
+def test_quantized_weights_are_rejected(tmp_path):
+    """Without their scales, which are separate tensors, the numbers would describe another
+    model."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):

@@ -1,4 +1,4 @@
-"""Test that huggingface_hub's real client fetches weights by their hub names from a local hub.
+"""Test that huggingface_hub's real client fetches weights by their Hub names from a local hub.
 
 The logits must equal those of timm and transformers, which fetch from the same hub.
 """
@@ -36,7 +36,7 @@ SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_head
 
 
 def small_repository(folder: Path) -> dict[str, bytes]:
-    """Return the files that timm's export writes for the hub, including pickled weights."""
+    """Return the files that timm's export writes for the Hub, including pickled weights."""
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch16_224", num_classes=3, **SIZES).eval()
     torch.nn.init.normal_(model.head.weight)
@@ -67,7 +67,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture
 def hub(repositories, tmp_path, monkeypatch) -> Iterator[HubServer]:
-    """Start a local hub, set it in the environment, and use an empty cache."""
+    """Start a local hub, set its address in the environment, and use an empty cache."""
     with HubServer(repositories) as server:
         server.licences[NAME] = "apache-2.0"
         server.gated.add(GATED)
@@ -115,7 +115,6 @@ print(vit.load("{NAME}").weights.source)
 def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     hub, shards, tmp_path, monkeypatch
 ):
-    """The run uses configs/photos.yaml with smaller sizes."""
     run_dir = tmp_path / "run"
     line = ["--config", "configs/photos.yaml", *TINY, f"data.root={shards}", f"run.dir={run_dir}"]
     line += ["data.global_batch_size=12", "schedule.warmup_epochs=0", "train.epochs=1"]
@@ -139,7 +138,9 @@ def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     assert exported.returncode == 0, exported.stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"base_model: {NAME}\n" in card
-    assert "license:" not in card, "only the owner of the run can choose a license"
+    assert "license:" not in card, (
+        "the card must contain no license, which only the run's owner can choose"
+    )
     assert f"| Started from | {NAME} on the Hugging Face hub, commit" in card
 
 
@@ -165,7 +166,7 @@ def test_commands_accept_names_and_work_offline_from_the_cache(
 
 
 @pytest.mark.slow
-def test_a_local_folder_wins_over_the_hub(hub, photo, repositories, tmp_path):
+def test_a_local_folder_takes_precedence_over_the_hub(hub, photo, repositories, tmp_path):
     folder = tmp_path / NAME
     folder.mkdir(parents=True)
     for name, data in repositories[NAME].items():

@@ -1,6 +1,6 @@
 """Test that weights survive writing and reading in another program's layout bit for bit.
 
-The other program, with the same random weights, must compute the same logits.
+The other program must compute the same logits with the same random weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRAMS = ("timm", "torchvision", "huggingface", "npz")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing ones are
+    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing weights are
     detected."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
         assert notes == []
         assert again.keys() == weights.keys()
         assert all(torch.equal(again[name], weights[name]) for name in weights), (
-            "not equal bit for bit"
+            "weights must be equal bit for bit"
         )
         weights = sent
     if program == "npz":
@@ -152,13 +152,14 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
     assert_close(logits(model, images), logits(other, images), model.depth)
 
 
-# Variants of the layouts
-def test_variants_of_big_visions_names_are_read(tmp_path):
+def test_variants_of_big_vision_names_are_read(tmp_path):
     """The variants have no class token, one array for all blocks, or heads with the same names."""
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
     weights = model.state_dict()
     arrays, left = from_ours(LAYOUTS["npz"], weights, 3)
-    assert left == ["fc_norm.weight", "fc_norm.bias"], "big_vision normalizes before it pools"
+    assert left == ["fc_norm.weight", "fc_norm.bias"], (
+        "the model must normalize before pooling, as in big_vision"
+    )
     renamed = {}
     for name, value in arrays.items():
         name = name.replace("Transformer/posembed_input/pos_embedding", "pos_embedding")
@@ -177,7 +178,7 @@ def test_variants_of_big_visions_names_are_read(tmp_path):
         assert all(torch.equal(loaded.weights[name], weights[name]) for name in loaded.weights)
 
 
-def test_half_precision_of_every_kind_is_read(tmp_path):
+def test_every_kind_of_half_precision_is_read(tmp_path):
     model = ours("tiny")
     for dtype in (torch.float16, torch.bfloat16):
         half = {name: value.to(dtype) for name, value in model.state_dict().items()}
@@ -193,8 +194,8 @@ def test_half_precision_of_every_kind_is_read(tmp_path):
         assert str(dtype).removeprefix("torch.") in loaded.report([])[0]
 
 
-def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
-    """Both MAE's and Hugging Face's names are read. Decoder and mask token are dropped, and the
+def test_weights_pre_trained_by_mae_start_a_model_that_pools(tmp_path):
+    """Both MAE's and Hugging Face's names must be read. Decoder and mask token are dropped, and the
     norm is new."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}

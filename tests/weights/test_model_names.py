@@ -1,4 +1,4 @@
-"""Test that model names are understood as timm's pages write them and as training programs save
+"""Test that model names are recognized as timm's pages write them and as training programs save
 them."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vit.weights.published import identify, with_published_config
 
 
 @pytest.mark.parametrize("prefix", ["hf_hub:timm/", "hf-hub:timm/"])
-def test_a_name_may_have_the_prefixes_of_timms_pages(prefix, tmp_path):
+def test_a_name_may_have_the_prefixes_used_on_pages_of_timm(prefix, tmp_path):
     name = "vit_base_patch16_384.augreg_in1k"
     assert identify(tmp_path / "mine.pth", prefix + name) == identify("mine.pth", name)
     guest = ModelConfig(name=f"{prefix}vit_base_patch16_224.augreg_in21k")
@@ -38,8 +38,9 @@ def test_the_model_of_a_timm_checkpoint_is_read_from_the_file(model, tmp_path):
     assert (published.top1, loaded.num_classes) == (None, 3)
 
 
-def test_a_published_accuracy_is_not_assigned_to_a_users_own_training(tmp_path):
-    """DeiT's program saves the name of the model, and torchvision's example the name of a class."""
+def test_a_published_accuracy_is_not_assigned_to_weights_trained_by_the_user(tmp_path):
+    """DeiT's program saves the name of the model, and torchvision's example saves the name of a
+    class."""
     weights = create_model("vit_ti16", num_classes=1000).state_dict()
     path = tmp_path / "checkpoint.pth"
     torch.save({"model": weights, "args": {"model": "deit_tiny_patch16_224"}}, path)

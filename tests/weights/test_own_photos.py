@@ -1,5 +1,5 @@
-"""Test that the command of docs/weights.md for a user's own photos yields a model that `vit.load`
-loads and that classifies better than chance."""
+"""Test that docs/weights.md's command for a user's own photos yields a model that `vit.load` loads
+and that classifies better than chance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ HERE = ["data.global_batch_size=12", "data.micro_batch_size=null", "train.compil
 
 
 def command_of_the_page() -> list[str]:
-    """Return the arguments of launch/train.py on the page."""
     page = (REPOSITORY / "docs" / "weights.md").read_text().splitlines()
     [line] = [line for line in page if "launch/train.py" in line and "init.freeze" in line]
     return shlex.split(line.partition("launch/train.py")[2])
@@ -38,6 +37,8 @@ def test_the_command_for_own_photos_yields_a_model_better_than_chance(shards, tm
     split = open_split(shards, "val")
     images = [split.read(number) for number in range(split.num_samples)]
     probabilities = trained(trained.preprocess(*images)).softmax(1)
-    assert probabilities.amax(1).mean() > 0.45, "guessing among three classes gives 0.33"
+    assert probabilities.amax(1).mean() > 0.45, (
+        "the accuracy must exceed 0.33, which guessing among three classes gives"
+    )
     right = probabilities.argmax(1) == torch.from_numpy(split.index["label"].astype("int64"))
     assert right.float().mean() > 0.8

@@ -43,7 +43,7 @@ ARCHITECTURES = sorted(name for name in timm.list_models() if own_model(name))
 
 
 @pytest.mark.parametrize("row", TIMM_ROWS, ids=lambda row: row.name)
-def test_a_row_has_the_settings_that_timm_has(row):
+def test_a_row_has_the_same_settings_as_timm(row):
     settings = timm.get_pretrained_cfg(row.name)
     assert (3, *row.image_size) == settings.input_size
     assert (row.mean, row.std) == (settings.mean, settings.std)
@@ -82,7 +82,7 @@ def test_our_model_replaces_only_plain_vits_of_timm():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_our_model_has_the_parameters_of_timms_model(architecture):
+def test_our_model_has_the_same_parameters_as_in_timm(architecture):
     """This test compares names and shapes. The tests below compare the logits of each family."""
     published = identify(
         f"{architecture}.pth", f"{architecture}.{timm.get_pretrained_cfg(architecture).tag}"
@@ -121,9 +121,10 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 def jpegs() -> dict[str, bytes]:
     """Return photographs of several shapes: wide, tall, smaller than the view, and gray."""
-    from sklearn.datasets import load_sample_images  # slow to import
+    from sklearn.datasets import load_sample_images  # import late, because the import is slow
 
-    china, flower = (Image.fromarray(image) for image in load_sample_images().images)  # 640 x 427
+    # Both pictures have 640 x 427 pixels.
+    china, flower = (Image.fromarray(image) for image in load_sample_images().images)
     pictures = {
         "china": china,
         "tall": china.crop((100, 0, 340, 427)),
@@ -148,14 +149,15 @@ def timms_view(name: str):
 @pytest.mark.parametrize(
     "name",
     [
-        "vit_tiny_patch16_224.augreg_in21k_ft_in1k",  # 248 -> 224, bicubic
-        "vit_small_patch16_384.augreg_in1k",  # 384 -> 384
-        "deit3_huge_patch14_224.fb_in22k_ft_in1k",  # 224 -> 224, ImageNet's mean
-        "vit_base_patch16_224_miil.in21k_ft_in1k",  # 256 -> 224, bilinear
-        "vit_medium_patch16_gap_384.sw_in12k_ft_in1k",  # 404 -> 384, both sides equally
+        "vit_tiny_patch16_224.augreg_in21k_ft_in1k",  # resize to 248, crop to 224, bicubic
+        "vit_small_patch16_384.augreg_in1k",  # resize to 384, crop to 384
+        # Resize to 224, crop to 224, and normalize with ImageNet's mean.
+        "deit3_huge_patch14_224.fb_in22k_ft_in1k",
+        "vit_base_patch16_224_miil.in21k_ft_in1k",  # resize to 256, crop to 224, bilinear
+        "vit_medium_patch16_gap_384.sw_in12k_ft_in1k",  # resize both sides to 404, crop to 384
     ],
 )
-def test_the_view_of_an_image_equals_timms(name):
+def test_the_view_of_an_image_equals_timm(name):
     published = identify("x", name)
     view = timms_view(name)
     assert list(published.image_size) == list(timm.get_pretrained_cfg(name).input_size[1:])
@@ -199,7 +201,7 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
 def rounding(model: torch.nn.Module) -> float:
     """Return the largest difference that two orders of summation may cause in a logit of
     `random_timm_model`. The head adds `num_features` products, whose rounding errors grow with the
-    square root of their number. It then subtracts a bias that is many times larger than the
+    square root of their number. The head then adds a bias that is many times larger than the
     result."""
     heads = model.get_classifier()
     scale = max(
@@ -209,7 +211,6 @@ def rounding(model: torch.nn.Module) -> float:
 
 
 def official_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename `weights` to the names in facebookresearch/deit:models_v2.py."""
     return {
         re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): tensor
         for name, tensor in weights.items()
@@ -245,7 +246,6 @@ def as_hub_folder_without_settings(model, folder, name):
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory) -> Path:
-    """Write shards of the photographs, with one class for each photograph."""
     folder = tmp_path_factory.mktemp("photographs")
     for split in ("train", "val"):
         for name, data in jpegs().items():
@@ -332,9 +332,11 @@ def test_a_timm_file_gives_timms_logits_and_predictions(name, save, fields, tmp_
     result = evaluator.evaluate({"model": ours})["val"]["model"]
     best, second = expected.topk(2).values.unbind(1)
     assert len(expected.argmax(1).unique()) > 2, (
-        "a model that predicts one class for all images would prove little"
+        "the model must not predict one class for all images, or this test proves little"
     )
-    assert (best - second).min() > 2 * rounding(theirs), "two classes are tied within rounding"
+    assert (best - second).min() > 2 * rounding(theirs), (
+        "two classes must not be tied within rounding"
+    )
     by_name = torch.from_numpy(split.index["label"].astype(int))
     assert torch.equal(result.predictions, expected.argmax(1)[by_name])
 

@@ -53,7 +53,7 @@ TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
         ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm recognizes the whole name
         ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
         ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
-        # only in timm, not in our table
+        # This model is only in timm, not in our table.
         ("vit_base_patch16_224.sam_in1k.safetensors", "vit_base_patch16_224.sam_in1k"),
         ("deit_base_distilled_patch16_224-df68dfff.pth", "deit_base_distilled_patch16_224.fb_in1k"),
         (
@@ -89,8 +89,8 @@ def test_a_model_is_identified_by_the_name_that_the_user_gives(tmp_path):
     )
 
 
-def test_a_name_without_a_tag_uses_timms_default_settings_with_a_note(tmp_path):
-    """A user who trained a model with timm has no tag for it."""
+def test_a_name_without_a_tag_uses_the_default_settings_of_timm_with_a_note(tmp_path):
+    """A user's own training with timm gives the model no tag."""
     default = timm.get_pretrained_cfg("vit_tiny_patch16_224")
     published = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
     assert (published.mean, published.std, published.crop_pct) == (
@@ -113,7 +113,7 @@ def test_a_name_without_a_tag_uses_timms_default_settings_with_a_note(tmp_path):
 @pytest.mark.parametrize(
     "row", [row for row in TIMM_ROWS if row.name.startswith("deit_")], ids=lambda row: row.name
 )
-def test_names_that_are_accepted_without_a_tag_have_only_one_tag(row):
+def test_names_accepted_without_a_tag_have_only_one_tag(row):
     architecture = row.name.partition(".")[0]
     tagged = [
         name
@@ -136,7 +136,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
     settings["pretrained_cfg"]["crop_pct"] = 0.95
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert (identify(tmp_path).crop_pct, identify(tmp_path).top1) == (0.95, None), (
-        "the published accuracy does not hold for another view"
+        "the published accuracy must not be quoted for another view"
     )
     assert identify(tmp_path, "deit_tiny_patch16_224").name == "deit_tiny_patch16_224.fb_in1k", (
         "the user's name must take precedence over the file's"
@@ -312,12 +312,12 @@ def test_the_page_and_the_program_have_the_same_table():
     page = (ROOT / "docs" / "recipes.md").read_text().partition("## Known models")[2]
     shown = [text for text in page.splitlines() if text.startswith("| `")]
     expected = [line(row) for row in KNOWN]
-    assert shown == expected, "the table of docs/recipes.md should be:\n" + "\n".join(expected)
+    assert shown == expected, "docs/recipes.md must contain this table:\n" + "\n".join(expected)
     assert {row.source for row in KNOWN} == set(re.findall(r"[\w-]+/[\w-]+@\w+:[\w/.-]+\w", page))
 
 
 @pytest.mark.parametrize("row", [row for row in KNOWN if row.source == TORCHVISION])
-def test_torchvisions_rows_have_torchvisions_settings(row):
+def test_rows_of_torchvision_models_have_the_settings_of_torchvision(row):
     name = row.files[0].partition("-")[0]
     architecture = re.match(r"vit_[bhl]_\d\d", name)[0]
     kinds = torchvision.models.get_model_weights(architecture)
@@ -371,7 +371,7 @@ def test_folders_of_transformers_are_identified(tmp_path):
     )
 
 
-def test_another_epsilon_of_norms_is_noted_and_a_large_one_refused(tmp_path):
+def test_a_different_norm_epsilon_is_noted_and_a_large_one_is_rejected(tmp_path):
     """The initial weights of transformers make small tokens, for which epsilon matters more than
     for trained weights."""
     torch.manual_seed(0)
@@ -418,7 +418,7 @@ def test_invalid_settings_beside_the_weights_are_named(tmp_path):
     ],
 )
 def test_the_error_names_the_unsupported_family(names, family, tmp_path):
-    """The names of the weights decide, even if the user gives the name of a timm model."""
+    """The names of the weights must decide, even if the user gives the name of a timm model."""
     path = tmp_path / "weights.pth"
     torch.save({name: torch.ones(1) for name in names}, path)
     loaded = read_weights(path)

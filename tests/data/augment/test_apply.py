@@ -1,6 +1,6 @@
-"""Test augmentation on the device against loops over samples and against torchvision and timm.
+"""Compare augmentation on the device with loops over samples, torchvision and timm.
 
-The other libraries get our random numbers.
+torchvision and timm are given our random numbers.
 """
 
 import numpy as np
@@ -64,7 +64,7 @@ def test_only_flipped_rows_are_mirrored():
 @pytest.mark.parametrize(
     ("channels", "mean", "std"), [(3, MEAN, STD), (3, (0.5,), (0.25,)), (1, (0.13,), (0.3,))]
 )
-def test_normalize_is_torchvisions(channels, mean, std):
+def test_normalization_equals_torchvision(channels, mean, std):
     images = random_images(2, channels, 5, 4)
     theirs = v2.Compose(
         [
@@ -78,8 +78,8 @@ def test_normalize_is_torchvisions(channels, mean, std):
 
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
-    """The image's shorter side equals the view's, so nothing is resized. torchvision pads and crops
-    the image at the drawn position."""
+    """The image's shorter side equals the view's, so nothing is resized. torchvision pads the image
+    and crops it at our random position."""
     config = AugmentConfig(crop="simple", hflip_prob=0.0)
     num = 60
     side = 32
@@ -149,9 +149,9 @@ def test_layers_are_applied_to_each_row_in_order_after_the_flip(name):
         np.testing.assert_array_equal(ours[row], expected[0])
 
 
-def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
-    """facebookresearch/deit:augment.py is applied to Pillow images with our random numbers: flip,
-    one of three operations, and color jitter in the drawn order."""
+def test_three_augment_equals_deit3_with_torchvision_and_pillow():
+    """The reference applies facebookresearch/deit:augment.py to Pillow images with our random
+    numbers: a flip, one of three operations, and color jitter in our random order."""
     config = DEIT3.model_copy(update={"crop": "random_resized"})
     images = np.concatenate([photographs()] * 8)
     table = table_of(config, len(images), images.shape[2:])
@@ -171,7 +171,7 @@ def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
             picture = jitter[int(op)](picture, float(factor))
         off.append(np.abs(np.asarray(picture).transpose(2, 0, 1).astype(int) - ours[row]))
     assert np.max(off) <= 2, (
-        "a blurred pixel may differ by one level, and later operations may double that"
+        "a blurred pixel may differ by one level, which later operations may double"
     )
     assert np.mean(np.array(off) > 0) < 1e-3
 
@@ -181,7 +181,7 @@ def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_boxes_of_normalised_images_are_erased(mode, channels):
+def test_boxes_of_normalized_images_are_erased(mode, channels):
     config = AugmentConfig(erasing_prob=0.6, erasing_mode=mode, hflip_prob=0.0)
     augment = Augment(config, 10, (0.5,), (0.25,), CPU)
     images = random_images(40, channels, 32, 24)
@@ -207,9 +207,8 @@ def test_boxes_of_normalised_images_are_erased(mode, channels):
         assert scipy.stats.kstest(torch.cat(noise), scipy.stats.norm.cdf).pvalue > 1e-3
 
 
-def test_a_graph_of_erasing_computes_nothing_on_the_host():
-    """A table that the host computes would be recomputed in each step, and the GPU would wait for
-    the copy."""
+def test_a_compiled_erasing_graph_computes_nothing_on_the_host():
+    """The host would recompute a table in each step, and the GPU would wait for the copy."""
     operators = []
 
     def note(graph, inputs):
@@ -229,25 +228,25 @@ def test_a_graph_of_erasing_computes_nothing_on_the_host():
     torch._dynamo.reset()
     assert torch.equal(compiled, eager)
     assert any("index_select" in target for target in operators), (
-        "the compiled graph must contain the quantile lookup"
+        "the compiled graph must contain the lookup of quantiles"
     )
     assert not any("ndtri" in target for target in operators)
 
 
-def test_noise_is_normal_and_depends_only_on_the_seed_and_the_place():
+def test_noise_is_normal_and_depends_only_on_seed_and_position():
     seeds = torch.tensor([0, 1, 2, 2**24 - 1], dtype=torch.int32)
     quantiles = pixel_ops.normal_quantiles(seeds.device)
     noise = pixel_ops.noise(seeds, quantiles, 3, 64, 48)
     assert scipy.stats.kstest(noise.flatten(), scipy.stats.norm.cdf).pvalue > 1e-3
     assert torch.equal(pixel_ops.noise(seeds[2:3], quantiles, 3, 64, 48), noise[2:3])
     assert (torch.corrcoef(noise.flatten(1)) - torch.eye(4)).abs().max() < 0.05, (
-        "consecutive seeds must give independent noise"
+        "the noise of consecutive seeds must be independent"
     )
     flat = noise.flatten(1)
     for apart in (1, 2, 48, 64 * 48):
         assert (
             abs(np.corrcoef(flat[:, apart:].flatten(), flat[:, :-apart].flatten())[0, 1]) < 0.03
-        ), f"pixels {apart} apart"
+        ), f"the noise of pixels {apart} apart is correlated"
     for row, seed in enumerate(seeds.tolist()):
         bits = np.array([_lowbias32(pair ^ _lowbias32(seed)) for pair in range(50)])
         halves = np.stack([bits % 2**16, bits >> 16], 1).flatten()
@@ -346,7 +345,7 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # These rows would have mixed with rows 3, 8 and 21. A mixing group has four rows.
+    # These rows would have mixed with rows 3, 8 and 21, because a mixing group has four rows.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
@@ -354,10 +353,10 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
-def test_mixing_equals_timms_with_our_random_numbers(mode, kind, monkeypatch):
-    """timm mixes row i with row B - 1 - i. Our rotation does the same inside a group, and in the
-    modes `batch` and `elem` if a group has two rows. So timm gets each group as a batch, with our
-    random numbers."""
+def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
+    """timm mixes row i with row B - 1 - i. Our rotation does the same inside a group, and also in
+    the modes `batch` and `elem` if a group has two rows. The test passes each group to timm as a
+    batch, with our random numbers."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),
@@ -385,7 +384,7 @@ def test_mixing_equals_timms_with_our_random_numbers(mode, kind, monkeypatch):
             timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
         )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
-        # timm skips a row whose lambda is 1. With a box it recomputes lambda from the box.
+        # timm skips a row whose lambda is 1. If it cuts a box, timm recomputes lambda from the box.
         lambdas = (
             rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
         )

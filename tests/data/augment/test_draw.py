@@ -1,4 +1,4 @@
-"""Test the random numbers of augmentation against golden values and against the distributions of
+"""Compare augmentation's random numbers with golden values and with the distributions of
 torchvision, timm and the papers."""
 
 import itertools
@@ -33,10 +33,10 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     "name", json.loads((Path(__file__).parent / "golden_draws.json").read_text())
 )
-def test_the_draws_of_a_recipe_equal_the_golden_values(name):
-    """A failure means that a seed no longer gives the same run. Do not update the golden file: draw
-    a new augmentation from a separate stream. The file predates all augmentations except crops,
-    flips, timm's operations and group mixing."""
+def test_random_numbers_of_a_recipe_equal_the_golden_values(name):
+    """A failure means that a seed no longer reproduces its run. Do not update the golden file: take
+    a new augmentation's random numbers from a separate stream. The file predates all augmentations
+    except crops, flips, timm's operations and group mixing."""
     golden = json.loads((Path(__file__).parent / "golden_draws.json").read_text())[name]
     recipe, *settings = name.split()
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings)
@@ -63,7 +63,7 @@ def test_images_flip_with_their_probability(prob):
     assert abs(flips.mean() - prob) < 4 * np.sqrt(prob * (1 - prob) / 10_000) + 1e-9
 
 
-def test_operations_are_drawn_as_timm_draws_them():
+def test_operations_are_drawn_as_in_timm():
     config = AugmentConfig(
         randaugment_layers=2, randaugment_magnitude=5.0, randaugment_magnitude_std=0.5
     )
@@ -85,14 +85,14 @@ def test_operations_are_drawn_as_timm_draws_them():
 
 
 @pytest.mark.parametrize(("magnitude", "limit"), [(9.9, 10.0), (0.1, 0.0)])
-def test_strengths_are_clipped_to_timms_scale(magnitude, limit):
+def test_strengths_are_clipped_to_the_scale_of_timm(magnitude, limit):
     config = AugmentConfig(
         randaugment_layers=1, randaugment_magnitude=magnitude, randaugment_magnitude_std=0.2
     )
     strengths = np.abs(table_of(config, 4000)[:, FIRST_OP + 1])
     assert ((strengths >= 0) & (strengths <= 10)).all()
     assert abs((strengths == limit).mean() - scipy.stats.norm.sf(0.5)) < 0.03, (
-        "strengths beyond the scale must be clipped to its end"
+        "strengths beyond the scale must be clipped to its maximum"
     )
 
 
@@ -115,12 +115,12 @@ def test_the_sets_of_other_programs_always_apply_an_operation_at_the_set_strengt
     for column in (2, 3):
         assert (
             scipy.stats.kstest(table[:, FIRST_OP + column], scipy.stats.uniform.cdf).pvalue > 1e-3
-        ), "the position of the cutout is not uniform"
+        ), "the cutout's position is not uniformly distributed"
 
 
 def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
-    """Return the probability of each pair of operations ("" for none) with their strengths,
-    computed from the policy's source."""
+    """Compute the probability of each pair of operations ("" for none) and their strengths from the
+    policy's source."""
     if name in ("imagenet", "cifar10", "svhn"):
         auto = autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name))
         pairs = auto.policies
@@ -145,7 +145,7 @@ def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
 
 
 @pytest.mark.parametrize("name", [name for name in AUTO_AUGMENT_SETS if name != "ta_wide"])
-def test_policies_are_drawn_as_often_as_their_source_does(name):
+def test_policies_are_drawn_as_often_as_in_their_source(name):
     num = 20_000
     config = AugmentConfig(auto_augment=name)
     table = table_of(config, num)
@@ -164,13 +164,13 @@ def test_policies_are_drawn_as_often_as_their_source_does(name):
         assert abs((moved < 0).mean() - 0.5) < 0.02
 
 
-def test_strengths_of_timms_policies_vary_around_those_of_the_table():
+def test_strengths_of_timm_policies_vary_around_those_in_the_table():
     exact = table_of(AugmentConfig(auto_augment="v0"), 20_000)
     config = AugmentConfig(auto_augment="v0", auto_augment_magnitude_std=0.5)
     varied = table_of(config, 20_000)
     for column in (FIRST_OP, FIRST_OP + 2):
         assert np.array_equal(exact[:, column], varied[:, column]), (
-            "the policy has other operations"
+            "the policy has different operations than its source"
         )
         own = np.abs(exact[:, column + 1])
         off = np.abs(varied[:, column + 1]) - own
@@ -201,14 +201,14 @@ def test_three_augment_draws_one_of_three_and_a_radius():
     )
 
 
-def test_jitter_is_drawn_as_torchvision_draws_it():
+def test_jitter_is_drawn_as_in_torchvision():
     amounts = (0.3, 0.4, 1.0, 0.1)
     num = 6000
     table = table_of(AugmentConfig(color_jitter=amounts), num)[:, FIRST_OP:].reshape(num, 4, 2)
     ops = table[:, :, 0].astype(int)
     factors = table[:, :, 1]
     orders, counts = np.unique(ops, axis=0, return_counts=True)
-    assert len(orders) == 24, "an order of the four operations never occurs"
+    assert len(orders) == 24, "one order of the four operations never occurs"
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
     jitter = ColorJitter(*amounts)
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def test_jitter_is_drawn_as_torchvision_draws_it():
     assert np.abs(np.corrcoef(by_op.T) - np.eye(4)).max() < 0.05, "two factors are correlated"
 
 
-def test_jitter_without_strength_takes_no_column():
+def test_jitter_without_strength_needs_no_column():
     table = table_of(AugmentConfig(color_jitter=(0.3, 0.0, 0.2, 0.0)), 50)
     assert table.shape[1] == FIRST_OP + 4
     assert {tuple(row) for row in np.sort(table[:, [FIRST_OP, FIRST_OP + 2]], 1)} == {(0, 2)}
@@ -324,7 +324,7 @@ def test_contradictory_settings_are_reported_with_the_remedy(augment, in_chans, 
     assert message in str(caught.value)
 
 
-def test_a_row_is_reported_in_words():
+def test_augmentation_of_a_row_is_described_in_words():
     config = AugmentConfig(
         crop="simple", three_augment=True, color_jitter=(0.3, 0.0, 0.0, 0.0), erasing_prob=1.0
     )

@@ -35,7 +35,7 @@ def crops_of(config, keys, widths, heights, size=SIZE):
 # --- crops ----------------------------------------------------------------------------------------
 
 
-def test_a_samples_crop_depends_on_the_epoch_but_not_on_the_batch():
+def test_the_crop_of_a_sample_depends_on_the_epoch_but_not_on_the_batch():
     ids = np.array([5, 900, 17, 3, 900])
     sizes = np.array([300, 200, 40, 41, 200])
     for config in (
@@ -74,7 +74,7 @@ def test_a_samples_crop_depends_on_the_epoch_but_not_on_the_batch():
     st.integers(0, 2**63 - 1),
     st.sampled_from([0.08, 0.35, 1.0]),
 )
-def test_crops_lie_inside_the_image(sizes, seed, low):
+def test_crops_are_inside_the_image(sizes, seed, low):
     widths, heights = np.array(sizes).T
     left, top, width, height = crops_of(
         AugmentConfig(crop_scale=(low, 1.0)), keys_of(len(sizes), seed), widths, heights
@@ -91,7 +91,7 @@ def test_crops_lie_inside_the_image(sizes, seed, low):
     ("width", "height"), [(500, 375), (375, 500), (400, 400), (900, 300), (8, 6)]
 )
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.35, 0.6)])
-def test_crops_are_distributed_as_torchvisions(width, height, scale):
+def test_crops_are_distributed_as_in_torchvision(width, height, scale):
     num = 4000
     ratio = (3 / 4, 4 / 3)
     ours = crops_of(
@@ -123,7 +123,7 @@ def test_crops_are_distributed_as_torchvisions(width, height, scale):
         )
 
 
-def test_areas_and_aspects_stay_in_their_ranges():
+def test_areas_and_aspect_ratios_stay_in_range():
     num = 5000
     side = 1000
     _, _, width, height = crops_of(
@@ -142,7 +142,7 @@ def test_areas_and_aspects_stay_in_their_ranges():
 
 
 @pytest.mark.parametrize(("width", "height"), [(1000, 11), (11, 1000), (997, 20), (31, 1001)])
-def test_if_no_try_fits_the_crop_is_torchvisions_largest_centred_one(width, height):
+def test_if_no_attempt_fits_the_crop_is_the_largest_centered_one_as_in_torchvision(width, height):
     crop = crops_of(AugmentConfig(), keys_of(1), np.array([width]), np.array([height]))[0]
     top, left, crop_height, crop_width = RandomResizedCrop.get_params(
         torch.empty(1, height, width), [0.08, 1.0], [3 / 4, 4 / 3]
@@ -159,7 +159,9 @@ def test_if_no_try_fits_the_crop_is_torchvisions_largest_centred_one(width, heig
     st.sampled_from([(24, 20), (16, 16), (224, 224)]),
     st.integers(0, 2**40),
 )
-def test_simple_crops_are_the_largest_windows_of_the_views_aspect(width, height, size, seed):
+def test_simple_crops_are_the_largest_windows_with_the_aspect_ratio_of_the_view(
+    width, height, size, seed
+):
     config = AugmentConfig(crop="simple")
     view_h, view_w = size
     left, top, crop_w, crop_h = draw_crops(
@@ -175,9 +177,9 @@ def test_simple_crops_are_the_largest_windows_of_the_views_aspect(width, height,
 
 
 @pytest.mark.parametrize(("width", "height"), [(320, 200), (200, 320), (200, 200)])
-def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
-    """The image's shorter side equals the view's, so nothing is resized. Positions must have the
-    distribution of torchvision's RandomCrop(200, padding=4)."""
+def test_simple_crops_are_distributed_like_a_padded_random_crop(width, height):
+    """The image's shorter side equals the view's, so nothing is resized. Positions must be
+    distributed like those of torchvision's RandomCrop(200, padding=4)."""
     num = 20_000
     config = AugmentConfig(crop="simple")
     size = (200, 200)
@@ -198,5 +200,5 @@ def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
         assert place.max() == side - 200 + 4
         beyond = table[:, shift + axis] != 0
         assert set(crops[beyond, axis]) <= {0, side - 200}, (
-            "a view that extends beyond the image must start at its border"
+            "a view that is larger than the image must start at the image's border"
         )

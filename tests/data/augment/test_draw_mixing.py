@@ -27,8 +27,8 @@ MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
     ("size", "area", "ratio"),
     [((32, 48), (0.02, 1 / 3), (0.3, 1 / 0.3)), ((40, 16), (0.3, 0.9), (0.2, 2.0))],
 )
-def test_boxes_are_erased_as_timm_erases_them(size, area, ratio):
-    """In the second case, ten tries often find no valid box."""
+def test_boxes_are_erased_as_in_timm(size, area, ratio):
+    """In the second case, ten attempts often find no valid box."""
     num = 6000
     prob = 0.7
     config = AugmentConfig(
@@ -36,7 +36,7 @@ def test_boxes_are_erased_as_timm_erases_them(size, area, ratio):
     )
     boxes = table_of(config, num, size)[:, FIRST_OP:]
     eraser = RandomErasing(prob, *area, *ratio, mode="const", device="cpu")
-    random.seed(0)  # timm uses Python's global generator
+    random.seed(0)  # timm draws from Python's global generator
     theirs = []
     for image in eraser(torch.ones(num, 1, *size)):
         rows, columns = (torch.nonzero(image[0].amin(axis) == 0)[:, 0].tolist() for axis in (1, 0))
@@ -54,7 +54,7 @@ def test_boxes_are_erased_as_timm_erases_them(size, area, ratio):
         ), name
 
 
-def test_the_fill_is_a_normal_colour_or_a_seed_or_nothing():
+def test_the_fill_is_a_normal_color_a_seed_or_nothing():
     assert (
         table_of(AugmentConfig(erasing_prob=1.0, erasing_mode="const"), 4).shape[1] == FIRST_OP + 4
     )
@@ -81,13 +81,13 @@ def test_mixup_lambda_is_beta_distributed(alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
-def test_cutmix_boxes_are_distributed_as_timms(alpha):
+def test_cutmix_boxes_are_distributed_as_in_timm(alpha):
     num = 4000
     height, width = (32, 48)
     table = mixed_table(
         AugmentConfig(cutmix_alpha=alpha, mix_group_size=2), 2 * num, (height, width)
     )[::2]
-    np.random.seed(0)  # timm uses numpy's global generator
+    np.random.seed(0)  # timm draws from numpy's global generator
     theirs = [
         cutmix_bbox_and_lam((1, 3, height, width), np.random.beta(alpha, alpha)) for _ in range(num)
     ]
@@ -100,7 +100,7 @@ def test_cutmix_boxes_are_distributed_as_timms(alpha):
         assert scipy.stats.ks_2samp(table[:, column], values).pvalue > 1e-3, name
 
 
-def test_a_box_inside_the_image_has_the_aspect_of_the_image():
+def test_a_box_inside_the_image_has_the_aspect_ratio_of_the_image():
     top, bottom, left, right = mixed_table(AugmentConfig(cutmix_alpha=1.0), 4000, (64, 64))[
         :, [TOP, BOTTOM, LEFT, RIGHT]
     ].T

@@ -3,8 +3,8 @@
 The sources are the installed timm, torchvision and Pillow, and stored results of big_vision.
 
 Pixel values are compared as integers. A bilinear warp may differ by one level, because it uses
-float32 and Pillow uses double. A few pixels that come exactly from the border are content in Pillow
-and fill color in ours. All other operations must match exactly.
+float32 and Pillow uses double. At the border, Pillow treats a few pixels as content that our warp
+fills with the fill color. All other operations must match exactly.
 """
 
 from functools import partial
@@ -40,8 +40,8 @@ def assert_equal_levels(
     share: float = 0.0,
     on_border: float = 0.0,
 ) -> None:
-    """Assert that at most a `share` of the levels differ, by at most `largest` except for a share
-    `on_border`."""
+    """Assert that at most a `share` of the levels differ. The differences must not exceed
+    `largest`, except for a share `on_border`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
     assert further.max() <= on_border, (
@@ -55,19 +55,19 @@ def assert_equal_levels(
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
 UNSIGNED = ("AutoContrast", "Equalize", "Invert", "Posterize", "Solarize")
 ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
-"""timm's operations that are not "increasing". Their levels are 0.1 to 1.9, without a sign."""
+"""timm's operations that are not "increasing". Their levels range from 0.1 to 1.9 and have no
+sign."""
 
 
 def by_timm(
     images: np.ndarray, name: str, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> np.ndarray:
-    """Apply timm's operation at a signed level instead of with timm's random sign."""
     monkeypatch.setattr(timm_ops, "_randomly_negate", lambda level: level)
     to_argument = timm_ops.LEVEL_TO_ARG[name]
     is_signed = not name.startswith(UNSIGNED) and name not in ENHANCE
     signed = strength if is_signed else abs(strength)
     arguments = to_argument(signed, {}) if to_argument else ()
-    # At 0 bits Pillow 13 raises an error. Earlier versions returned a black image.
+    # Pillow 13 raises an error at 0 bits. Earlier versions returned a black image.
     if name.startswith("Posterize") and arguments == (0,):
         return np.zeros(images.shape, int)
     options = {"resample": Image.Resampling.BILINEAR, "fillcolor": (124, 116, 104)}
@@ -76,7 +76,7 @@ def by_timm(
     )
 
 
-def test_the_sets_have_the_operations_of_their_sources_in_order():
+def test_policies_have_the_operations_of_their_sources_in_order():
     ours = [name.replace("_", "") for name in OP_NAMES["timm"]]
     assert ours == [
         name.lower().removesuffix("increasing").removesuffix("rel") for name in TIMM_NAMES
@@ -91,7 +91,7 @@ def test_the_sets_have_the_operations_of_their_sources_in_order():
         ]
 
 
-# Our policy -> its operations that no earlier policy has.
+# Maps each policy to its operations that no earlier policy has.
 TIMM_OPS = [("timm", op, name) for op, name in enumerate(TIMM_NAMES)]
 TIMM_OPS += [
     ("timm_inc0", op, name)
@@ -115,7 +115,7 @@ TIMM_CONFIGS = {
 
 
 @pytest.mark.parametrize(("op_set", "op", "name"), TIMM_OPS)
-def test_operations_are_timms(op_set, op, name, monkeypatch):
+def test_operations_equal_timm(op_set, op, name, monkeypatch):
     images = photographs()
     strengths = (0.0, 2.5, 3.703125, 5.0, 9.0, 9.625, 10.0, -2.5, -9.0, -10.0)
     is_warp = OP_NAMES[op_set][op] in WARPS
@@ -151,8 +151,8 @@ def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> n
 
 @pytest.mark.parametrize("op", range(14))
 @pytest.mark.parametrize(("op_set", "largest"), [("torchvision_auto", 9), ("ta_wide", 30)])
-def test_operations_of_policies_are_torchvisions(op_set, largest, op):
-    """One of the two images is noise, in which up to two sevenths of the levels differ."""
+def test_operations_of_policies_equal_torchvision(op_set, largest, op):
+    """One of the two images is noise, for which up to two sevenths of the levels differ."""
     images = photographs()[[0, 4]]
     is_warp = OP_NAMES[op_set][op] in WARPS
     config = AugmentConfig(auto_augment="ta_wide" if op_set == "ta_wide" else "imagenet")
@@ -165,7 +165,7 @@ def test_operations_of_policies_are_torchvisions(op_set, largest, op):
 
 
 @pytest.mark.parametrize("op", range(14), ids=OP_NAMES["torchvision"])
-def test_operations_are_torchvisions(op):
+def test_operations_equal_torchvision(op):
     images = photographs()
     is_warp = OP_NAMES["torchvision"][op] in WARPS
     config = AugmentConfig(randaugment_layers=1, randaugment_ops="torchvision")
@@ -182,12 +182,12 @@ BIG_VISION = np.load(Path(__file__).parent / "golden_big_vision.npz")
 
 
 @pytest.mark.parametrize("op", range(16), ids=OP_NAMES["big_vision"])
-def test_operations_are_big_visions(op):
-    """The stored results are those of
-    google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py for two images in TensorFlow
-    2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces tensorflow_addons, which does not support
-    this version. The centers of cutouts are at 0.8 of the width and 0.3 of the height. TensorFlow
-    sums in a different order, so one level in a hundred may differ by one, or by two for
+def test_operations_equal_big_vision(op):
+    """The stored results come from
+    google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py, run on two images with
+    TensorFlow 2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces tensorflow_addons, which does
+    not support this version. Cutouts are centered at 0.8 of the width and 0.3 of the height.
+    TensorFlow sums in a different order, so one level in a hundred may differ by one, or by two for
     sharpness."""
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
@@ -226,7 +226,7 @@ RADII = [
 ]
 
 
-def test_blur_is_pillows():
+def test_blur_equals_pillow():
     for radius, ours in zip(RADII, at_strengths(THREE, photographs(), 2, RADII), strict=True):
         theirs = levels(
             [
@@ -238,14 +238,14 @@ def test_blur_is_pillows():
 
 
 @pytest.mark.parametrize("radius", [1.0, 1.5, 2.0])
-def test_blur_differs_only_if_a_sum_lies_between_two_levels(radius):
+def test_blur_differs_only_if_a_sum_is_between_two_levels(radius):
     theirs = levels(
         [picture.filter(ImageFilter.GaussianBlur(radius)) for picture in pictures(photographs())]
     )
     assert_equal_levels(one_op(THREE, photographs(), 2, radius), theirs, largest=3, share=0.15)
 
 
-def test_grey_and_solarize_are_pillows():
+def test_gray_and_solarize_equal_pillow():
     images = photographs()
     assert_equal_levels(
         one_op(THREE, images, 0, 0.7),
@@ -260,11 +260,11 @@ def test_grey_and_solarize_are_pillows():
 @pytest.mark.parametrize(
     ("op", "name"), [(0, "adjust_brightness"), (1, "adjust_contrast"), (2, "adjust_saturation")]
 )
-def test_jitter_is_torchvisions_on_pillow_images(op, name):
+def test_jitter_equals_torchvision_on_pillow_images(op, name):
     factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
     jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
-        # Pillow also gets the value rounded to float32.
+        # Pillow must get the value rounded to float32, too.
         theirs = levels(
             [
                 getattr(tv, name)(picture, float(np.float32(factor)))
@@ -274,8 +274,8 @@ def test_jitter_is_torchvisions_on_pillow_images(op, name):
         assert_equal_levels(ours, theirs)
 
 
-def test_hue_is_torchvisions_on_tensors():
-    """torchvision's function for Pillow images has only 256 hues, so it differs by several
+def test_hue_equals_torchvision_on_tensors():
+    """torchvision's function for Pillow images has only 256 hues, so its results differ by several
     levels."""
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
@@ -289,7 +289,7 @@ def test_hue_is_torchvisions_on_tensors():
 
 
 @pytest.mark.parametrize(("op", "name"), [(0, "adjust_brightness"), (1, "adjust_contrast")])
-def test_grey_images_are_jittered_in_brightness_and_contrast(op, name):
+def test_gray_images_are_jittered_in_brightness_and_contrast(op, name):
     images = photographs()[:, :1]
     theirs = np.stack(
         [np.asarray(getattr(tv, name)(Image.fromarray(image[0]), 0.7))[None] for image in images]

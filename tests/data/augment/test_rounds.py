@@ -1,6 +1,6 @@
-"""Test that operations of a kind are applied together.
+"""Test that operations of the same kind are applied together.
 
-The pixels must be the same with few kernel launches and without a wait for the device.
+The pixels must stay the same, with few kernel launches and without waiting for the device.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ LAUNCHES = {
     "jitter": 206,
     "auto_augment": 92,
 }
-"""Kernel launches for 512 images of each policy in `POLICIES`.
-
-One launch per operation and policy took 800. 38 of timm's launches are random erasing; without it,
-this is ViT-B/16's policy with 120.
-"""
+"""The number of kernel launches for 512 images with each policy in `POLICIES`. One launch per
+operation and policy took 800. For timm, 38 launches are random erasing; without erasing, the policy
+is that of ViT-B/16, with 120 launches."""
 
 
 def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
-    """Return an `Augment` of a policy and its arguments on the meta device."""
     images = torch.empty(num, 3, 40, 120, dtype=torch.uint8, device="meta")
     labels = torch.empty(num, dtype=torch.int64, device="meta")
     table = torch.from_numpy(mixed_table(POLICIES[name], num, (40, 120)))
@@ -44,7 +41,7 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_images(name):
     launches = []
     for num in (256, 512):
         augment, arguments = on_meta(name, num)
-        augment(*arguments)  # the first call also copies constants
+        augment(*arguments)  # do not count the first call, which also copies constants
         with Launches() as counted:
             augment(*arguments)
         launches.append(counted.total())

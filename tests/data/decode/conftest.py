@@ -7,7 +7,6 @@ from vit.data.decode.images import decoder_name
 
 @pytest.fixture(params=["simplejpeg", pytest.param("native", marks=needs_native)])
 def decoder(request, monkeypatch):
-    """Run a test with each decoder that is available."""
     if request.param == "simplejpeg":
         monkeypatch.setattr(native, "AVAILABLE", False)
     assert decoder_name() == request.param

@@ -1,4 +1,4 @@
-"""Test that unusual images are decoded, and that unreadable ones raise an error with their key or
+"""Test that unusual images are decoded, and that unreadable images raise an error with their key or
 are skipped and counted."""
 
 import io
@@ -40,7 +40,7 @@ def encoded(
 
 
 def with_interval(data: bytes, blocks: int) -> bytes:
-    """Return the JPEG with a header that declares a restart marker after this many blocks."""
+    """Return the JPEG with a header that declares a restart marker after every `blocks` blocks."""
     at = data.index(b"\xff\xda")
     return data[:at] + b"\xff\xdd\0\4" + struct.pack(">H", blocks) + data[at:]
 
@@ -67,7 +67,7 @@ BAD = {
     "truncated_markers": encoded(200, 150, restart_marker_blocks=1)[:-2000],
     "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[
         :-40
-    ],  # cut below most crops
+    ],  # most crops end above the cut
     "truncated_png": encoded(200, 150, form="PNG")[:-200],
     "header_only": encoded(200, 150)[: read_header(encoded(200, 150)).scan_offset],
     "empty": b"",
@@ -75,13 +75,13 @@ BAD = {
     "text": b"<html>404</html>",
     "16bit_jpeg": encoded(200, 150).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x10"),
 }
-"""Images that cannot be decoded, although the index has their size because their headers were
+"""Images that cannot be decoded, although the index contains their size because their headers were
 intact."""
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
-    """Write and index `images` in one shard, then overwrite some of them with `stored`, truncated
-    or zero-padded to the old size."""
+    """Write and index `images` in one shard. Then overwrite some of them with `stored`, truncated
+    or zero-padded to the original size."""
     root.mkdir()
     path = root / "train-00000.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -179,9 +179,9 @@ LYING = {
 
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
-def test_wrong_restart_markers_give_the_pixels_of_pillow(data, tmp_path, decoder):
-    """Pillow, on which all published results are based, decodes such images. Every window must
-    match its pixels."""
+def test_wrong_restart_markers_give_the_same_pixels_as_pillow(data, tmp_path, decoder):
+    """Pillow decodes such images, and all published results are based on Pillow. Every window must
+    match Pillow's pixels."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})
@@ -222,7 +222,7 @@ def test_repeated_images_equal_separate_views_and_each_bad_copy_counts(tmp_path,
         rows = rows_of(batches)
         one = rows_of(batches)
         bad = batches.fill(position, 0, rows)
-        assert bad == ("k3",) * 3 * (3 in rows.ids), "each copy of a bad image counts"
+        assert bad == ("k3",) * 3 * (3 in rows.ids), "each copy of a bad image must be counted"
         assert torch.equal(rows.weights == 0, rows.ids == 3)
         for row in range(12):  # rows that are decoded one by one cannot share a decoded image
             batches.fill(position, row, one.rows(row, row + 1))

@@ -1,4 +1,4 @@
-"""Test that the evaluation view equals that of torchvision, timm and Pillow."""
+"""Compare the evaluation view with those of torchvision, timm and Pillow."""
 
 import io
 
@@ -28,7 +28,7 @@ from vit.data.decode.images import decode
     [(97, 64), (64, 97), (75, 75), (40, 300), (20, 23), (500, 375)],
     ids=lambda wh: f"{wh[0]}x{wh[1]}",
 )
-def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
+def test_center_view_equals_torchvision(original, size, crop_pct, interpolation):
     data = encode(picture(*original))
     view = v2.Compose(
         [
@@ -38,7 +38,8 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
     )
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
     ours = decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation)
-    # Without AVX2, torchvision resizes bilinearly in floats, so rounding may differ by one level.
+    # Without AVX2, torchvision resizes bilinearly in floating point, so rounding may differ by one
+    # level.
     in_floats = interpolation == "bilinear" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
     np.testing.assert_allclose(ours.int(), theirs.int(), rtol=0, atol=int(in_floats))
 
@@ -52,7 +53,7 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
 @pytest.mark.parametrize(
     "original", [(97, 64), (64, 97), (40, 300), (20, 23)], ids=lambda wh: f"{wh[0]}x{wh[1]}"
 )
-def test_center_view_by_pillow_is_torchvisions_of_pillows_images_and_timms(
+def test_center_view_by_pillow_equals_timm_and_torchvision_on_pillow_images(
     original, view, interpolation, decoder
 ):
     data = encode(picture(*original), restart_marker_blocks=1)
@@ -80,7 +81,7 @@ def test_center_view_by_pillow_is_torchvisions_of_pillows_images_and_timms(
 @pytest.mark.parametrize(
     "view", [{"resize_px": 41}, {"crop_pct": 0.9, "crop_mode": "squash"}], ids=str
 )
-def test_other_center_views_are_torchvisions_of_tensors(view):
+def test_other_center_views_equal_torchvision_on_tensors(view):
     data = encode(picture(97, 64))
     settings = EvalConfig(**view)
     side = 41 if settings.resize_px else (35, 35)
@@ -94,7 +95,7 @@ def test_other_center_views_are_torchvisions_of_tensors(view):
 @pytest.mark.parametrize(
     "original", [(97, 64), (64, 97), (50, 300)], ids=lambda wh: f"{wh[0]}x{wh[1]}"
 )
-def test_an_oblong_center_view_is_timms(original):
+def test_an_oblong_center_view_equals_timm(original):
     data = encode(picture(*original))
     size = (40, 24)
     ours = decode_center(data, size, EvalConfig(crop_pct=0.9, resizer="pillow"), "bicubic")
@@ -102,9 +103,7 @@ def test_an_oblong_center_view_is_timms(original):
     np.testing.assert_array_equal(ours, timms(Image.open(io.BytesIO(data))))
 
 
-def test_pillows_and_torchs_resize_differ_by_little():
-    """`eval.resizer` selects between the two resizers. docs/experiments/ measures the effect on
-    accuracy."""
+def test_pillow_and_torch_resize_with_small_differences():
     for data in photographs():
         for interpolation in ("bilinear", "bicubic"):
             torchs, pillows = (
@@ -128,7 +127,6 @@ def test_pillows_and_torchs_resize_differ_by_little():
 def test_pixels_outside_the_center_view_are_not_decoded_and_have_no_effect(
     original, side, crop_pct, interpolation, resizer, blocks
 ):
-    """The expected view is a crop of the whole resized image."""
     data = encode(picture(*original), restart_marker_blocks=blocks)
     view = EvalConfig(crop_pct=crop_pct, resizer=resizer)
     ours = decode_center(data, (side, side), view, interpolation)
@@ -156,7 +154,7 @@ def test_center_view_always_has_the_requested_size(original, size, crop_pct, cha
     ).shape == (channels, *size)
 
 
-def test_center_view_of_an_oblong_size_keeps_the_aspect_and_the_middle():
+def test_center_view_of_an_oblong_size_keeps_aspect_ratio_and_center():
     width, height = 400, 200
     y, x = np.mgrid[:height, :width]
     disc = (((x - width / 2 + 0.5) ** 2 + (y - height / 2 + 0.5) ** 2 < 60**2) * 255).astype(
@@ -175,6 +173,6 @@ def test_center_view_of_an_oblong_size_keeps_the_aspect_and_the_middle():
     rows, columns = np.flatnonzero(view.any(1)), np.flatnonzero(view.any(0))
     scale = int(100 / 0.8) / height
     assert abs(len(rows) - 120 * scale) <= 2
-    assert len(columns) == 60, "the disc, 75 pixels wide, fills the width"
+    assert len(columns) == 60, "the disc has the full width of 75 pixels"
     assert abs(rows.mean() - 49.5) <= 1
     np.testing.assert_array_equal(view, view[:, ::-1])

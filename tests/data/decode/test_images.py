@@ -31,7 +31,7 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.shards.tar import scan_tar
 
 REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
-"""Kinds of images that are rejected. No decoder supports the first, and the value range of the
+"""Kinds of images that are rejected. No decoder supports the first kind, and the value range of the
 others is unknown."""
 
 
@@ -71,9 +71,9 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transform, channels):
-    """This window used to be uninitialized memory: simplejpeg reported a warning about bytes below
-    it before it had written any pixels."""
+def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels):
+    """Such a window used to be uninitialized memory: simplejpeg reported a warning about bytes
+    below the window before it had written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]
@@ -86,14 +86,14 @@ def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transfo
         np.testing.assert_array_equal(pixels, theirs[top : top + height, left : left + width])
 
 
-def test_uninitialised_pixels_are_not_returned():
+def test_uninitialized_pixels_are_not_returned():
     """The file causes a warning, and then an error before the first line. If simplejpeg ignores
     warnings, it returns without an error."""
     data = bytearray(encoded(picture(128, 128), "JPEG"))
     scan = read_header(bytes(data)).scan_offset
-    # The first coefficient of a progressive scan in a baseline file causes a warning.
+    # A progressive scan's first coefficient causes a warning in a baseline file.
     data[scan - 3] = 1
-    data[scan - 8] = 0x33  # missing Huffman tables cause an error
+    data[scan - 8] = 0x33  # this table does not exist, which causes an error
     with without_native(), pytest.raises(ValueError, match="cannot decode"):
         decode_box(bytes(data), (10, 10, 20, 20))
 
@@ -102,7 +102,7 @@ def test_uninitialised_pixels_are_not_returned():
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM", "JPEG2000"])
-def test_sixteen_bits_of_grey_are_scaled_in_training_as_in_preparation(form):
+def test_sixteen_bit_gray_is_scaled_in_training_as_in_preparation(form):
     ramp = np.linspace(0, 65535, 64 * 96).reshape(64, 96).astype(np.uint16)
     data = encoded(Image.fromarray(ramp), form)
     for channels in (1, 3):
@@ -120,7 +120,7 @@ def test_sixteen_bits_of_grey_are_scaled_in_training_as_in_preparation(form):
     [(2, [0, 1, 2]), (4, [0, 0, 0]), (6, [0, 1, 2])],
     ids=["RGB", "LA", "RGBA"],
 )
-def test_sixteen_bits_of_colour_are_their_upper_eight(color_type, channels):
+def test_sixteen_bit_colors_are_cut_to_the_upper_eight_bits(color_type, channels):
     data = png(color_type, 5, 4)
     samples = {2: 3, 4: 2, 6: 4}[color_type]
     rng = random.Random(color_type)
@@ -131,14 +131,14 @@ def test_sixteen_bits_of_colour_are_their_upper_eight(color_type, channels):
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_transparent_pixels_keep_their_hidden_colour_as_in_timm_and_torchvision(mode):
+def test_transparent_pixels_keep_their_hidden_color_as_in_timm_and_torchvision(mode):
     image = picture(40, 30, mode)
     np.testing.assert_array_equal(decode(encoded(image, "PNG")), np.asarray(image.convert("RGB")))
     image.putalpha(0)
     np.testing.assert_array_equal(decode(encoded(image, "PNG")), np.asarray(image.convert("RGB")))
 
 
-def test_palettes_with_transparencies_are_read_without_warnings(capfd):
+def test_palettes_with_transparency_are_read_without_warnings(capfd):
     data = encoded(picture(40, 30, "P"), "PNG", transparency=bytes(range(256)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -163,7 +163,7 @@ def test_no_file_starts_another_program(tmp_path, monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011  this one's words are Pillow's
         image.load()
-    assert log.exists(), "Pillow itself must start the program, or this test would prove nothing"
+    assert log.exists(), "Pillow must start the program, or this test proves nothing"
     log.unlink()
 
     for reader in (
@@ -197,7 +197,7 @@ def said_to_have(data: bytes, width: int, height: int) -> bytes:
 
 
 def huge_tiles() -> bytes:
-    """Return a TIFF of 64 x 48 pixels with tiles so large that libtiff would allocate 1.6 GB for
+    """Return a TIFF of 64 x 48 pixels with such large tiles that libtiff would allocate 1.6 GB for
     one."""
     content = zlib.compress(bytes(64 * 48))
     tags = {
@@ -246,7 +246,7 @@ BEYOND = {
 )
 @pytest.mark.parametrize(("data", "reason"), BEYOND.values(), ids=BEYOND)
 def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, limit, monkeypatch):
-    # The limit is global to the process, so another library may have changed it.
+    # The limit applies to the whole process, so another library may have changed it.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     for reader in (
         read_image_size,
@@ -261,7 +261,7 @@ def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, 
 def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        # This image is 43,030 pixels below the limit, so one more line exceeds it.
+        # This image is 43,030 pixels below the limit, so one more row exceeds the limit.
         wide = 59_652
         high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)
@@ -277,7 +277,7 @@ def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
 
 
 def test_a_window_of_a_large_png_needs_only_the_decoders_memory(tmp_path):
-    """Pillow needs 4 bytes per pixel. Copies in other modes used to raise this to 16."""
+    """Pillow needs 4 bytes per pixel. Before, copies in other modes raised this to 16 bytes."""
     encoded_png = tmp_path / "large.png"
     Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
     code = (

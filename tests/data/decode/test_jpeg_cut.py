@@ -1,4 +1,4 @@
-"""Test that a window cut out of a JPEG decodes to the same pixels as the whole image.
+"""Test that a window cut out of a JPEG has the same pixels as in the whole decoded image.
 
 Files that cannot be cut safely must be decoded whole.
 """
@@ -16,9 +16,9 @@ from PIL import Image
 from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
-# Sampling of the blocks -> the sampling that Pillow encodes, and the factor that the tests write
-# into the header. Two samplings with equally many blocks per MCU differ only in the header. So the
-# tests cover all samplings that libjpeg decodes, although Pillow cannot encode all of them.
+# Maps the sampling of the blocks to the sampling that Pillow encodes and the factor that the tests
+# write into the header. Samplings with equally many blocks per MCU differ only in the header. So
+# the tests cover all samplings that libjpeg decodes, although Pillow cannot encode all of them.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),
@@ -48,7 +48,7 @@ def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **
     """Return a JPEG of this size with a restart marker after every `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    # Encode an image with as many blocks per MCU in a sampling that Pillow supports.
+    # Encode an image in a sampling that Pillow supports and that has as many blocks per MCU.
     if pillows != "grey":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
@@ -70,7 +70,6 @@ def decode(data: bytes, strict: bool = True) -> np.ndarray:
 
 
 def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
-    """Return the pixels of the window from the decoded cut."""
     left, top, width, height = window
     assert cut.left <= left
     assert cut.top <= top
@@ -81,7 +80,7 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 
 @st.composite
 def cases(draw):
-    """Draw an image, tiled or not, and a window in it. Narrow images and windows at the border are
+    """Draw a tiled or untiled image and a window in it. Narrow images and windows at the border are
     frequent."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
@@ -96,7 +95,7 @@ def cases(draw):
 
 @settings(max_examples=400)
 @given(cases())
-def test_the_window_in_the_cut_is_the_window_in_the_complete_image(case):
+def test_a_window_of_the_cut_equals_the_window_of_the_complete_image(case):
     arranged, (width, height), interval, window = case
     data = jpeg(width, height, arranged, interval)
     header = read_header(data)
@@ -118,7 +117,7 @@ def test_the_window_in_the_cut_is_the_window_in_the_complete_image(case):
 
 @pytest.mark.parametrize("arranged", ARRANGED)
 @pytest.mark.parametrize("has_markers", [False, True])
-def test_every_supported_arrangement_is_cut(arranged, has_markers):
+def test_every_supported_sampling_is_cut(arranged, has_markers):
     header = read_header(jpeg(256, 256, arranged))
     mcu_w, _ = header.mcu_size
     data = jpeg(256, 256, arranged, 32 // mcu_w if has_markers else 0)
@@ -132,7 +131,7 @@ def test_every_supported_arrangement_is_cut(arranged, has_markers):
 
 
 @pytest.mark.parametrize("arranged", ARRANGED)
-def test_a_window_at_the_end_of_a_tile_needs_the_colour_of_the_next_tile(arranged):
+def test_a_window_at_the_end_of_a_tile_needs_the_chroma_of_the_next_tile(arranged):
     mcu_w, mcu_h = read_header(jpeg(256, 256, arranged)).mcu_size
     data = jpeg(256, 256, arranged, 32 // mcu_w)
     for window in [
@@ -151,8 +150,8 @@ def test_a_window_at_the_end_of_a_tile_needs_the_colour_of_the_next_tile(arrange
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 16])
-def test_a_last_tile_of_few_columns_is_upsampled_as_in_the_complete_image(columns):
-    """libjpeg does not interpolate lines of one or two chroma samples. In the whole image these
+def test_a_narrow_last_tile_is_upsampled_as_in_the_complete_image(columns):
+    """libjpeg does not interpolate rows of one or two chroma samples. In the whole image, these
     samples are interpolated with their neighbors."""
     data = jpeg(48 + columns, 64, "4:2:0", 1)
     assert read_header(data).restart_interval == 1
@@ -215,7 +214,7 @@ def test_a_file_that_contradicts_its_header_is_left_to_full_decoding(data):
 
 
 def test_a_file_with_a_scan_per_component_is_not_cut():
-    """The test builds such a file from the scans of three gray images under one header."""
+    """The test builds such a file by putting the scans of three gray images under one header."""
     grey = jpeg(64, 64, "grey", 2)
     header = read_header(grey)
     frame = (

@@ -54,8 +54,8 @@ def segment(marker: int, content: bytes) -> bytes:
 
 
 def exif_block(order: str, orientation: int, num_before: int = 3) -> bytes:
-    """Return the content of an EXIF segment whose orientation follows `num_before` entries, in
-    little-endian (<) or big-endian (>) byte order."""
+    """Return the content of an EXIF segment with little-endian (<) or big-endian (>) byte order.
+    The orientation follows `num_before` other entries."""
     entries = [struct.pack(order + "HHII", 0x0100 + n, 4, 1, 7) for n in range(num_before)]
     entries.append(struct.pack(order + "HHIHH", 0x0112, 3, 1, orientation, 0))
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8)
@@ -74,7 +74,7 @@ def exif_block(order: str, orientation: int, num_before: int = 3) -> bytes:
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
 @pytest.mark.parametrize("size", [(97, 64), (1, 1), (1000, 3)], ids=str)
-def test_headers_are_parsed_as_by_pillow(size, mode, options):
+def test_headers_are_parsed_as_in_pillow(size, mode, options):
     data = encode(picture(*size, mode=mode), **options)
     assert by_us(data) == by_pillow(data)
     header = read_header(data)
@@ -83,7 +83,7 @@ def test_headers_are_parsed_as_by_pillow(size, mode, options):
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_headers_of_all_samplings_are_parsed_as_by_pillow(subsampling):
+def test_headers_of_all_samplings_are_parsed_as_in_pillow(subsampling):
     data = encode(picture(), subsampling=subsampling)
     assert by_us(data) == by_pillow(data)
 
@@ -106,7 +106,8 @@ def test_the_frame_offset_and_whether_there_is_one_scan_are_reported():
             b"\xff\xc2" if options else b"\xff\xc0"
         )
         assert header.is_one_scan
-    start = header.scan_offset - 10  # of the gray image: marker, length, number of components
+    # A gray image's scan header takes 10 bytes.
+    start = header.scan_offset - 10
     assert not read_header(data[:start] + segment(0xDA, b"\2\1\0\2\0\0\x3f\0")).is_one_scan
 
 
@@ -175,7 +176,7 @@ def test_the_orientation_is_read(order, orientation):
         b"http://ns.adobe.com/xap/1.0/\0<x/>",
     ],
 )
-def test_an_invalid_exif_block_neither_turns_nor_refuses_an_image(block):
+def test_an_invalid_exif_block_does_not_rotate_or_reject_an_image(block):
     data = encode(picture())
     assert read_header(data[:2] + segment(0xE1, block) + data[2:]).orientation == 1
 
@@ -248,7 +249,7 @@ def test_other_processes_and_depths_are_reported():
 
 @settings(max_examples=500)
 @given(st.sampled_from(["L", "RGB", "CMYK"]), st.booleans(), st.data())
-def test_damage_never_raises_anything_but_a_value_error(mode, progressive, data):
+def test_damage_raises_only_a_value_error(mode, progressive, data):
     damaged = bytearray(
         encode(
             picture(24, 16, mode),
@@ -274,7 +275,7 @@ def test_damage_never_raises_anything_but_a_value_error(mode, progressive, data)
 
 @settings(max_examples=300)
 @given(st.binary(max_size=400))
-def test_noise_never_raises_anything_but_a_value_error(noise):
+def test_noise_raises_only_a_value_error(noise):
     for data in (noise, b"\xff\xd8\xff" + noise):
         with contextlib.suppress(ValueError):
             read_header(data)
@@ -292,8 +293,8 @@ def write_tar(path, images: dict[str, bytes]) -> None:
                 tar.addfile(member, io.BytesIO(content))
 
 
-def test_the_scan_of_a_shard_finds_pillows_sizes(tmp_path):
-    long = random.Random(1).randbytes(40_000)  # the size is behind the first 16 KiB
+def test_the_scan_of_a_shard_finds_the_same_sizes_as_pillow(tmp_path):
+    long = random.Random(1).randbytes(40_000)  # more than 16 KiB precede the size
     images = {
         "plain": encode(picture(31, 17)),
         "grey": encode(picture(32, 17, "L"), progressive=True),

@@ -1,4 +1,4 @@
-"""Test that the C decoder returns simplejpeg's pixels or refuses the file, for any file and
+"""Test that the C decoder returns simplejpeg's pixels or rejects the file, for any file and
 window."""
 
 import io
@@ -52,7 +52,7 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
 def some_windows(
     width: int, height: int, count: int, rng: random.Random
 ) -> list[tuple[int, int, int, int]]:
-    """Return windows of the whole image, of one pixel in a corner, and random ones."""
+    """Return random windows, a window of the whole image, and one of a single pixel in a corner."""
     windows = [(0, 0, width, height), (width - 1, height - 1, 1, 1)]
     for _ in range(count - 2):
         w, h = rng.randint(1, width), rng.randint(1, height)
@@ -61,8 +61,8 @@ def some_windows(
 
 
 def assert_same(data: bytes, case: str, count: int = 6) -> None:
-    """Assert that windows of this file have simplejpeg's pixels, in gray and color, in both
-    implementations."""
+    """Assert that both implementations return simplejpeg's pixels for windows of this file, in gray
+    and color."""
     rng = random.Random(case)
     for channels in (3, 1):
         expected = whole(data, channels)
@@ -81,7 +81,7 @@ def assert_same(data: bytes, case: str, count: int = 6) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_windows_of_all_samplings_equal_simplejpegs(size):
+def test_windows_of_all_samplings_equal_simplejpeg(size):
     for quality in (3, 50, 92, 100):
         pixels = pixels_of(*size, grain=30 if quality > 80 else 8)
         for sampling in SUBSAMPLINGS:
@@ -97,7 +97,7 @@ def test_windows_of_all_samplings_equal_simplejpegs(size):
 
 
 @pytest.mark.parametrize("size", SIZES[3:], ids=lambda size: f"{size[0]}x{size[1]}")
-def test_windows_with_restart_markers_equal_simplejpegs(size):
+def test_windows_with_restart_markers_equal_simplejpeg(size):
     pixels = pixels_of(*size, grain=20)
     for marks in ({"restart_marker_blocks": n} for n in (1, 2, 3, 4, 5, 7, 24)):
         for subsampling in (0, 1, 2):
@@ -110,7 +110,7 @@ def test_windows_with_restart_markers_equal_simplejpegs(size):
         assert_same(by_pillow(pixels, subsampling=2, **marks), f"{size}, 420, {marks}")
 
 
-def test_windows_of_large_photos_equal_simplejpegs():
+def test_windows_of_large_photos_equal_simplejpeg():
     for subsampling, marks in (
         (2, {}),
         (0, {}),
@@ -132,7 +132,7 @@ def handmade(
     rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
 ) -> bytes:
     """Return a grayscale JPEG of random AC symbols and values. The code of symbol k has lengths[k]
-    bits (ascending), and the DC code is a single 0."""
+    bits (ascending), and the DC code is a single 0 bit."""
     codes = {}
     code = 0
     before = lengths[0]
@@ -167,9 +167,9 @@ def handmade(
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
-def test_images_with_random_huffman_codes_equal_simplejpegs(long):
+def test_images_with_random_huffman_codes_equal_simplejpeg(long):
     """No encoder writes such tables: codes have any length up to 16 bits, and 15-bit values
-    overflow when they are multiplied by the quantization."""
+    overflow when multiplied by the quantization."""
     rng = random.Random(int(long))
     for k in range(150):
         lengths = (
@@ -181,12 +181,12 @@ def test_images_with_random_huffman_codes_equal_simplejpegs(long):
             run << 4 | size for run in range(16) for size in range(1, 16) if not long or size >= 14
         ]
         symbols = rng.sample(candidates, len(lengths) - 1)
-        symbols.insert(rng.randrange(len(lengths)), 0)  # end of block
+        symbols.insert(rng.randrange(len(lengths)), 0)  # the end-of-block symbol
         assert_same(handmade(rng, lengths, symbols, num_blocks=6), f"file {k}", count=3)
 
 
-def test_samplings_that_no_encoder_writes_equal_simplejpegs():
-    """The header declares another sampling of the four luma blocks of a 4:2:0 MCU, such as a
+def test_samplings_that_no_encoder_writes_equal_simplejpeg():
+    """The header declares a different sampling for the four luma blocks of a 4:2:0 MCU, such as a
     column. The pixels then differ from the original's, but both decoders must agree."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
@@ -203,9 +203,9 @@ def test_samplings_that_no_encoder_writes_equal_simplejpegs():
         assert_same(bytes(other), f"luma {factors:02x}, {width} x {height}", count=10)
 
 
-def test_extreme_tables_and_pixels_equal_simplejpegs():
-    """Black-and-white noise with the coarsest quantization gives long codes and sums far outside
-    the range of pixels."""
+def test_extreme_tables_and_pixels_equal_simplejpeg():
+    """Black-and-white noise with the coarsest quantization gives long codes, and sums far outside
+    the range of pixel values."""
     noise = np.random.default_rng(0).integers(0, 2, (64, 80, 3), np.uint8) * 255
     for level in (1, 16, 255):
         for subsampling in (0, 2):
@@ -217,7 +217,6 @@ def test_extreme_tables_and_pixels_equal_simplejpegs():
 
 @cache
 def example(kind: str) -> tuple[bytes, np.ndarray]:
-    """Return a file of 131 x 77 pixels and its pixels."""
     subsampling, marks = {
         "420": (2, {}),
         "444": (0, {}),
@@ -230,7 +229,7 @@ def example(kind: str) -> tuple[bytes, np.ndarray]:
 
 @portable
 @given(data=st.data())
-def test_any_window_equals_simplejpegs(portable, data):
+def test_any_window_equals_simplejpeg(portable, data):
     encoded, expected = example(
         data.draw(st.sampled_from(["420", "444", "420 restart", "422 rows"]))
     )
@@ -243,7 +242,7 @@ def test_any_window_equals_simplejpegs(portable, data):
 
 @portable
 def test_strided_rows_are_written_without_touching_the_gaps(portable):
-    """Bytes between the rows, before the first row and after the last one must not change."""
+    """Bytes between the rows, before the first row and after the last row must not change."""
     encoded, expected = example("420 restart")
     for channels, width in ((3, 1), (3, 31), (3, 64), (1, 31), (1, 64)):
         canvas = np.full((42, 70, channels), 77, np.uint8)
@@ -288,7 +287,7 @@ def test_a_refused_file_has_the_status_of_its_reason():
     assert status_of(by_pillow(pixels, "CMYK")) is Status.COMPONENTS
     assert status_of(plain.replace(b"\xff\xc0", b"\xff\xc9")) is Status.PROCESS
     assert status_of(plain[: frame + 4] + b"\x0c" + plain[frame + 5 :]) is Status.PRECISION
-    # With factors 3 x 1 and 2 x 1, a sample of the second component covers 1.5 pixels.
+    # With sampling factors 3 x 1 and 2 x 1, a sample of the second component covers 1.5 pixels.
     thirds = bytearray(plain)
     thirds[frame + 11] = 0x31
     thirds[frame + 14] = 0x21
@@ -312,8 +311,8 @@ def test_a_refused_file_has_the_status_of_its_reason():
 )
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
 def test_a_first_component_coarser_than_another_is_refused(factors, names):
-    """libjpeg decodes chroma with a finer resolution than luma, but no encoder writes it. The test
-    declares 96 gray blocks as 16 MCUs of six blocks."""
+    """libjpeg decodes chroma with a finer resolution than luma, but no encoder writes such files.
+    The test declares 96 gray blocks as 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")
@@ -321,7 +320,7 @@ def test_a_first_component_coarser_than_another_is_refused(factors, names):
     data = b"".join(
         (
             b"\xff\xd8",
-            grey[20:frame],  # without the JFIF segment
+            grey[20:frame],  # omit the JFIF segment
             segment(0xC0, bytes((8, 0, 64, 0, 64, 3)) + components),
             grey[frame + 13 : scan],
             segment(0xDA, bytes((3, names[0], 0, names[1], 0, names[2], 0, 0, 63, 0))),
@@ -335,12 +334,13 @@ def test_a_first_component_coarser_than_another_is_refused(factors, names):
 
 
 @pytest.mark.parametrize("size", [(65500, 8), (8, 65500)], ids=str)
-def test_sides_up_to_libjpegs_limit_are_decoded(size):
-    """libjpeg's limit is 65,500 pixels, although 16 bits could hold 35 more."""
+def test_images_up_to_the_size_limit_of_libjpeg_are_decoded(size):
+    """libjpeg accepts sides of up to 65,500 pixels, although the 16-bit field could hold 35
+    more."""
     data = by_pillow(pixels_of(*size, grain=5), "L")
     assert np.array_equal(native.decode_window(data, (0, 0, *size), 1), whole(data, 1))
     place = data.index(b"\xff\xc0") + (7 if size[0] > 8 else 5)
-    for side in (65501, 65504):  # as many blocks as 65,500 pixels have
+    for side in (65501, 65504):  # these sides need as many blocks as 65,500 pixels
         longer = data[:place] + side.to_bytes(2, "big") + data[place + 2 :]
         with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
             whole(longer)
@@ -401,7 +401,8 @@ def test_wrong_restart_markers_and_sizes_are_refused():
 
 
 def test_only_the_segments_of_the_window_are_read():
-    """Damage in other segments must go undetected, which proves that they are not read."""
+    """The test damages the other segments. The decoder must not notice, which proves that it does
+    not read them."""
     data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
     expected = None
     expected = whole(data)
@@ -412,7 +413,7 @@ def test_only_the_segments_of_the_window_are_read():
         + [len(data)]
     )
     # The window covers block columns 5 to 11 and rows 2 to 4, which are in segments 1 and 2 of the
-    # 4 in a row.
+    # four segments in a row.
     window = (40, 17, 50, 20)
     scribbled = bytearray(data)
     for segment in range(32):
@@ -425,7 +426,7 @@ def test_only_the_segments_of_the_window_are_read():
 
 
 def test_a_truncated_file_is_refused_for_every_window():
-    """Otherwise the crop and the decoder would decide whether an image is readable."""
+    """If only some windows were rejected, whether an image is readable would depend on the crop."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},
@@ -450,7 +451,7 @@ def test_a_truncated_file_is_refused_for_every_window():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_is_refused_or_changes_nothing(seed):
-    """If the C decoder decodes a damaged file, simplejpeg must decode it to the same pixels without
+    """If the C decoder accepts a damaged file, simplejpeg must decode it to the same pixels without
     a warning."""
     rng = random.Random(seed)
     pixels = pixels_of(50, 41, grain=15)

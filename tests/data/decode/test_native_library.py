@@ -1,4 +1,4 @@
-"""Test that a C library that does not match the Python code is not used, and that the message names
+"""Test that a C library that does not match the Python code is not used, and that the message gives
 the remedy."""
 
 import os
@@ -18,7 +18,7 @@ needs_gcc = pytest.mark.skipif(
     reason="no gcc: apt-get install gcc",
 )
 WRONG = ("CR_TO_R = 91881", "CR_TO_R = 93881")
-"""A change of the sources that makes red slightly stronger."""
+"""A change to the sources that makes red slightly stronger."""
 OTHER = (
     r"library.so was built for another version of this package; build it again: pip install -e \."
 )
@@ -32,13 +32,13 @@ def built(folder: Path, *sources: Path, stamp: str = "") -> Path:
 
 
 def small(folder: Path, functions: str) -> Path:
-    """Build a library that contains only these functions."""
     (folder / "small.c").write_text(functions)
     return built(folder, folder / "small.c")
 
 
 def copied(folder: Path, *change: str) -> tuple[Path, Path]:
-    """Copy the C files, change pixels.h, and build the library; return the copy and the library."""
+    """Copy the C files, change pixels.h, and build the library; return the folder and the
+    library."""
     sources = shutil.copytree(SOURCES, folder / "sources")
     pixels = (sources / "pixels.h").read_text()
     assert not change or pixels.count(change[0]) == 1
@@ -52,7 +52,6 @@ def abi(number: int) -> str:
 
 @needs_gcc
 def test_a_library_of_another_version_is_refused(tmp_path):
-    """A C function that is called with wrong arguments crashes the process or corrupts memory."""
     with pytest.raises(UnusableLibrary, match=OTHER):
         load(small(tmp_path, "int vit_decode_window(void) { return 0; }"))
     (tmp_path / "next").mkdir()
@@ -63,8 +62,8 @@ def test_a_library_of_another_version_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_library_built_from_other_sources_is_refused(tmp_path):
-    """This happens if a user runs git pull without reinstalling. A wheel contains no sources, so
-    the check is skipped."""
+    """A git pull without a reinstall causes such a mismatch. A wheel contains no sources, so the
+    check is skipped."""
     sources, library = copied(tmp_path)
     load(library, sources)
     (sources / "window.c").open("a").write("\n")
@@ -96,7 +95,6 @@ def test_a_file_that_is_not_a_library_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_process_does_not_use_a_mismatched_library_in_the_package(tmp_path):
-    """The test starts a process whose package contains the library of another version."""
     package = shutil.copytree(
         PACKAGE, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")
     )

@@ -1,4 +1,4 @@
-"""Test that images are rotated by their EXIF orientation as by Pillow's `exif_transpose`."""
+"""Compare rotation by EXIF orientation with Pillow's `exif_transpose`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "grey JPEG", "CMYK JPEG"])
-def test_a_view_with_apply_exif_is_that_of_the_upright_image(form, orientation):
+def test_a_view_with_apply_exif_equals_that_of_the_upright_image(form, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     colours, _, plain = form.rpartition(" ")
@@ -37,7 +37,7 @@ def test_a_view_with_apply_exif_is_that_of_the_upright_image(form, orientation):
             for each, applied in ((data, True), (data, None), (oracle, None))
         )
         assert torch.equal(turned, expected)
-        if orientation > 1 and form != "TIFF":  # Pillow always rotates TIFF
+        if orientation > 1 and form != "TIFF":  # Pillow rotates every TIFF when reading it
             assert not torch.equal(stored, expected)
 
 

@@ -31,20 +31,20 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
     "options",
     [{"quality": 95, "subsampling": 0}, {"quality": 75, "subsampling": 2}, {"progressive": True}],
 )
-def test_a_jpeg_has_pillows_pixels(options):
+def test_a_jpeg_has_the_same_pixels_as_in_pillow(options):
     data = encode(picture(), **options)
     pixels = decode(data)
     assert pixels.dtype == np.uint8
     np.testing.assert_array_equal(pixels, by_pillow(data))
 
 
-def test_a_grey_jpeg_is_decoded_as_grey_and_as_colour():
+def test_a_gray_jpeg_is_decoded_as_gray_and_as_color():
     data = encode(picture(mode="L"))
     np.testing.assert_array_equal(decode(data, channels=1)[..., 0], by_pillow(data, "L"))
     np.testing.assert_array_equal(decode(data, channels=3), by_pillow(data, "RGB"))
 
 
-def test_a_colour_jpeg_as_grey_is_its_luma():
+def test_a_color_jpeg_decoded_as_gray_is_its_luma():
     data = encode(picture(), quality=95)
     luma = Image.open(io.BytesIO(data))
     luma.draft("L", luma.size)
@@ -64,7 +64,7 @@ def test_a_colour_jpeg_as_grey_is_its_luma():
         ("GIF", "P"),
     ],
 )
-def test_other_formats_have_pillows_pixels(form, mode, channels):
+def test_other_formats_have_the_same_pixels_as_in_pillow(form, mode, channels):
     data = encode(picture().convert(mode), form)
     pixels = decode(data, channels)
     assert pixels.shape == (64, 97, channels)
@@ -74,17 +74,17 @@ def test_other_formats_have_pillows_pixels(form, mode, channels):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_cmyk_jpeg_has_pillows_pixels(channels):
+def test_a_cmyk_jpeg_has_the_same_pixels_as_in_pillow(channels):
     data = encode(picture().convert("CMYK"))
     theirs = by_pillow(data, "RGB" if channels == 3 else "L").reshape(64, 97, channels)
     assert np.abs(decode(data, channels).astype(int) - theirs).max() <= 2, (
-        "simplejpeg and Pillow differ by more than the rounding of the color conversion"
+        "simplejpeg and Pillow differ by more than rounding in the color conversion"
     )
 
 
 def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
-    """Return a JPEG of 64 x 64 pixels whose luma has `luma` (4 bits across, 4 down) times the
-    samples of its chroma, instead of 4:2:0."""
+    """Return a JPEG of 64 x 64 pixels with `luma` (4 bits across, 4 down) times as many luma
+    samples as chroma samples, instead of 4:2:0."""
     data = encode(picture(64, 64), quality=90, subsampling="4:2:0", progressive=progressive)
     at = data.index(b"\x01\x22\x00", read_header(data).frame_offset)
     return data[: at + 1] + luma + data[at + 2 :]
@@ -92,7 +92,7 @@ def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
 
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("luma", [b"\x41", b"\x14"], ids=["4:1:1", "4:4:1"])
-def test_rare_samplings_have_pillows_pixels(luma, progressive, decoder):
+def test_rare_samplings_have_the_same_pixels_as_in_pillow(luma, progressive, decoder):
     """simplejpeg has no name for 4:4:1. The file has the blocks of 4:2:0 in another order."""
     data = other_sampling(luma, progressive)
     np.testing.assert_array_equal(decode(data), by_pillow(data))
@@ -101,8 +101,8 @@ def test_rare_samplings_have_pillows_pixels(luma, progressive, decoder):
     )
 
 
-def test_grey_is_the_stored_luma_also_if_pillow_decodes(decoder):
-    """Gray pixels must be the stored luma, not recomputed from the colors."""
+def test_gray_is_the_stored_luma_even_if_pillow_decodes(decoder):
+    """Gray pixels must be the stored luma, not a conversion of the decoded colors."""
     data = other_sampling(b"\x14")
     luma = Image.open(io.BytesIO(data))
     luma.draft("YCbCr", None)
@@ -145,7 +145,8 @@ def test_garbage_is_refused(data):
 
 def test_a_jpeg_with_an_excessive_size_is_refused_before_memory_is_allocated():
     data = bytearray(encode(picture()))
-    size = data.index(b"\xff\xc0") + 5  # start of frame: marker, length, precision, height, width
+    # Skip the start-of-frame marker, the length and the precision; height and width follow.
+    size = data.index(b"\xff\xc0") + 5
     data[size : size + 4] = struct.pack(">HH", 30_000, 30_000)
     with pytest.raises(ValueError, match="30000 x 30000 pixels are more than"):
         decode(bytes(data))
@@ -157,7 +158,7 @@ def test_a_jpeg_with_an_excessive_size_is_refused_before_memory_is_allocated():
     st.sampled_from(["JPEG", "PNG", "WEBP", *(["AVIF"] if features.check("avif") else [])]),
     st.data(),
 )
-def test_damage_never_raises_anything_but_a_value_error(form, data):
+def test_damage_raises_only_a_value_error(form, data):
     damaged = bytearray(encode(picture(24, 16), form))
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -211,7 +212,7 @@ def test_a_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_window_is_close_to_pillows_resize_of_a_box(interpolation):
+def test_a_window_is_close_to_a_box_resized_by_pillow(interpolation):
     data = encode(picture(400, 300), quality=90)
     left, top, width, height = (31, 17, 250, 260)
     ours = (
@@ -225,7 +226,7 @@ def test_a_window_is_close_to_pillows_resize_of_a_box(interpolation):
     )
     assert psnr(ours[4:-4, 4:-4], theirs[4:-4, 4:-4]) > 55
     assert psnr(ours, theirs) > 38, (
-        "Pillow's filter also reads pixels outside the box, so small differences are expected"
+        "Pillow's filter also reads pixels outside the box, so small differences are allowed"
     )
 
 
@@ -234,7 +235,7 @@ def test_resize_to_the_same_size_changes_nothing():
     np.testing.assert_array_equal(resize(pixels, (64, 97), "bicubic").permute(1, 2, 0), pixels)
 
 
-def test_grey_windows_have_one_channel():
+def test_gray_windows_have_one_channel():
     data = encode(picture(mode="L"))
     [ours] = decode_views(data, [(3, 3, 50, 40)], (20, 24), "bicubic", channels=1)
     assert ours.shape == (1, 20, 24)
@@ -250,7 +251,7 @@ def test_grey_windows_have_one_channel():
 def test_scaled_decoding_is_close_to_exact(reduce, times, interpolation):
     ratios = []
     generator = np.random.default_rng(reduce)
-    for data in photographs() * 5:  # 640 x 427
+    for data in photographs() * 5:  # each picture has 640 x 427 pixels
         width, height = generator.integers(230, 420, 2).tolist()
         left, top = (
             int(generator.integers(0, 640 - width)),
@@ -276,7 +277,7 @@ def test_a_scaled_view_does_not_depend_on_cuts_or_on_other_views():
         for window, view in zip(windows, together, strict=True):
             [alone] = decode_views(data, [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(alone, view)
-            # This image is decoded whole.
+            # The appended byte makes the decoder decode this image whole.
             [of_the_whole] = decode_views(data + b"\0", [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(of_the_whole, view)
 

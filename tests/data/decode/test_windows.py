@@ -1,4 +1,4 @@
-"""Test that a window of a JPEG has the pixels of the whole image on every decoding path."""
+"""Test that a window of a JPEG has the whole image's pixels on every decoding path."""
 
 from types import SimpleNamespace
 
@@ -78,7 +78,7 @@ def test_every_path_to_a_window_gives_the_pixels_of_the_complete_image(size, for
     st.sampled_from([2, 4, 8]),
     st.data(),
 )
-def test_a_reduced_window_is_that_of_the_reduced_image(size, form, reduce, data):
+def test_a_reduced_window_equals_that_of_the_reduced_image(size, form, reduce, data):
     width, height = size
     markers = data.draw(st.sampled_from([0, 1, -(-width // BLOCKS.get(form, 8))]))
     options = {"quality": 90, "subsampling": form} if form in BLOCKS else {}
@@ -105,8 +105,8 @@ def test_a_reduced_window_is_that_of_the_reduced_image(size, form, reduce, data)
 
 
 @pytest.mark.parametrize(("left", "width"), [(0, 12), (20, 4), (132, 8)])
-def test_a_narrow_reduced_window_is_that_of_the_reduced_image(left, width):
-    """At 1/4 scale, a line of a cut tile has two chroma samples, which libjpeg upsamples
+def test_a_narrow_reduced_window_equals_that_of_the_reduced_image(left, width):
+    """At 1/4 scale, a row of a cut tile has two chroma samples, which libjpeg upsamples
     differently."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 140, 3), np.uint8)
     data = encode(Image.fromarray(noise), quality=90, subsampling="4:2:2", restart_marker_blocks=1)
@@ -118,7 +118,7 @@ def test_a_narrow_reduced_window_is_that_of_the_reduced_image(left, width):
 
 
 @pytest.mark.parametrize("form", ["CMYK", "YCbCr"])
-def test_a_window_in_another_colour_space_equals_the_complete_images(form, decoder):
+def test_a_window_in_another_color_space_equals_that_of_the_complete_image(form, decoder):
     data = encode(picture(128, 128).convert(form), restart_marker_blocks=2)
     np.testing.assert_array_equal(
         decode_box(data, (70, 40, 30, 20))[0], decode(data)[40:60, 70:100]
@@ -126,8 +126,7 @@ def test_a_window_in_another_colour_space_equals_the_complete_images(form, decod
 
 
 @pytest.mark.parametrize("marker_blocks", [0, 2])
-def test_simplejpeg_gets_only_a_part_of_the_file(marker_blocks, monkeypatch):
-    """The pixels alone would not show that the fast path is used."""
+def test_simplejpeg_gets_only_part_of_the_file(marker_blocks, monkeypatch):
     monkeypatch.setattr(native, "AVAILABLE", False)
     sizes = []
     decode_jpeg = images.decode_jpeg
@@ -155,7 +154,8 @@ def test_a_truncated_jpeg_is_refused_even_if_the_window_is_complete(
 
 
 def test_damage_in_the_window_is_left_to_full_decoding(decoder):
-    """simplejpeg rejects an end-of-image marker within the codes. Pillow decodes the rest."""
+    """simplejpeg rejects an end-of-image marker among the codes. Pillow decodes the remaining
+    codes."""
     data = bytearray(encode(picture(128, 128), restart_marker_blocks=2))
     start = read_header(bytes(data)).scan_offset
     data[start + 20 : start + 24] = b"\xff\xd9\xff\xd9"
@@ -216,8 +216,8 @@ def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("change", ["gone", "other arguments", "other pixels", "other scales"])
 def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
-    """torch's resize operator is not public, so it is compared with the public function before it
-    is used."""
+    """torch's resize operator is not public, so the project compares it with the public function
+    before using it."""
     data = encode(picture(160, 128))
     window = (5, 3, 90, 70)
 
@@ -258,7 +258,7 @@ def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, mo
 
 
 def test_the_operator_is_used_with_this_release_of_torch():
-    """If this fails, results are correct but slow. Find out what changed in torch, and whether the
-    plan of the center's lines is still valid."""
+    """If this test fails, results are correct but slow. Find out what changed in torch, and whether
+    the code that plans the center's rows is still valid."""
     assert decoding._resize_operator("bilinear") is not None
     assert decoding._resize_operator("bicubic") is not None

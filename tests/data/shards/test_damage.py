@@ -1,4 +1,4 @@
-"""Test that damaged shards, indexes and info files are reported with the remedy and never read as
+"""Test that damaged shards, indexes and info files are reported with a remedy and never read as
 intact."""
 
 import hashlib
@@ -238,7 +238,7 @@ def test_a_stale_index_is_rebuilt(root, spoil, caplog):
 
 def test_an_index_that_cannot_be_written_stays_in_memory(root, caplog):
     (root / "train.index.npy").unlink()
-    # Not even root can rename a file onto a folder.
+    # A folder with the file's name makes the rename fail, even for root.
     (root / "train.index.npy").mkdir()
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
@@ -364,8 +364,8 @@ def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeyp
 
 
 def written_by_an_earlier_version(root: Path) -> bytes:
-    """Replace the index by one in the format without checksums; return the bytes of the current
-    one."""
+    """Replace the index with one in the old format without checksums; return the bytes of the
+    current index."""
     path = root / "train.index.npy"
     before = path.read_bytes()
     rows = np.load(path)
@@ -390,14 +390,15 @@ def test_an_index_of_an_earlier_version_is_used_if_it_cannot_be_rewritten(
     root, caplog, monkeypatch
 ):
     written_by_an_earlier_version(root)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write to any folder
+    # Pretend that the folder is read-only, because root may write to any folder.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert "without checksums, so images are not checked" in caplog.text
     assert split.index.dtype == UNCHECKED_DTYPE
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
 
 
-def test_no_checksum_is_computed_of_a_replaced_shard(root):
+def test_no_checksum_is_computed_for_a_replaced_shard(root):
     flip_a_bit(root / "train-00001.tar", 700)
     (root / "train.index.npy").unlink()
     with pytest.raises(
@@ -408,7 +409,7 @@ def test_no_checksum_is_computed_of_a_replaced_shard(root):
 
 
 def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
-    """numpy parses a header with Python's parser and does not catch its errors."""
+    """numpy parses the header with Python's parser and does not catch the parser's errors."""
     path = root / "train.index.npy"
     whole = path.read_bytes()
     for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):
@@ -418,7 +419,7 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
         outcome = "right"
         try:
             rows = open_index(path)
-            # `_info.json` also has the number of samples.
+            # `_info.json` also states the number of samples.
             is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))
         except ValueError as error:
             outcome = str(error)
@@ -427,7 +428,7 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
 
 
 def test_checking_an_index_needs_little_memory(tmp_path):
-    """Checking a billion samples in one go would need 133 GB on each rank."""
+    """Checking a billion samples in one pass would need 133 GB on each rank."""
     rows = np.zeros(1000, INDEX_DTYPE)
     rows["offset"] = np.arange(1000) * 2048 + 512
     rows["size"] = 1000

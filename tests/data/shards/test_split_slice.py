@@ -1,5 +1,5 @@
-"""Test that slices of a split such as `train[:99%]` contain each sample once and read it as the
-whole split does."""
+"""Test that slices of a split such as `train[:99%]` contain each sample once and return the same
+samples as the whole split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vit.system.hashing import fold
 
 
 def sorted_by_class(num: int) -> Split:
-    """Return a split of ten classes, sorted by class, in one shard that is never read."""
+    """Return a split of ten classes, sorted by class, in a single shard that is never read."""
     index = np.zeros(num, INDEX_DTYPE)
     index["label"] = np.arange(num) * 10 // num
     return Split("nowhere", "train", ["train-0.tar"], [num], index, 10, [])
@@ -44,7 +44,9 @@ def test_adjacent_parts_contain_each_sample_once(num, cuts):
             continue
         part = SplitSlice(whole, name)
         assert part.num_samples == len(part) == size
-        assert (np.diff(part.numbers.astype(int)) > 0).all(), "a slice must keep the order"
+        assert (np.diff(part.numbers.astype(int)) > 0).all(), (
+            "a slice must preserve the order of samples"
+        )
         numbers += part.numbers.tolist()
     assert sorted(numbers) == list(range(num))
 
@@ -56,7 +58,9 @@ def test_a_twentieth_is_chosen_by_a_hash_and_contains_all_classes():
     assert part.numbers.tolist() == sorted(by_hash[3_800:])
     counts = np.bincount(part.index["label"], minlength=10)
     assert counts.sum() == 200
-    assert counts.min() >= 8, "20 samples per class are expected, with a standard deviation of 4.2"
+    assert counts.min() >= 8, (
+        "the expected number of samples per class is 20, with a standard deviation of 4.2"
+    )
     assert SplitSlice(whole, "train[:95%]").num_samples == part_size("train[:95%]", 4_000) == 3_800
 
 
@@ -66,7 +70,7 @@ def test_subsets_of_any_seed_are_independent_of_parts():
     for seed in range(101):
         subset = choose(whole, Selection(fraction=0.1, subset_seed=seed)).numbers.tolist()
         assert abs(len(part.intersection(subset)) - 40) <= 28, (
-            f"seed {seed}: above five deviations of 5.7"
+            f"seed {seed}: more than five standard deviations of 5.7"
         )
 
 
@@ -101,7 +105,7 @@ def test_a_part_reads_the_samples_of_the_whole_split(shards):
     assert trained.split.identity() != whole.identity(), "a resumed run must detect the change"
 
 
-def test_a_part_may_be_chosen_from(shards, tmp_path):
+def test_samples_of_a_part_may_be_excluded(shards, tmp_path):
     part = open_split(DataConfig(root=str(shards)), "train[:80%]")
     excluded = [3, 17]
     path = tmp_path / "bad.txt"

@@ -1,4 +1,4 @@
-"""Test the block cache that jobs and users share: its locks, limits, permissions and default
+"""Test the block cache that jobs and users share: locks, limits, permissions and the default
 folder."""
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def blocks(folder: Path) -> int:
 
 
 def other_process(code: str, *arguments: object) -> subprocess.Popen:
-    """Start Python with `code` and wait for the line that it prints when it is ready."""
+    """Run `code` in another Python process; wait until it prints a line to show that it is
+    ready."""
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -68,7 +69,8 @@ else:
 
 
 def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
-    """Logging is slowed down, so that all threads arrive while the first one writes its line."""
+    """Logging is slowed down, so that all threads arrive while the first thread logs its
+    message."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
@@ -94,8 +96,8 @@ def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatc
 def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     locked, folder, caplog, monkeypatch
 ):
-    """Slurm may suspend a process that holds a lock, or the process may hang on an absent mount.
-    Other processes must fetch the block without storing it, and report that once."""
+    """A process that holds a lock may be suspended by Slurm or hang on an absent mount. Other
+    processes must fetch the block without storing it, and log one message about it."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
     holder = other_process(HOLDS, folder, locked)
@@ -105,7 +107,7 @@ def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
         began_s = time.monotonic()
         for _ in range(20):
             assert cache.fetch("set/0.block", block()) == b"x" * 1000
-        assert 0.5 < time.monotonic() - began_s < 8, "only the first access may wait"
+        assert 0.5 < time.monotonic() - began_s < 8, "only the first access may wait for the lock"
         assert not blocks(folder)
         file_name = "0.block.part" if locked == "block" else "used_bytes"
         assert re.search(
@@ -147,7 +149,7 @@ def test_a_job_with_a_smaller_limit_removes_no_blocks_of_a_larger_one(folder):
     assert not (folder / "b" / "1.block").exists(), "the block exceeds the job's limit"
 
 
-def test_the_limit_of_a_job_counts_until_the_job_ends(folder):
+def test_the_limit_of_a_job_applies_until_the_job_ends(folder):
     smaller = BlockCache(folder, 3500 / GIB)
     other = other_process(HAS_LIMIT, folder, 100_000)
     for n in range(10):
@@ -197,7 +199,6 @@ def as_user(user: int, group: int, function: Callable[[], None]) -> str:
 
 @pytest.fixture
 def open_to_all(tmp_path) -> Path:
-    """Return a folder that every user can enter."""
     for parent in (tmp_path, *tmp_path.parents):
         if parent != Path("/") and not parent.stat().st_mode & stat.S_IXOTH:
             parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
@@ -262,7 +263,7 @@ def test_files_of_another_user_are_not_written_to(kind, open_to_all, caplog):
     def fetch() -> None:
         cache = BlockCache(folder, 1)
         assert cache.fetch("set/0.block", block()) == b"x" * 1000, (
-            "the block must be used but not stored"
+            "the block must be returned but not stored"
         )
         assert not (folder / "set" / "0.block").exists()
 
@@ -287,8 +288,8 @@ def test_a_world_writable_folder_is_refused(folder):
 
 
 def mounts(root: Path, **kinds: str) -> Path:
-    """Return a root folder whose `proc` lists mounts of these types by folder (`all` for the
-    rest)."""
+    """Return a root folder whose `proc` lists mounts of these types by folder (`all` for other
+    folders)."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
     lines = [

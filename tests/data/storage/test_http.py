@@ -1,4 +1,4 @@
-"""Test the HTTP reader against a server that causes every fault known from real servers. Time
+"""Test the HTTP reader against a server that produces every fault known from real servers. Time
 limits are short."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit.system.retry import NUM_REFUSALS, RetryPolicy
 DATA = random.Random(0).randbytes(300_000)
 PATIENT = RetryPolicy(60.0, 0.01, 0.05)
 QUICK = RetryPolicy(1.0, 0.01, 0.05)
-"""A short retry policy for faults that persist."""
+"""A short retry policy for permanent faults."""
 
 
 @pytest.fixture
@@ -48,7 +48,6 @@ def version(folder) -> Version:
 
 @contextmanager
 def running(program: str) -> Iterator[subprocess.Popen]:
-    """Run a program in a separate process and kill it at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2] / "helpers", **pipes
@@ -67,14 +66,14 @@ def ranges(web: WebServer) -> list[str]:
     ]
 
 
-def test_an_unknown_host_is_an_error_at_the_start_and_is_retried_in_mid_run(web, monkeypatch):
+def test_an_unknown_host_is_an_error_at_the_start_and_is_retried_during_a_run(web, monkeypatch):
     def unknown(*arguments, **options):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     retry = RetryPolicy(60.0, 0.001, 0.001)
     was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), QUICK)
     version = was_there.stat("set/a.tar")
-    http_request.pool.cache_clear()  # closes the open connections
+    http_request.pool.cache_clear()  # close the open connections
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(
         ShardError,
@@ -88,7 +87,7 @@ def test_an_unknown_host_is_an_error_at_the_start_and_is_retried_in_mid_run(web,
         was_there.read("set/a.tar", 0, 10, version)
 
 
-def test_a_closed_port_is_an_error_at_the_start_and_is_retried_in_mid_run():
+def test_a_closed_port_is_an_error_at_the_start_and_is_retried_during_a_run():
     with WebServer({"/a.tar": DATA}) as server:
         url = server.url
     retry = RetryPolicy(60.0, 0.001, 0.001)
@@ -105,7 +104,7 @@ def test_a_closed_port_is_an_error_at_the_start_and_is_retried_in_mid_run():
         WebFolder(url, RetryPolicy(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
 
 
-def test_https_at_a_port_of_http_is_reported_immediately(web):
+def test_https_at_an_http_port_is_reported_immediately(web):
     url = web.url.replace("http://", "https://")
     with pytest.raises(
         ShardError, match=r"/a\.tar: the server does not use TLS at this port; try http://$"
@@ -148,8 +147,8 @@ def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
 
 
 def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
-    """The test scales down 8 MB at less than 70 kB/s with attempts of 120 s. Each attempt receives
-    a part of the file, and no part is discarded."""
+    """The test scales down a transfer of 8 MB at less than 70 kB/s with attempts of 120 s. Each
+    attempt receives a part of the file, and no bytes are discarded."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
@@ -168,7 +167,6 @@ def test_a_transfer_that_is_too_slow_is_an_error(web, version, monkeypatch):
 
 
 def test_a_suspended_process_continues_its_transfer(web, version, monkeypatch):
-    """The process is suspended in the middle of a transfer for longer than its retry limit."""
     monkeypatch.setattr(http, "CONNECT_S", 0.2)
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     naps = [1.3]
@@ -205,7 +203,7 @@ def test_an_endless_response_is_read_only_to_the_requested_byte(num_bytes, web, 
 
 
 def test_a_read_continues_after_its_server_was_stopped(monkeypatch):
-    """After SIGSTOP the server's kernel still accepts a few connections, but the server does not
+    """After SIGSTOP, the server's kernel still accepts a few connections, but the server does not
     answer."""
     program = (
         "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True);"
@@ -226,7 +224,8 @@ def test_a_read_continues_after_its_server_was_stopped(monkeypatch):
 
 
 def test_a_transfer_with_many_faults_succeeds(web, folder, version, monkeypatch):
-    """The server repeats refusals, wrong ranges, cuts and silence during one transfer."""
+    """The server repeatedly refuses requests, returns wrong ranges, cuts responses and stops
+    sending."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     rng = random.Random(1)
     for _ in range(5):
@@ -241,7 +240,9 @@ def test_a_transfer_with_many_faults_succeeds(web, folder, version, monkeypatch)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 400])
-def test_a_refusal_is_an_error_at_the_start_and_is_retried_in_mid_run(status, web, folder, version):
+def test_a_refusal_is_an_error_at_the_start_and_is_retried_during_a_run(
+    status, web, folder, version
+):
     """During a run, a token may just have expired, or a store may not have the file yet."""
     web.statuses = [status] * (NUM_REFUSALS - 1)
     assert folder.read("a.tar", 0, 10, version) == DATA[:10]
@@ -255,7 +256,7 @@ def test_a_refusal_is_an_error_at_the_start_and_is_retried_in_mid_run(status, we
     assert len(web.requests) == 1 + NUM_REFUSALS
 
 
-def test_a_login_that_changes_in_mid_run_is_read_again(web, version, monkeypatch):
+def test_a_login_that_changes_during_a_run_is_read_again(web, version, monkeypatch):
     monkeypatch.setenv("VIT_HTTP_HEADER", "127.0.0.1 Authorization: Bearer old-token")
     web.header = "Authorization", "Bearer new-token"
     refusals = len(web.requests)
@@ -309,7 +310,7 @@ def test_mirrors_with_different_tags_are_named(web, folder):
         pass
     recorded = Version(len(DATA), '"inode-1"')
     assert folder.read("a.tar", 0, 10, recorded) == DATA[:10], (
-        "a retry that reaches the first mirror again must succeed"
+        "a retry must succeed if it reaches the first mirror again"
     )
     web.tags = ['"inode-2"']
     with pytest.raises(
@@ -335,7 +336,6 @@ def test_a_changed_file_is_named_and_never_mixed(web, folder, version):
 
 
 def test_a_connection_serves_many_reads():
-    """50 reads from a server with keep-alive use one connection."""
     program = """
 import http.server, re, sys
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,5 +1,5 @@
 """Test shards in a folder: temporary read errors, file descriptors shared by workers, readahead,
-and copies on a nearer disk."""
+and copies on a faster disk."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ ssize_t pread64(int fd, void *to, size_t size, off_t at) {
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory) -> Path:
-    """Build a library that, when preloaded, makes reads of shards fail."""
+    """Build a preloadable library that makes reads of shards fail."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     folder = tmp_path_factory.mktemp("shim")
@@ -165,7 +165,7 @@ def test_a_permanent_outage_of_a_file_server_is_an_error_with_path_reason_and_ti
 
 
 def test_a_stale_handle_is_reopened(shim, shards):
-    """The shard is reopened without a pause, and no file descriptor leaks."""
+    """The shard must be reopened without a pause, and no file descriptor may leak."""
     code = textwrap.dedent(READ_ALL) + textwrap.dedent("""
         import os, pathlib
         links = pathlib.Path("/proc/self/fd").iterdir()
@@ -193,9 +193,9 @@ READ_A_BATCH = """
 """
 
 
-def test_readahead_covers_all_images_of_a_part_before_the_first_read(shim, shards, tmp_path):
-    """A slow disk can then work on all images in parallel, instead of on one while a worker
-    waits."""
+def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_path):
+    """With readahead, a slow disk reads all images in parallel, instead of one at a time while a
+    worker waits."""
     log = tmp_path / "log"
     done = run(READ_A_BATCH, shim, shards, LOG=log)
     assert done.returncode == 0, done.stderr
@@ -208,10 +208,11 @@ def test_readahead_covers_all_images_of_a_part_before_the_first_read(shim, shard
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:
-    """Return the names of a process's open shards by file descriptor."""
+    """Map each file descriptor of a process that refers to a shard to the shard's name."""
     names = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # this descriptor was that of the listing and is closed
+        # The descriptor of the listing itself is already closed.
+        with suppress(FileNotFoundError):
             path = Path(os.readlink(link))
             if path.parent == root and path.suffix == ".tar":
                 names[link.name] = path.name
@@ -219,7 +220,7 @@ def shards_open(pid: int, root: Path) -> dict[str, str]:
 
 
 def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
-    """A file server then sees each file opened only once for all workers."""
+    """With inherited descriptors, the file server opens each file only once for all workers."""
     root = shutil.copytree(shards, tmp_path / "set")
     split = open_split(root, "train")
     val = open_split(root, "val")
@@ -245,7 +246,7 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
 
 
 def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
-    """Half of the process's limit remains free for other files."""
+    """Half of the process's limit must remain available for other files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     expected = [open_split(shards, "train").read(i) for i in range(60)]
     split = open_split(shards, "train")
@@ -265,7 +266,7 @@ def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
 # ---- reading through a cache ---------------------------------------------------------------------
 
 
-def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, monkeypatch):
+def test_blocks_of_a_mounted_folder_are_cached_on_a_local_disk(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     root = shutil.copytree(shards, tmp_path / "mount")
     batches = [
@@ -282,13 +283,13 @@ def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, 
                 assert torch.equal(a.images, b.images)
             read_bytes.append(cached.tally()["read_bytes"])
     assert read_bytes[0] == read_bytes[1], (
-        "only the bytes of samples count, not those of fetched blocks"
+        "only bytes of samples must be counted, not those of fetched blocks"
     )
     blocks = list((tmp_path / "near").rglob("*.block"))
     assert len(blocks) == 15
     split = open_split(root, "train", tmp_path / "near")
     expected = [batches[0].split.read(i) for i in range(60)]
-    for tar in root.glob("*.tar"):  # all blocks are cached, so the shards are not needed
+    for tar in root.glob("*.tar"):  # delete the shards, because all blocks are cached
         tar.rename(tar.with_suffix(".away"))
     assert [split.read(i) for i in range(60)] == expected
     assert list((tmp_path / "near").rglob("*.block")) == blocks
@@ -301,7 +302,7 @@ def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not
     root = shutil.copytree(shards, tmp_path / "mount")
     split = open_split(root, "train", tmp_path / "near")
     sample = split.read(0)
-    time.sleep(0.05)  # longer than the resolution of file times
+    time.sleep(0.05)  # sleep longer than the resolution of file times
     (root / "train-00000.tar").write_bytes((root / "train-00000.tar").read_bytes())
     with pytest.raises(
         ShardError,
@@ -314,5 +315,5 @@ def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not
     again = open_split(root, "train", tmp_path / "near", retry=RetryPolicy(1.0))
     assert again.read(0) == sample
     assert len(list((tmp_path / "near").rglob("train-00000.*.0-*.block"))) == 2, (
-        "the cache must have one block of the old shard and one of the new"
+        "the cache must have one block of the old shard and one of the new shard"
     )

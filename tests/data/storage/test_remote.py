@@ -1,6 +1,6 @@
 """Test that shards at a URL give the same samples as shards in a folder.
 
-Faults of the server and the network must have no effect or raise an error that names them.
+Faults of the server and the network must have no effect or raise an error that describes the fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Save time with short pauses and with blocks of 4 samples instead of 4,096."""
+    """Shorten the pauses, and reduce blocks from 4,096 samples to 4, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -67,7 +67,8 @@ def test_samples_keys_and_labels_equal_those_in_the_folder(kind, shards, cache, 
 
 
 def test_long_keys_in_separate_headers_are_read(tmp_path, shards, cache):
-    """A name of more than 100 bytes is in a separate header that is fetched with the image."""
+    """A separate tar header contains a name of more than 100 bytes. The reader must fetch the
+    header with the image."""
     image = open_split(shards, "train").read(0)
     long = [f"n01/{n}{'x' * 120}" for n in range(5)]
     (tmp_path / "root").mkdir()
@@ -128,7 +129,6 @@ class KeptFtp(FTPFileSystem):
 def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
     scheme, commands_each, shards, cache, monkeypatch
 ):
-    """Eight threads fetch, and connections break now and then."""
     monkeypatch.setitem(_registry, "keptftp", KeptFtp)
     KeptFtp.clear_instance_cache()
     with FtpServer(files_of(shards), commands_each) as server:
@@ -191,7 +191,8 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
 
 
 def test_old_prefetch_requests_are_forgotten(url, cache, monkeypatch):
-    """A billion samples have 16 million blocks, too many to remember."""
+    """A dataset of a billion samples has 16 million blocks, so the reader cannot remember every
+    request."""
     monkeypatch.setattr(cached_tars, "MAX_ASKED", 3)
     monkeypatch.setattr(cached_tars, "ASK_AGAIN_S", 0.0)
     split = open_split(url, "train", cache)

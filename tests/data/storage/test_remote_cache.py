@@ -1,4 +1,5 @@
-"""Test the cache of shards at a URL: which blocks are fetched, how often, and which are kept."""
+"""Test the cache of shards at a URL: which blocks are fetched, how often, and which ones are
+kept."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Save time with short pauses and with blocks of 4 samples instead of 4,096."""
+    """Shorten the pauses, and reduce blocks from 4,096 samples to 4, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -80,7 +81,9 @@ def test_the_cache_stays_below_its_limit_and_removes_the_least_recently_used_blo
         assert_same(
             [[t.clone() for t in (b.ids, b.images, b.labels, b.table)] for b in loader], local_epoch
         )
-    assert len(parts_asked(web)) > 15, "not all blocks fit, so some must be fetched again"
+    assert len(parts_asked(web)) > 15, (
+        "not all blocks fit into the cache, so some must be fetched again"
+    )
     assert used() <= 40_000
     assert not list(cache.rglob("*.part"))
 
@@ -159,7 +162,7 @@ def test_a_killed_process_does_not_block_other_processes(web, url, cache, shards
     assert open_split(url, "train", cache).read(0) == open_split(shards, "train").read(0)
 
 
-def test_on_a_full_disk_blocks_are_used_and_not_kept(web, url, shards, tmp_path, monkeypatch):
+def test_on_a_full_disk_blocks_are_used_but_not_stored(web, url, shards, tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk") as disk:
         split = open_split(url, "train", disk / "cache", 0.003)
         leave_free(disk, 4)
@@ -181,7 +184,7 @@ def test_on_a_full_disk_blocks_are_used_and_not_kept(web, url, shards, tmp_path,
         monkeypatch.setattr("vit.data.storage.block_cache.TRY_AGAIN_S", 0.0)
         web.requests.clear()
         assert all(split.read(i) for i in [*range(len(split))] * 2)
-        assert len(parts_asked(web)) <= 16, "blocks must be stored again"
+        assert len(parts_asked(web)) <= 16, "blocks must be stored again once writing works"
 
 
 def test_a_disk_without_free_inodes_is_reported_once(url, shards, tmp_path, caplog):
@@ -212,7 +215,7 @@ def test_a_cache_that_becomes_read_only_is_still_read(web, url, shards, tmp_path
 
 
 @pytest.mark.parametrize("options", ["size=8m", "size=8m,nr_inodes=4"])
-def test_an_error_of_the_server_is_not_reported_as_one_of_the_disk(options, tmp_path):
+def test_a_server_error_is_not_reported_as_a_disk_error(options, tmp_path):
     with small_disk(tmp_path / "disk", options) as disk:
         cache = BlockCache(disk / "cache", 0.003)
         for n in range(3):
@@ -231,8 +234,9 @@ def _fill(folder, process):
 
 
 def test_processes_never_read_a_half_written_count(cache):
-    """A process that reads a partial count would count all blocks, which takes minutes in a large
-    cache. The test starts with a count of one million without blocks, which would then be lost."""
+    """A process that read a partial count would have to count all blocks, which takes minutes in a
+    large cache. The test starts with a count of one million but no blocks. Counting would lose this
+    number."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")
     processes = [multiprocessing.Process(target=_fill, args=(cache, number)) for number in range(4)]

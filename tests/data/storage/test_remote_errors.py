@@ -1,4 +1,4 @@
-"""Test faults of shards at a URL: retries must succeed, or an error must name the fault."""
+"""Test faults of shards at a URL: retries must succeed, or an error must describe the fault."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Save time with short pauses and with blocks of 4 samples instead of 4,096."""
+    """Shorten the pauses, and reduce blocks from 4,096 samples to 4, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Time out after one second of retries."""
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.01, 0.2))
 
 
@@ -44,9 +43,9 @@ def impatient(monkeypatch):
 @pytest.mark.parametrize(
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
-def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cache):
-    """The ETag identifies the new version. Its bytes must not be mixed in, and cached blocks of the
-    old version remain usable."""
+def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, cache):
+    """The ETag identifies the new version. Old and new bytes must not be mixed, and
+    cached blocks of the old version must remain usable."""
     split = open_split(url, "train", cache)
     sample = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
@@ -74,7 +73,7 @@ def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cach
     )
     split = open_split(root, "train", cache)
     sample = split.read(0)
-    # The shard is replaced by a second client, as from another machine.
+    # A second client replaces the shard, as from another machine.
     fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)
     data = fs.cat_file(place)
     row = split.index[12]
@@ -142,7 +141,8 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
 
 class Growing(dict):
-    """Files of a server. Files whose names end with `ending` are replaced after each request."""
+    """A server's files, of which those whose names end with `ending` are replaced after each
+    request."""
 
     ending = ""
 
@@ -220,7 +220,7 @@ def test_a_server_that_only_drips_bytes_is_an_error(web, url, cache, monkeypatch
     web.hang_after = None
 
 
-def test_a_block_that_is_waited_for_is_fetched_before_prefetched_blocks(
+def test_a_block_that_a_reader_waits_for_is_fetched_before_prefetched_blocks(
     web, url, cache, monkeypatch
 ):
     split = open_split(url, "train", cache)
@@ -270,7 +270,6 @@ def missing(web, *names):
 
 
 def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, shards):
-    """Training from the URL then works with a folder that has this index."""
     names = [name.removeprefix("/set/") for name in web.files]
     missing(web, *(name for name in names if not name.endswith(".tar")))
     with pytest.raises(
@@ -359,7 +358,7 @@ def test_a_server_that_compresses_is_named(has_ranges, web, url, cache, tmp_path
     assert message in capsys.readouterr().err
 
 
-def test_the_encoding_aws_chunked_is_not_taken_for_compression(web, url, cache, shards):
+def test_the_encoding_aws_chunked_is_not_treated_as_compression(web, url, cache, shards):
     claim_encoding(web, "aws-chunked")
     assert samples(open_split(url, "val", cache)) == samples(open_split(shards, "val"))
 
@@ -417,7 +416,7 @@ def test_an_impossible_cache_folder_is_reported(url, tmp_path):
         open_split(url, "train", tmp_path / "file" / "cache")
 
 
-def test_shards_at_works_for_an_index_at_a_url(web, url, cache, shards):
+def test_an_index_at_a_url_may_use_shards_at(web, url, cache, shards):
     for path in shards.iterdir():
         if path.suffix in (".json", ".npy"):
             web.files[f"/elsewhere/{path.name}"] = path.read_bytes()

@@ -1,5 +1,5 @@
-"""Test random numbers per sample: they equal a hash, have the right frequencies, and depend only on
-the sample's key."""
+"""Test the random numbers of each sample: they equal a hash, have the right frequencies, and depend
+only on the sample's key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_drops_at_the_given_rate_and_scales_the_rest(rate):
     output = DropoutBySample(rate, keys)(torch.ones(64, 10, 100))
     assert set(output.unique().tolist()) <= {0.0, float(np.float32(1 / (1 - rate)))}
     dropped = (output == 0).float()
-    # Four standard deviations of independent numbers: over all values, and between samples.
+    # Allow four standard deviations of independent numbers, over all values and between samples.
     sigma = (rate * (1 - rate)) ** 0.5
     assert abs(dropped.mean() - rate) <= 4 * sigma / 64_000**0.5
     assert (dropped.mean((1, 2)) - rate).abs().max() <= 4.5 * sigma / 1000**0.5
@@ -47,7 +47,7 @@ def test_drop_path_keeps_or_drops_a_whole_sample():
     assert abs((output[:, 0, 0] == 0).float().mean() - 0.3) < 4 * (0.21 / 4000) ** 0.5
 
 
-def test_windows_of_a_sample_draw_by_its_key():
+def test_windows_of_a_sample_use_the_key_of_the_sample():
     """Swin's rows are windows, (rows * windows, ...), and a position tensor may have one row for
     all samples."""
     keys = torch.from_numpy(fold(2, np.arange(2)).view(np.int64))
@@ -69,7 +69,7 @@ OPTIONS = {"drop_path_rate": 0.4, "proj_drop_rate": 0.2, "pos_drop_rate": 0.1}
 
 
 @pytest.mark.parametrize("mlp", ["mlp", "swiglu"])
-def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
+def test_a_sample_has_the_same_random_numbers_alone_and_in_any_batch(mlp):
     images = torch.randn(6, 3, 16, 16)
     model = tiny(**OPTIONS, mlp_layer=mlp)
     whole = draw_by_sample(model, 6, CPU)
@@ -89,7 +89,7 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
         )
 
 
-def test_each_layer_draws_independently_and_evaluation_does_not_draw():
+def test_each_layer_draws_independently_and_evaluation_draws_nothing():
     model = tiny(**OPTIONS)
     plain = tiny()
     keys = draw_by_sample(model, 4, CPU)
@@ -121,7 +121,7 @@ def test_blocks_share_a_compiled_graph_and_draw_the_same():
     assert len(graphs) == 1
 
 
-def test_timms_drop_path_is_replaced():
+def test_the_drop_path_of_timm_is_replaced():
     timm = pytest.importorskip("timm")
     model = timm.create_model("test_vit", drop_path_rate=0.5, proj_drop_rate=0.1, num_classes=5)
     model.train()

@@ -1,4 +1,4 @@
-"""Test that whole runs give the same weights on any number of ranks, by comparing hashes."""
+"""Test that whole runs have the same weights on any number of ranks, by comparing hashes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def record(run_dir: Path, kind: str) -> list[dict]:
 
 
 def hashes(run_dir: Path) -> dict[int, str]:
-    """Return the sha256 of the state at each checkpoint."""
     return {line["step"]: line["sha256"] for line in record(run_dir, "checkpoint")}
 
 
@@ -61,12 +60,11 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
 
 
 def measured(run_dir: Path) -> list[dict]:
-    """Return the norms of each layer and the largest attention logits."""
     return [{**line, "time": 0} for line in record(run_dir, "norms")]
 
 
 def faults(run_dir: Path) -> list[tuple]:
-    """Return the updates that the guard skipped, and the samples with the largest losses of all
+    """Return the updates that the guard skipped, and the samples with the largest losses on all
     ranks."""
     return [(line["step"], line["reason"], line["samples"]) for line in record(run_dir, "fault")]
 
@@ -78,8 +76,7 @@ def alone(config, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_any_number_of_ranks_also_of_unequal_shares_gives_the_same_bits(config, alone, tmp_path):
-    """Four ranks have 1, 2, 1 and 2 micro-batches."""
+def test_any_number_of_ranks_gives_the_same_bits_even_with_unequal_shares(config, alone, tmp_path):
     train(config, tmp_path / "4", *EXACT, ranks=4)
     assert list(hashes(alone)) == [*range(3, STEPS + 1, 3)]
     assert hashes(tmp_path / "4") == hashes(alone)
@@ -177,7 +174,6 @@ def test_killed_on_four_two_three_and_eight_ranks_and_finished_on_one(eight_leav
     [("fp32", False), ("bf16", False), ("fp16", False), ("fp32", True), ("bf16", True)],
 )
 def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, precision, compiled):
-    """Plain runs must differ, or the comparisons above would prove nothing."""
     options = (f"train.precision={precision}", f"train.compile={str(compiled).lower()}")
     for name, settings in (("exact", EXACT), ("plain", EXACT[1:])):
         for ranks in (1, 2, 3, 6):
@@ -240,8 +236,6 @@ def test_a_batch_norm_is_refused():
 
 @pytest.fixture
 def no_limits(monkeypatch):
-    """Remove the environment variables that limit libraries, which the test environment may
-    contain."""
     for name in KERNEL_LIMITS:
         monkeypatch.delenv(name, raising=False)
 
@@ -263,7 +257,7 @@ def test_rejects_a_number_of_threads_that_is_not_a_number(monkeypatch, threads):
 
 @pytest.mark.usefixtures("no_limits")
 def test_hosts_of_two_kinds_are_refused():
-    """The other host type is that of rank 0, whose message must use the same words."""
+    """The other host has the type of rank 0, whose message must use the same words."""
 
     def rank(world):
         if not world.is_main:
@@ -300,8 +294,8 @@ def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
         *TINY,
         "train.steps=9",
     ]
-    # The checkpoints record the number of micro-batches from this step on, but not after it was
-    # switched off.
+    # Checkpoints record the number of micro-batches from this step on, but not after the setting
+    # was switched off.
     refused = run(*arguments, *more[1:2], "data.micro_batch_size=2", *changes[2:])
     assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
     train(config, run_dir, "train.steps=7", *changes)
@@ -309,7 +303,7 @@ def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
     assert [line["step"] for line in record(run_dir, "start")] == [0, 3, 6, 7]
 
 
-def test_a_resume_with_other_leaves_is_refused(config, alone):
+def test_a_resume_with_another_number_of_micro_batches_is_rejected(config, alone):
     arguments = ["launch/train.py", "--config", config, f"run.dir={alone}", *TINY, *EXACT]
     done = run(*arguments, "data.micro_batch_size=2")
     assert done.returncode == 2
@@ -325,7 +319,7 @@ def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_pa
     resumed = run("launch/train.py", *arguments, f"run.dir={tmp_path / 'run'}")
     assert resumed.returncode == 2
     assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
-    # A warm interpreter has already found the compiler.
+    # Start a real interpreter, because a warm one has already found the compiler.
     env = {**environment(), "CXX": "/nonexistent"}
     arguments += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
     new = call(command("launch/train.py", *arguments, ranks=0), env)

@@ -1,5 +1,5 @@
-"""Test sums along a binary tree: the nodes that each rank computes, and equal bits on any number of
-ranks."""
+"""Test sums along a binary tree: the nodes that each rank computes, and identical bits on any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from vit.system.device_memory import LiveBytes
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:
-    """Compute the sum by definition: the left half has the largest power of two below the number of
-    leaves."""
+    """Compute the sum by definition: the left half has the largest power of two that is below the
+    number of leaves."""
     if len(leaves) == 1:
         return leaves[0]
     left = 1 << (len(leaves) - 1).bit_length() - 1
@@ -85,7 +85,7 @@ def test_equal_shares_of_a_power_of_two_leave_one_node():
 
 
 class Layers(nn.Module):
-    """A model of three layers, one of which does not affect the loss."""
+    """A model with three layers, one of which does not affect the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,6 @@ class Layers(nn.Module):
 
 
 def gradients(num_leaves: int, bucket_bytes: int, world: World, steps: int = 2) -> list[Tensor]:
-    """Return the gradients that `TreeSum` leaves after the last of some steps."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), num_leaves, world, bucket_bytes)
     for step in range(steps):
@@ -119,10 +118,11 @@ def hash_of(tensors: list[Tensor]) -> str:
 
 
 CASES = [(leaves, size) for leaves in (3, 4, 5, 8, 13) for size in (1, 100, 1 << 20)]
-"""(leaves, bucket size in bytes): one bucket for each parameter, two buckets, and one."""
+"""Pairs of the number of leaves and the bucket size in bytes: one bucket for each parameter, two
+buckets, and one bucket."""
 
 
-def test_one_rank_against_the_gradients_of_each_leaf():
+def test_one_rank_equals_the_sum_of_the_gradients_of_each_micro_batch():
     for num_leaves in (1, 2, 5, 8):
         model = Layers()
         by_leaf = []
@@ -139,7 +139,7 @@ def test_one_rank_against_the_gradients_of_each_leaf():
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_each_gradient_is_aligned_on_any_number_of_ranks(ranks):
-    """Kernels that read several values at a time would otherwise add in a different order."""
+    """Kernels that read several values at a time add unaligned gradients in a different order."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), 21, World(0, ranks, torch.device("cpu")), 1)
     with adding.leaf():
@@ -147,7 +147,7 @@ def test_each_gradient_is_aligned_on_any_number_of_ranks(ranks):
 
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 7, 8, 13])
-def test_holds_as_much_memory_as_it_counts(num_leaves):
+def test_uses_as_much_memory_as_it_counts(num_leaves):
     model = Layers()
     adding = TreeSum(list(model.parameters()), num_leaves, World(0, 1, torch.device("cpu")))
     for leaf in adding.leaves:
@@ -158,17 +158,18 @@ def test_holds_as_much_memory_as_it_counts(num_leaves):
 
 
 def test_the_count_includes_data_from_other_ranks():
-    """Two leaves leave one node. The peak is a leaf, the previous leaf, and two halves of the sum.
-    On three ranks, 8 leaves are 2, 3 and 3, and leave 1, 2 and 2 nodes."""
+    """With two leaves on one rank, one node remains. The peak contains the current leaf, the
+    previous leaf, and two halves of the sum. On three ranks, 8 leaves are split into 2, 3 and 3, of
+    which 1, 2 and 2 nodes remain."""
     assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
 def peak_over_count(num_leaves: int, world: World) -> float:
-    """Return the peak bytes of all live tensors, the maximum over ranks, divided by the counted
+    """Return the peak bytes of all live tensors (the maximum over ranks) divided by the counted
     bytes.
 
-    Each gradient is one repeated number, so that it takes no other memory.
+    Each gradient is one repeated number, so that it needs no other memory.
     """
     parameters = [nn.Parameter(torch.zeros(96 * 100)) for _ in range(6)]
     with LiveBytes() as live:
@@ -178,10 +179,10 @@ def peak_over_count(num_leaves: int, world: World) -> float:
                 with adding.leaf():
                     torch.stack([p.sum() for p in parameters]).sum().backward()
             adding.finish()
-            # Gloo's threads hold sent and received data for a moment after `wait` returns.
+            # Gloo's threads keep sent and received data for a moment after `wait` returns.
             deadline = time.monotonic() + 60
             while live.now > sum(each.nbytes for each in adding._spare):
-                assert time.monotonic() < deadline, "memory of a finished exchange is not freed"
+                assert time.monotonic() < deadline, "the memory of a finished exchange is not freed"
                 time.sleep(0.001)
     most = world.max_(torch.tensor(float(live.peak)))
     return float(most) / held_bytes(6 * 96 * 100, num_leaves, world.size)
@@ -218,8 +219,7 @@ def test_processes_have_the_bits_of_one_process_and_the_counted_memory(tmp_path,
 # ---- one step against a plain loop ---------------------------------------------------------------
 
 
-def test_a_step_is_that_of_a_plain_loop_over_leaves():
-    """The loop adds the gradients of each leaf in the order that the tree defines."""
+def test_a_step_equals_a_plain_loop_over_micro_batches():
     torch.manual_seed(0)
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2)
     torch.nn.init.normal_(model.head.weight)

@@ -1,4 +1,4 @@
-"""Fixtures that run scenarios in parallel, in one thread per core, because Python's start takes
+"""Fixtures that run scenarios in parallel, in one thread per core, because starting Python takes
 most of their time."""
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def happened(
     shards: Path,
     finished: Path,
 ):
-    """Return row -> the future of its scenario, for the rows that were chosen on pytest's command
-    line."""
+    """Map each row chosen on pytest's command line to the future of its scenario."""
     scenario = request.module.scenario
     base = tmp_path_factory.mktemp("errors")
 

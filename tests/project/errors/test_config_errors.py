@@ -131,7 +131,7 @@ ALONE = {
         *("augment.three_augment=true", "augment.randaugment_layers=2")
     ],
 }
-"""The scenarios that consist only of settings."""
+"""Scenarios that consist only of settings."""
 for problem, settings in ALONE.items():
     scenario.of[problem] = lambda place, settings=settings: place.train(*settings)
 
@@ -177,5 +177,5 @@ def _(place):
 
 
 @pytest.mark.parametrize("row", scenario.rows())
-def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+def test_the_mistake_has_the_stated_result(row: Row, happened: dict[str, Future[Place]]):
     scenario.check(row, happened[row.what].result())

@@ -55,7 +55,7 @@ def _(place):
 def _(place):
     place.train("train.steps=1", "eval.sets.trained.split=train[:50%]")
     notes = [line for line in place.done.stderr.splitlines() if "byte-equal" in line]
-    assert len(notes) == 1, "val has different images, so only the dataset is noted"
+    assert len(notes) == 1, "the images in val differ, so only the dataset must be reported"
 
 
 @scenario("a set to evaluate on with a class that the model does not have")
@@ -116,7 +116,6 @@ def _(place):
 
 
 def spoil_an_image(root: Path) -> str:
-    """Overwrite the first bytes of an image with zeros; return its key."""
     split = open_split(root, "train")
     row = split.index[0]
     key = split.key(0)
@@ -289,5 +288,5 @@ def _(place):
 
 
 @pytest.mark.parametrize("row", scenario.rows())
-def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+def test_the_mistake_has_the_stated_result(row: Row, happened: dict[str, Future[Place]]):
     scenario.check(row, happened[row.what].result())

@@ -182,7 +182,7 @@ def _(place):
             place.config,
             f"run.dir={place.run_dir}",
         )
-    else:  # the project's library under a false name
+    else:  # use the project's library under a false name
         (place.folder / "sitecustomize.py").write_text(
             "import sys\nsys.version_info = (3, 9, 18)\n"
         )
@@ -257,10 +257,10 @@ def test_an_old_python_parses_a_command_up_to_the_check_of_versions():
                 if line.split()[1].split(".")[0] not in sys.stdlib_module_names
             ]
             assert ours[0].startswith("import check_versions"), (
-                f"{path.name}: another import may fail before the version check"
+                f"{path.name}: another import must not run before the version check"
             )
 
 
 @pytest.mark.parametrize("row", scenario.rows())
-def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+def test_the_mistake_has_the_stated_result(row: Row, happened: dict[str, Future[Place]]):
     scenario.check(row, happened[row.what].result())

@@ -65,7 +65,7 @@ def _(place):
     state = place.run_dir / "checkpoints" / "step_00000003" / "state.safetensors"
     os.truncate(state, state.stat().st_size - 10)
     place.train("train.steps=3")
-    # The files are renamed, not deleted, so that a user can look at them.
+    # The files must be renamed, not deleted, so that a user can look at them.
     place.after = {
         re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()
     }
@@ -132,13 +132,13 @@ ENDLESS = (
     "eval.every_steps=1000000",
     "checkpoint.every_steps=100",
     "log.every_steps=50",
-    "log.sample_losses=0",  # the losses of so many steps would not fit from the start
+    "log.sample_losses=0",  # the losses of so many steps would not fit on the disk from the start
 )
 
 
 def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> None:
-    """Fill the disk during a training. The previous checkpoint must stay intact, and the same
-    command must continue from it when space is free again."""
+    """Fill the disk during training. The previous checkpoint must stay intact, and the same command
+    must continue from it when space is free again."""
     with small_disk(place.folder / "disk") as disk:
         place.run_dir = disk / "run"
         background = Background(place.config, place.run_dir, *ENDLESS, ranks=ranks)
@@ -183,5 +183,5 @@ def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, shards):
 
 
 @pytest.mark.parametrize("row", scenario.rows())
-def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+def test_the_mistake_has_the_stated_result(row: Row, happened: dict[str, Future[Place]]):
     scenario.check(row, happened[row.what].result())

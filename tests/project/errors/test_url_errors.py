@@ -65,7 +65,7 @@ def _(place):
     finally:
         lease.release()
     for files in (place.before, place.after):
-        files.pop("there/lease.json")  # constantly rewritten
+        files.pop("there/lease.json")  # ignore the lease, which is constantly rewritten
 
 
 @scenario("a working copy that holds something else")
@@ -105,5 +105,5 @@ def _(place):
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", scenario.rows())
-def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+def test_the_mistake_has_the_stated_result(row: Row, happened: dict[str, Future[Place]]):
     scenario.check(row, happened[row.what].result())
