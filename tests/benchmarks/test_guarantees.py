@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import kills
 import pytest
 import torch
+from gpu_check_lines import Line, run_part
 from proc import is_alive
 from torch import nn
 
 from vit.data.loader import Loader
-from vit.extras.planner.benchmark import guarantees, kills
-from vit.extras.planner.benchmark.gpu_check_lines import Line, run_part
 from vit.layers.drop_path import DropPath
 from vit.step import TrainStep
 from vit.training import compiling
 
+guarantees = pytest.importorskip("guarantees")
 CPU = torch.device("cpu")
 
 
