@@ -103,7 +103,7 @@ def test_stages_of_image_size_count_with_their_own_operations():
     assert not alone[64].stages
     growing = forecast_at(32, image_sizes=({"until_epoch": 50, "image_size": 64},))
     assert growing.memory.activations == pytest.approx(alone[64].memory.activations, rel=1e-3)
-    assert growing.host_memory.slots == alone[64].host_memory.slots
+    assert growing.host_memory.ring == alone[64].host_memory.ring
 
 
 def test_available_data_replace_the_assumed_numbers(shards):
