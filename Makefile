@@ -50,7 +50,7 @@ fuzz: $(TESTS_INSTALLED)
 
 # Tests every guarantee on this machine's GPUs in at most ten minutes. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)
-	$(BIN)/python launch/gpu_check.py
+	$(BIN)/python benchmarks/gpu_check/check.py
 
 # Writes deploy/requirements.lock, which lists all packages of all extras with file hashes, for `pip install --require-hashes`.
 lock: $(LOCK_INSTALLED)

@@ -44,15 +44,8 @@ def main() -> None:
     num_gpus, gpu = parse_gpus(args.gpus)
     config = load_config(args.config, args.overrides)
     # The status line is shown only in a terminal, and disappears at the end.
-    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("opening the data") as status:
-        forecast = make_forecast(
-            config,
-            num_gpus,
-            gpu,
-            on_count=lambda size: status.update(
-                f"counting the memory of a step in micro-batches of {size}"
-            ),
-        )
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("counting the memory of steps"):
+        forecast = make_forecast(config, num_gpus, gpu)
     if args.json:
         print(json.dumps(as_json(forecast, args.price), indent=1))
     else:
@@ -89,6 +82,7 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
     slow, fast = forecast.images_per_s
     hours = forecast.hours
     gpu_hours = [num_gpus * each for each in hours]
+    mfu = _range([100 * forecast.speed.low, 100 * forecast.speed.high])
     lines = {
         "data": f"{forecast.data.num_images:,} images",
         "steps": f"{plan.total_steps:,} of {plan.global_batch_size:,} images: {rank_batch}"
@@ -96,7 +90,7 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
         "memory": _memory(forecast),
         "micro-batch": _micro_batch(forecast),
         "speed": f"{_range((slow, fast))} images/s, per GPU"
-        f" {_range((slow / num_gpus, fast / num_gpus))}: {_percent(forecast)} of the peak"
+        f" {_range((slow / num_gpus, fast / num_gpus))}: {mfu} % of the peak"
         f" ({forecast.speed.source})",
         "time": f"{_duration(hours)}, {_range(gpu_hours)} GPU-hours, including evaluations",
         "cores": f"{_range(forecast.cores_per_gpu)} per GPU, or decoding is the bottleneck"
@@ -124,6 +118,7 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
 def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
     """Return the forecast as numbers, with ranges as [least, most]."""
     gpu_hours = [forecast.num_gpus * hours for hours in forecast.hours]
+    host = forecast.host_memory
     return {
         "gpu": asdict(forecast.gpu),
         "num_gpus": forecast.num_gpus,
@@ -133,8 +128,11 @@ def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
         "memory_bytes": {**asdict(forecast.memory), "total": forecast.memory.total},
         "usable_bytes": int(usable_bytes(forecast.gpu)),
         "host_memory_bytes": {
-            **asdict(forecast.host_memory),
-            "of_each_gpu": forecast.host_memory.of_each_gpu,
+            "slots": host.ring.num_bytes,
+            "eval_slots": host.eval_slots,
+            "workers": host.workers,
+            "saved_copy": host.saved_copy,
+            "of_each_gpu": host.of_each_gpu,
         },
         "largest_micro_batch_size": forecast.largest_micro_batch_size,
         "gflop_per_image": forecast.forward_flops / 1e9,
@@ -192,7 +190,7 @@ def _image_sizes(forecast: Forecast) -> str:
 def _host(forecast: Forecast) -> str:
     memory = forecast.host_memory
     return (
-        f"{memory.of_each_gpu / GIB:.2f} GiB per GPU: batches {memory.slots / GIB:.2f},"
+        f"{memory.of_each_gpu / GIB:.2f} GiB per GPU: batches {memory.ring.num_bytes / GIB:.2f},"
         f" evaluation batches {memory.eval_slots / GIB:.2f}, workers {memory.workers / GIB:.2f};"
         f" on the first host {memory.saved_copy / GIB:.2f} for the copy while saving"
     )
@@ -224,10 +222,6 @@ def _duration(hours: Sequence[float]) -> str:
         (each for each in (("h", 1), ("min", 60)) if hours[0] * each[1] >= 1), ("s", 3600)
     )
     return f"{_range([each * in_an_hour for each in hours])} {unit}"
-
-
-def _percent(forecast: Forecast) -> str:
-    return f"{_range([100 * forecast.speed.low, 100 * forecast.speed.high])} %"
 
 
 if __name__ == "__main__":

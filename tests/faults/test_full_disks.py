@@ -147,11 +147,10 @@ def compressed(folder: Path) -> None:
 
 
 def results(folder: Path) -> None:
-    write_promises = pytest.importorskip("vit.extras.planner.benchmark.certificate").write_promises
+    certificate = pytest.importorskip("vit.extras.planner.benchmark.certificate")
     promise = {"what": "it trains", "passed": True, "said": "yes"}
-    path = write_promises(folder, "a CPU", "cpu", [promise])
-    # Remove the date from the file names.
-    for written in (path, path.with_suffix(".md")):
+    path = certificate.write_document(folder, "a CPU", "cpu", {"promises": [promise]})
+    for written in (path, path.with_suffix(".md")):  # both files contain the date and the commit
         written.rename(folder / f"results{written.suffix}")
 
 

@@ -1,6 +1,6 @@
 """Test the parts of `make gpu-check` that need no long training.
 
-All of these tests need a GPU. tests/extras/planner/benchmark/test_guarantees.py proves on a CPU
+All of these tests need a GPU. tests/benchmarks/test_guarantees.py proves on a CPU
 that each check can fail.
 """
 
@@ -10,13 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kills
 import pytest
 import torch
 
-kills = pytest.importorskip("vit.extras.planner.benchmark.kills")
-
-
-CHECK = Path(__file__).parents[2] / "launch" / "gpu_check.py"
+CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check" / "check.py"
 BUDGET_S = 500.0
 
 

@@ -14,7 +14,8 @@ from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
-from vit.hooks.preflight import DiskNeeds, Preflight, check_disk, disk_needs
+from vit.hooks.needs import DiskNeeds, disk_needs
+from vit.hooks.preflight import check_disk
 from vit.train import train as train_run
 from vit.training.plan import Plan, make_plan
 
@@ -99,15 +100,15 @@ def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)
-    empty = check_disk(Preflight((), {}), needs, tmp_path / "run", 2)
+    empty = check_disk(needs, tmp_path / "run", 2)
     for number in range(2):
         state = tmp_path / "run" / "checkpoints" / f"step_{number}" / "state.safetensors"
         state.parent.mkdir(parents=True)
         state.write_bytes(bytes(needs.checkpoint_bytes))
     (tmp_path / "run" / "weights").mkdir()
     (tmp_path / "run" / "weights" / "last.safetensors").write_bytes(bytes(needs.weights_bytes))
-    later = check_disk(Preflight((), {}), needs, tmp_path / "run", 2)
+    later = check_disk(needs, tmp_path / "run", 2)
     for estimate, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
-        assert estimate.numbers["needed_disk_gib"] == round(expected / GIB, 4)
+        assert estimate.record["needed_disk_gib"] == round(expected / GIB, 4)
     [line] = empty.lines
     assert line.startswith(f"disk: 3 checkpoint(s) of {needs.checkpoint_bytes / 2**20:.1f} MiB")

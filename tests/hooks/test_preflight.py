@@ -26,10 +26,11 @@ from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
-from vit.hooks.preflight import Preflight, preflight
+from vit.hooks.preflight import preflight
 from vit.model import create_model
 from vit.system.host import free_memory_bytes, num_cores, num_oom_kills
 from vit.training.plan import make_plan
+from vit.training.run_data import Notes
 
 GIB = 2**30
 HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -180,7 +181,7 @@ def test_reads_the_kernel_counter_of_out_of_memory_kills(files, expected, tmp_pa
 
 def check(
     config: Config, root: Path, device: str = "cpu", rank: int = 0, saved_bytes: int = 0
-) -> Preflight:
+) -> Notes:
     world = World(rank, 3, torch.device(device), hosts=("a", "a", "b"))
     image = ImageFormat.from_config(config.model, config.data)
     splits = [
@@ -197,7 +198,7 @@ def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path
     little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})  # 1 GiB is available
     for rank, expected in enumerate((0.5, 0.5, 0.0)):
         report = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
-        assert report.numbers["save_copy_gib"] == expected
+        assert report.record["save_copy_gib"] == expected
     with pytest.raises(
         ValueError, match=r"; 2048\.0 MiB to copy the state for a save\), but only 1\.00 GiB are"
     ):
@@ -216,7 +217,7 @@ def test_notes_a_cache_that_is_too_small(config, shards, tmp_path):
 
     def notes(*overrides: str) -> str:
         return "".join(
-            check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).numbers[
+            check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).record[
                 "notes"
             ]
         )
@@ -241,12 +242,12 @@ def test_reports_whether_memory_suffices(config, tmp_path):
     times as much memory."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
     report = check(tiny(config, "data.num_workers=2"), enough)
-    assert report.numbers["free_memory_gib"] == 3.0
-    assert report.numbers["train_shards"] == 3
-    assert report.numbers["cores"] == HERE
+    assert report.record["free_memory_gib"] == 3.0
+    assert report.record["train_shards"] == 3
+    assert report.record["cores"] == HERE
     assert report.lines[0].startswith("data: 60 images in 3 shards, 23 in 1 to evaluate; index ")
-    assert report.lines[0].endswith(f"JPEG decoder: {report.numbers['decoder']}")
-    assert report.numbers["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
+    assert report.lines[0].endswith(f"JPEG decoder: {report.record['decoder']}")
+    assert report.record["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
     assert "3.0 GiB of memory free" in report.lines[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -258,9 +259,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         message = (
             "JPEGs are decoded by simplejpeg, at 0.6 times the speed: _native.so was built for"
         )
-        assert any(
-            note.startswith(message) for note in check(tiny(config), enough).numbers["notes"]
-        )
+        assert any(note.startswith(message) for note in check(tiny(config), enough).record["notes"])
     message = (
         r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower"
         r" data.num_workers"
@@ -281,7 +280,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         ):
             check(cached, enough)
     assert (
-        check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").numbers[
+        check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").record[
             "free_memory_gib"
         ]
         is None
@@ -293,11 +292,11 @@ def test_more_workers_than_cores_are_reported(config, tmp_path):
         tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"}
     )
     report = check(tiny(config, "data.num_workers=4"), one_core)
-    assert report.numbers["notes"] == [
+    assert report.record["notes"] == [
         "4 loader workers share 1 core(s): data.num_workers=1 is as fast and needs less memory"
     ]
-    assert report.lines[2] == f"note: {report.numbers['notes'][0]}"
-    assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
+    assert report.lines[2] == f"note: {report.record['notes'][0]}"
+    assert check(tiny(config, "data.num_workers=1"), one_core).record["notes"] == []
 
 
 def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypatch):
@@ -307,10 +306,10 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        [note] = check(tiny(config), tmp_path).numbers["notes"]
-        assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
+        [note] = check(tiny(config), tmp_path).record["notes"]
+        assert check(tiny(config), tmp_path, "cuda").record["notes"] == []
         torch.set_num_threads(8)
-        assert check(tiny(config), tmp_path).numbers["notes"] == []
+        assert check(tiny(config), tmp_path).record["notes"] == []
     finally:
         torch.set_num_threads(before)
     assert note.startswith("each of 2 ranks computes with 1 thread(s) on 16 cores")
@@ -320,16 +319,16 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
 def test_notes_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
     """Docker's default is 64 MiB, and NCCL raises its own error only at the first collective."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
-    assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
+    assert check(tiny(config), tmp_path, "cuda").record["notes"] == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2), raising=False)
-    assert check(tiny(config), tmp_path).numbers["notes"] == []
-    assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == [
+    assert check(tiny(config), tmp_path).record["notes"] == []
+    assert check(tiny(config), tmp_path, "cuda").record["notes"] == [
         "/dev/shm has 0.06 GiB free, but NCCL needs 1 GiB between the GPUs of a host:"
         " use docker run --shm-size=1g (batches do not need it)"
     ]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
-    assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
+    assert check(tiny(config), tmp_path, "cuda").record["notes"] == []
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
@@ -350,7 +349,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], raise_open_files(1000))
 def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
-    assert check(tiny(config), tmp_path).numbers["notes"] == [
+    assert check(tiny(config), tmp_path).record["notes"] == [
         "the limit of 200 open files is low, so some shards are opened again for each"
         " image: run `ulimit -n 264` before the start, or ask the administrator"
     ]

@@ -131,7 +131,10 @@ def test_compiles_if_the_config_does(no_data):
     ("arguments", "message"),
     [
         (["trian.steps=3"], "unknown key 'trian'; did you mean train"),
-        (["--micro-batch", 5], "--micro-batch 5: a rank's batch of 12 images .* into 2, 4, 6, 12"),
+        (
+            ["--micro-batch", 5],
+            "--micro-batch 5 does not divide a rank's batch of 12 images: use one of 2, 4, 6, 12",
+        ),
         (["--data", "/nowhere"], "/nowhere: no such directory"),
         (["train.device=cuda"], "train.device=cuda: 1 of 1 host.* torch sees no GPU"),
         (["--profile", "recipe.yaml/trace"], "--profile recipe.yaml/trace: cannot be written"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import warm_python
 from error_rows import Row, pattern_of, rows
-from processes import COMMANDS, TINY, call, environment, write_config
+from processes import COMMANDS, REPOSITORY, TINY, call, environment, write_config
 
 from vit.config.io import load_config
 from vit.training.plan import make_plan
@@ -144,7 +144,7 @@ def out_of_memory(place: Place, *gpu: float) -> subprocess.CompletedProcess:
 
 
 def nothing_to_check(place: Place) -> subprocess.CompletedProcess:
-    script = COMMANDS / "launch" / "gpu_check.py"
+    script = REPOSITORY / "benchmarks" / "gpu_check" / "check.py"
     env = environment()
     return call([warm_python.python(env), str(script)], env | {"CUDA_VISIBLE_DEVICES": ""})
 

@@ -9,7 +9,8 @@ from vit.config.schema import Config
 from vit.data.decode.images import decoder_name
 from vit.distributed.host_differences import compare_hosts
 from vit.distributed.process_group import World
-from vit.hooks.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
+from vit.hooks.needs import DiskNeeds, disk_needs
+from vit.hooks.preflight import check_disk, preflight
 from vit.run import Hook
 from vit.run_folder import Place, complete_checkpoints
 from vit.training.run_data import Notes, RunData
@@ -21,14 +22,15 @@ class HostCheck(Hook):
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`."""
         checked, disk = check_host(config, world, data)
+        room = Notes()
         with world.fail_together():
             if world.is_main and not _is_over(place, data.plan.total_steps):
-                keep_last = config.checkpoint.keep_last
-                checked = check_disk(checked, disk, place.folder, keep_last, place.setting)
-        return Notes(record={"preflight": checked.numbers}, lines=checked.lines)
+                room = check_disk(disk, place.folder, config.checkpoint.keep_last, place.setting)
+        record = {"preflight": checked.record | room.record}
+        return Notes(record=record, lines=checked.lines + room.lines)
 
 
-def check_host(config: Config, world: World, data: RunData) -> tuple[Preflight, DiskNeeds]:
+def check_host(config: Config, world: World, data: RunData) -> tuple[Notes, DiskNeeds]:
     """Check this host, compare all hosts, and return the disk space that the run needs.
 
     All ranks must call this. Raises the errors of `preflight`.

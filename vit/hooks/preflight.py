@@ -8,41 +8,29 @@ metrics.jsonl.
 
 from __future__ import annotations
 
-import math
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from vit.config.schema import Config, DataConfig
+from vit.config.schema import DataConfig
 from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
-from vit.data.slots import EVAL_READY_BATCHES, Ring, plan_ring
 from vit.distributed.process_group import World, local_world_size
-from vit.hooks.sample_losses import folder_bytes
-from vit.optim.optimizer import state_bytes
+from vit.hooks.needs import WORKER_BYTES, DiskNeeds, Load, host_memory
 from vit.run_folder import SAMPLES_FOLDER
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
-from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan
+from vit.training.run_data import Notes
 
-WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
-"""The memory of a loader worker: Python objects, library data and images. Outside Linux a worker is
-not forked from training, so it also loads its own libraries. The measured value is 110 MiB
-(docs/experiments/). metrics.jsonl contains the memory that workers really use
-(`loader_worker_mib`)."""
 OTHER_FILES = 256
 """The open files of a process that are not shards: pipes, libraries, sockets."""
 NCCL_SHM_GIB = 1
 """NVIDIA's recommendation for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
-TENSOR_HEADER_BYTES = 160
-"""The approximate size of a tensor's name, dtype, shape and offset in a safetensors header."""
 DISK_MARGIN_BYTES = 2**20
 """The disk space for metrics.jsonl, predictions and `checkpoint.json`."""
 SAVED = (
@@ -58,16 +46,6 @@ MIB = 2**20
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """The results of the checks."""
-
-    lines: tuple[str, ...]
-    """The lines for the log."""
-    numbers: dict[str, Any]
-    """The values for metrics.jsonl."""
-
-
 def preflight(
     data: DataConfig,
     world: World,
@@ -77,7 +55,7 @@ def preflight(
     root: Path = Path("/"),
     *,
     saved_bytes: int = 0,
-) -> Preflight:
+) -> Notes:
     """Check this host, and raise the limit of open files if necessary.
 
     evals: the batches of each evaluation split, `data.val_split` first. root: the folder of `proc`
@@ -86,32 +64,33 @@ def preflight(
     """
     workers = data.num_workers
     ranks = local_world_size()
-    on_gpu = world.device.type == "cuda"
-    ring = plan_ring(
-        train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
+    processes = ranks * workers
+    train_bytes = _worker_bytes(train, processes)
+    eval_loads = [
+        Load(each.layout, each.row_unit, len(each), _worker_bytes(each, processes))
+        for each in evals
+    ]
+    memory = host_memory(
+        data,
+        Load(train.layout, train.row_unit, plan.total_steps, train_bytes),
+        eval_loads,
+        on_gpu=world.device.type == "cuda",
+        saved_bytes=saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0,
     )
-    # Three loaders exist at the same time: the training loader, the loader of `data.val_split`, and
-    # the loader of another split during its evaluation.
-    val, *further_evals = evals
-    eval_ring = _ring(val, workers, on_gpu)
-    further_bytes = max(
-        (_ring(each, workers, on_gpu).num_bytes for each in further_evals), default=0
-    )
-    batch_bytes = ring.num_bytes + eval_ring.num_bytes + further_bytes
+    ring, eval_ring = memory.ring, memory.eval_ring
+    worker_bytes = max(train_bytes, *(each.worker_bytes for each in eval_loads))
+    needed_bytes = ranks * memory.of_each_gpu + memory.saved_copy
     free_bytes = free_memory_bytes(root)
-    worker_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
-    if further_evals:
-        worker_bytes.append(max(_worker_bytes(each, ranks * workers) for each in further_evals))
-    copy_bytes = saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0
-    needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes)) + copy_bytes
-    more = ", and so does eval.sets" if further_evals else ""
-    saving = f"; {copy_bytes / MIB:.1f} MiB to copy the state for a save" if copy_bytes else ""
+    more = ", and so does eval.sets" if len(evals) > 1 else ""
+    saving = ""
+    if memory.saved_copy:
+        saving = f"; {memory.saved_copy / MIB:.1f} MiB to copy the state for a save"
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ValueError(
             f"{ranks} rank(s) with {workers} loader workers each need {needed_bytes / GIB:.2f} GiB"
             f" of memory for batches on this host ({ring.num_slots} of"
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
-            f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {max(worker_bytes) / MIB:.0f} MiB"
+            f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {worker_bytes / MIB:.0f} MiB"
             f" per worker; evaluation starts the same number again{more}{saving}), but only"
             f" {free_bytes / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
             " eval.batch_size, or give the job more memory"
@@ -127,8 +106,8 @@ def preflight(
         "train_shards": len(train.split.filenames),
         "val_shards": sum(len(split.filenames) for split in evaluated),
         "batch_slots": ring.num_slots,
-        "batch_gib": round(batch_bytes / GIB, 4),
-        "save_copy_gib": round(copy_bytes / GIB, 4),
+        "batch_gib": round(memory.batches / GIB, 4),
+        "save_copy_gib": round(memory.saved_copy / GIB, 4),
         "decoder": decoder_name(),
         "index_gib": round(index_bytes / GIB, 4),
         "free_memory_gib": None if free_bytes is None else round(free_bytes / GIB, 2),
@@ -137,15 +116,15 @@ def preflight(
         "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
     }
     numbers["notes"] = notes = list(_notes(data, world, train, numbers, needed_files))
-    memory = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
+    free = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     host_line = (
         f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
-        f" each{memory}; batches take {batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of"
-        f" {train.layout.num_rows} images, {eval_ring.num_slots} of {val.layout.num_rows} to"
+        f" each{free}; batches take {memory.batches / MIB:.1f} MiB a rank ({ring.num_slots} of"
+        f" {train.layout.num_rows} images, {eval_ring.num_slots} of {evals[0].layout.num_rows} to"
         " evaluate), nothing in /dev/shm"
     )
     lines = (_data_line(train, evals, index_bytes), host_line)
-    return Preflight((*lines, *(f"note: {note}" for note in notes)), numbers)
+    return Notes(record=numbers, lines=(*lines, *(f"note: {note}" for note in notes)))
 
 
 def _data_line(train: AugmentedBatches, evals: Sequence[EvalBatches], index_bytes: int) -> str:
@@ -201,19 +180,6 @@ def _notes(
         )
 
 
-def _ring(batches: EvalBatches, workers: int, on_gpu: bool) -> Ring:
-    """Return the ring buffer of evaluation batches on one rank."""
-    return plan_ring(
-        batches.layout,
-        batches.row_unit,
-        len(batches),
-        num_workers=workers,
-        prefetch_gib=None,
-        on_gpu=on_gpu,
-        max_ready=EVAL_READY_BATCHES,
-    )
-
-
 def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -> int:
     """Return the memory of one of `num_processes` loader processes on this host."""
     cached = getattr(getattr(batches.split, "tars", None), "cached", None)
@@ -223,56 +189,8 @@ def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -
 # --- disk -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DiskNeeds:
-    """The largest size that the run folder will have."""
-
-    checkpoint_bytes: int
-    """The size of one checkpoint."""
-    num_checkpoints: int
-    weights_bytes: int
-    """The size of all files in `weights/`."""
-    samples_bytes: int
-    """The size of all files with sample losses."""
-
-    @property
-    def total_bytes(self) -> int:
-        checkpoints_bytes = self.num_checkpoints * self.checkpoint_bytes
-        return checkpoints_bytes + self.weights_bytes + self.samples_bytes
-
-    def in_words(self, size: Callable[[int], str]) -> str:
-        """Return the parts of the sum as text. size: formats a number of bytes."""
-        losses = f", losses of images {size(self.samples_bytes)}" if self.samples_bytes else ""
-        return (
-            f"{self.num_checkpoints} checkpoint(s) of {size(self.checkpoint_bytes)}, weights"
-            f" {size(self.weights_bytes)}{losses}"
-        )
-
-
-def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
-    """Compute the sizes of parameters, optimizer and EMA without creating them."""
-    with torch.device("meta"):
-        # Frozen parameters have no optimizer state.
-        model = create_trained_model(config, num_classes)
-    copies = 1 if config.train.ema_decay is None else 2
-    weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
-    num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
-    # A stream does not know its samples by number, so no sample losses are saved.
-    keeps_losses = config.log.sample_losses if config.data.reader == "index" else 0
-    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best once evaluated
-    return DiskNeeds(
-        checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
-        # A new checkpoint is written before the oldest is removed.
-        num_checkpoints=min(config.checkpoint.keep_last + 1, num_saves),
-        weights_bytes=num_names * copies * weights_bytes,
-        samples_bytes=folder_bytes(plan, keeps_losses),
-    )
-
-
-def check_disk(
-    checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir"
-) -> Preflight:
-    """Check the disk of `folder`, and add the result to `checked`.
+def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir") -> Notes:
+    """Check the disk of `folder`, and return a line and numbers about it.
 
     setting: the setting that names the folder. Files that the run has already saved are subtracted.
     Raises ValueError if the rest does not fit.
@@ -298,12 +216,7 @@ def check_disk(
         "free_disk_gib": round(free_bytes / GIB, 2),
     }
     line = f"disk: {parts} at most in {folder}, {size_text(free_bytes)} free"
-    return Preflight((*checked.lines, line), {**checked.numbers, **numbers})
-
-
-def _file_bytes(tensors: list[int]) -> int:
-    """Return the size of a safetensors file. tensors: the size of each tensor."""
-    return sum(tensors) + len(tensors) * TENSOR_HEADER_BYTES
+    return Notes(record=numbers, lines=(line,))
 
 
 def size_text(num_bytes: int) -> str:

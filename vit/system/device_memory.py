@@ -1,9 +1,10 @@
-"""Measure the memory of a process, on the GPU or the host, and of its tensors (`LiveBytes`)."""
+"""Measure the memory of a process, on the GPU or the host, of its tensors, and the time."""
 
 from __future__ import annotations
 
 import gc
 import re
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,13 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def now_s(device: torch.device) -> float:
+    """Wait until the device has finished all queued work, and return the time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _status_bytes(name: str) -> int:

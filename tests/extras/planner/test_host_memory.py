@@ -10,7 +10,8 @@ import torch
 from vit.config.io import load_config
 from vit.distributed.process_group import World
 from vit.extras.planner.forecast import make_forecast
-from vit.hooks.preflight import disk_needs, preflight
+from vit.hooks.needs import disk_needs
+from vit.hooks.preflight import preflight
 from vit.system.gpus import find_gpu
 from vit.training.run_data import open_data
 
@@ -40,9 +41,8 @@ eval: {{batch_size: 5}}
     on_gpu = World(0, 1, torch.device("cuda", 0))
     batches = (data.batches, data.eval_batches)
     saved_bytes = disk_needs(config, data.plan, data.num_classes).checkpoint_bytes
-    numbers = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).numbers
-    assert (planned.slots + planned.eval_slots) / GIB == pytest.approx(
-        numbers["batch_gib"], abs=1e-4
-    )
+    numbers = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).record
+    assert planned.batches / GIB == pytest.approx(numbers["batch_gib"], abs=1e-4)
     assert planned.saved_copy / GIB == pytest.approx(numbers["save_copy_gib"], abs=1e-4)
-    assert planned.of_each_gpu == replace(planned, saved_copy=0).of_each_gpu > planned.slots
+    without_copy = replace(planned, saved_copy=0)
+    assert planned.of_each_gpu == without_copy.of_each_gpu > planned.ring.num_bytes

@@ -10,8 +10,8 @@ or taken from a published range.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,18 +19,19 @@ import torch
 from torch import nn
 
 from vit.config.schema import Config
+from vit.data.augment.table import table_layout
+from vit.data.batches import BatchLayout, row_unit
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.data.shards.split_slice import parse_name, part_size
-from vit.extras.planner.host_memory import HostMemory, host_memory
 from vit.extras.planner.memory import StepMemory, step_memory
-from vit.hooks.preflight import DiskNeeds, disk_needs
+from vit.hooks.needs import DiskNeeds, HostMemory, Load, disk_needs, host_memory
 from vit.system.files import ShardError
 from vit.system.gpus import Gpu
 from vit.training.freeze import create_trained_model
 from vit.training.mfu import train_flops_per_image
 from vit.training.model_summary import flops_per_image, frozen_flops_per_image
-from vit.training.plan import Plan, make_plan, micro_batch_sizes
+from vit.training.plan import Plan, create_order, make_plan, micro_batch_sizes
 from vit.training.print_config import IMAGENET_IMAGES
 from vit.training.teacher import find_teacher
 
@@ -159,20 +160,9 @@ class Forecast:
         return self.speed.low * peak, self.speed.high * peak
 
 
-def _ignore(size: int) -> None:
-    """Do nothing, as the default of `on_count`."""
-
-
-def make_forecast(
-    config: Config,
-    num_gpus: int,
-    gpu: Gpu,
-    results: Path = RESULTS,
-    on_count: Callable[[int], object] = _ignore,
-) -> Forecast:
+def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESULTS) -> Forecast:
     """Forecast the run of `config`. ImageNet-1k is assumed if the data cannot be opened.
 
-    on_count: called with each micro-batch size before its memory is counted, which takes seconds.
     Raises ValueError if batch sizes do not divide (`vit.training.plan.make_plan`) or if
     `data.prefetch_gib` is too small.
     """
@@ -188,9 +178,8 @@ def make_forecast(
     trained_flops = train_flops_per_image(model, plan.micro_batch_size)
     stages = _stages(config, plan, model)
     train_flops = _mean_flops(stages)
-    on_count(plan.micro_batch_size)
     memory = step_memory(config, plan, data.num_classes)
-    largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory, on_count)
+    largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory)
     return Forecast(
         gpu=gpu,
         num_gpus=num_gpus,
@@ -199,14 +188,7 @@ def make_forecast(
         data=data,
         memory=memory,
         largest_micro_batch_size=largest,
-        host_memory=host_memory(
-            config,
-            plan,
-            data.num_images,
-            data.num_val_images,
-            disk.checkpoint_bytes,
-            further_images=data.further_images,
-        ),
+        host_memory=_host_memory(config, plan, data, disk.checkpoint_bytes),
         disk=disk,
         speed=expected_speed(
             config.model.name, config.train.precision, trained_flops, gpu, results
@@ -220,18 +202,30 @@ def make_forecast(
     )
 
 
+def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -> HostMemory:
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    order = create_order(config.data, config.augment, config.train.seed, data.num_images)
+    columns = table_layout(config.augment).width
+    train = Load(
+        BatchLayout(plan.rank_batch_size, form.largest, columns),
+        row_unit(config.augment, order),
+        plan.total_steps,
+    )
+    eval_form = ImageFormat.from_config(config.model, config.data)
+    layout = BatchLayout(config.eval.batch_size, eval_form, 0)
+    rows = config.eval.batch_size * plan.world_size
+    sizes = (data.num_val_images, *data.further_images)
+    evals = [Load(layout, 1, math.ceil(size / rows)) for size in sizes]
+    return host_memory(config.data, train, evals, on_gpu=True, saved_bytes=saved_bytes)
+
+
 def usable_bytes(gpu: Gpu) -> float:
     """Return the bytes of a GPU that a training step can use."""
     return (gpu.memory_gib - RESERVED_GIB) * USABLE_SHARE * GIB
 
 
 def largest_micro_batch(
-    config: Config,
-    plan: Plan,
-    num_classes: int,
-    gpu: Gpu,
-    planned: StepMemory | None = None,
-    on_count: Callable[[int], object] = _ignore,
+    config: Config, plan: Plan, num_classes: int, gpu: Gpu, planned: StepMemory | None = None
 ) -> int:
     """Return the largest micro-batch size that divides a rank's batch and fits, or 0 if none fits.
 
@@ -249,7 +243,6 @@ def largest_micro_batch(
 
     def fits(size: int) -> bool:
         if size not in totals:
-            on_count(size)
             tried = replace(plan, micro_batch_size=size)
             totals[size] = step_memory(config, tried, num_classes).total
         return totals[size] <= usable_bytes(gpu)

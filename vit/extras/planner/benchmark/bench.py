@@ -9,7 +9,7 @@ config -> steps, batch sizes and number of images
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, astuple, replace
 from functools import partial
 from typing import Any
@@ -73,7 +73,11 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     loading = None
     with (
         naming_what_fits(config, subject.plan, subject.data.num_classes, world.device),
-        _one_graph_for_each_size() if True in modes else nullcontext(),
+        # By default, torch compiles one dynamic graph after the second micro-batch size. Training
+        # never uses such a graph.
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        if True in modes
+        else nullcontext(),
     ):
         for compiled in modes:
             measured, loading = _measure_mode(subject, compiled, compiled == modes[-1], rows)
@@ -86,18 +90,6 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
         "training": rows,
         "loading": loading,
     }
-
-
-def _one_graph_for_each_size() -> AbstractContextManager[None]:
-    """Return a context in which torch compiles a separate graph for each micro-batch size.
-
-    By default, torch compiles one dynamic graph after the second size. Training never uses such a
-    graph.
-    """
-    context: AbstractContextManager[None] = torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False
-    )
-    return context
 
 
 def _measure_mode(
@@ -207,12 +199,10 @@ def _known_batch(
     subject: Subject, rows: Sequence[dict[str, Any]], micro_batch_size: int
 ) -> int | None:
     """Return a measured batch size of a rank that is a multiple of this micro-batch, or None."""
-    for row in rows:
-        size: int = row["rank_batch_size"]
-        # On a CPU, the batch may be smaller than the config's micro-batch.
-        if size % micro_batch_size == 0 or (size < micro_batch_size and not subject.on_gpu):
-            return size
-    return None
+    sizes: list[int] = [row["rank_batch_size"] for row in rows]
+    # On a CPU, the batch may be smaller than the config's micro-batch.
+    below = 0 if subject.on_gpu else micro_batch_size
+    return next((size for size in sizes if size % micro_batch_size == 0 or size < below), None)
 
 
 def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) -> int:
@@ -296,7 +286,7 @@ def _measure_row(
         "fastest_step_s": times.fastest_s,
         "slowest_step_s": times.slowest_s,
         "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
-        "all_reduce": None if reduced is None else asdict(reduced),
+        "all_reduce": reduced,
         "peak_memory_gib": None if peak is None else (peak - subject.in_use) / GIB,
         "planned_memory_gib": planned.in_turn / GIB,
     }
@@ -330,9 +320,9 @@ def _measure_loading(
             on_batch=alone,
             on_step=together,
         )
-    lost = 1 - times.together_images_per_s / row["images_per_s"]
+    lost = 1 - times["together_images_per_s"] / row["images_per_s"]
     step = {"step_images_per_s": row["images_per_s"], "compiled": row["compiled"]}
-    return {"model": row["model"], **asdict(times), **step, "lost_share": lost}
+    return {"model": row["model"], **times, **step, "lost_share": lost}
 
 
 @contextmanager

@@ -134,35 +134,39 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     `<date>-<name>.json`, so the planner does not read it. Raises ValueError if the file cannot be
     written.
     """
-    path = _place(folder, result["device"], result["device_type"])
-    before = json.loads(path.read_text()) if path.exists() else {}
+    before = _stored(_place(folder, result["device"], result["device_type"]))
     new = [{key: row[key] for key in IDENTITY} for row in result["training"]]
     other_rows = [
-        row
-        for row in before.get("training", [])
-        if {key: row.get(key) for key in IDENTITY} not in new
+        row for row in before["training"] if {key: row.get(key) for key in IDENTITY} not in new
     ]
-    loading = before.get("loading", [])
+    loading = before["loading"]
     if result["loading"] is not None:
         model = result["loading"]["model"]
         loading = [*(row for row in loading if row["model"] != model), result["loading"]]
     training = [*other_rows, *result["training"]]
     peak = {key: result[key] for key in ("peak_tflops", "peak_source")}
-    _write(
-        path,
-        {**before, **_facts(result["device"]), **peak, "training": training, "loading": loading},
-    )
-    return path
+    changes = {**peak, "training": training, "loading": loading}
+    return write_document(folder, result["device"], result["device_type"], changes)
 
 
-def write_promises(
-    folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]]
-) -> Path:
-    """Write the results of `launch/gpu_check.py` to the same file as `write_results`."""
+def write_document(folder: Path, device: str, device_type: str, changes: Mapping[str, Any]) -> Path:
+    """Replace the parts `changes` of the results of `device`, as JSON and as Markdown.
+
+    Raises ValueError if the files cannot be written.
+    """
     path = _place(folder, device, device_type)
-    before = json.loads(path.read_text()) if path.exists() else {"training": [], "loading": []}
-    _write(path, {**before, **_facts(device), "promises": list(promises)})
+    date = time.strftime("%Y-%m-%d")
+    facts = {"date": date, "gpu": _short_name(device), "device": device, **provenance()}
+    document = {**_stored(path), **facts, **changes}
+    with replacing(path) as file:
+        file.write((json.dumps(document, indent=1) + "\n").encode())
+    with replacing(path.with_suffix(".md")) as file:
+        file.write(as_markdown(document).encode())
     return path
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {"training": [], "loading": []}
 
 
 def _place(folder: Path, device: str, device_type: str) -> Path:
@@ -176,18 +180,6 @@ def _place(folder: Path, device: str, device_type: str) -> Path:
 def _short_name(device: str) -> str:
     gpu = find_device(device)
     return gpu.name if gpu is not None else device.partition(" (")[0]
-
-
-def _facts(device: str) -> dict[str, Any]:
-    date = time.strftime("%Y-%m-%d")
-    return {"date": date, "gpu": _short_name(device), "device": device, **provenance()}
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write((json.dumps(document, indent=1) + "\n").encode())
-    with replacing(path.with_suffix(".md")) as file:
-        file.write(as_markdown(document).encode())
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:

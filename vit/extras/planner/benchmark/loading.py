@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -12,24 +11,11 @@ from vit.data.loader import Loader
 from vit.distributed.process_group import World
 from vit.extras.planner.benchmark.step_time import LEAST_STEPS, OnStep, time_step
 from vit.step import TrainStep
+from vit.system.device_memory import now_s
 from vit.training.run_data import RunData
 
 ENDLESS = 10**6
 """A number of batches that no measurement reaches."""
-
-
-@dataclass(frozen=True)
-class LoaderTimes:
-    """The speed of the loader, summed over all ranks."""
-
-    num_workers: int
-    """The workers of each rank."""
-    loader_images_per_s: float
-    """The rate of the loader alone, including augmentation on the device."""
-    together_images_per_s: float
-    """The rate of the loader together with the training step."""
-    data_wait_share: float
-    """The share of the time in which rank 0 waited for data, in the run with the step."""
 
 
 def time_loading(
@@ -41,10 +27,12 @@ def time_loading(
     seconds: float = 10.0,
     on_batch: OnStep = lambda done, total: None,
     on_step: OnStep = lambda done, total: None,
-) -> LoaderTimes:
+) -> dict[str, float]:
     """Time the loader for `seconds`, and then the loader with the step, with new workers.
 
-    num_steps: the number of batches and steps. If given, `seconds` is ignored.
+    num_steps: the number of batches and steps. If given, `seconds` is ignored. The result has the
+    images per second of all ranks, of the loader alone with augmentation on the device and together
+    with the step, and the share of the time in which rank 0 waited for data beside the step.
     """
     world = train_step.world
     with _loader(config, data, train_step) as loader:
@@ -60,12 +48,12 @@ def time_loading(
 
         times = time_step(train_step, loader, num_steps=num_steps, seconds=seconds, on_step=notice)
         waited_s = loader.stats.wait_s - began_s
-    return LoaderTimes(
-        num_workers=config.num_workers,
-        loader_images_per_s=alone,
-        together_images_per_s=times.num_steps * times.global_batch_size / times.total_s,
-        data_wait_share=min(waited_s / times.total_s, 1.0),
-    )
+    return {
+        "num_workers": config.num_workers,
+        "loader_images_per_s": alone,
+        "together_images_per_s": times.num_steps * times.global_batch_size / times.total_s,
+        "data_wait_share": min(waited_s / times.total_s, 1.0),
+    }
 
 
 def _loader(config: DataConfig, data: RunData, train_step: TrainStep) -> Loader:
@@ -98,7 +86,5 @@ def _time_alone(
     for done in range(1, num_batches + 1):
         next(loader)
         on_batch(done, num_batches)
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    rate = num_batches * num_rows / (time.perf_counter() - began_s)
+    rate = num_batches * num_rows / (now_s(world.device) - began_s)
     return float(world.sum_(torch.tensor(rate, device=world.device)))

@@ -29,7 +29,7 @@ from vit.distributed.exit import out_of_memory
 from vit.distributed.process_group import REDUCED_AT_ONCE, World
 from vit.extras.compose import create_reduce_of
 from vit.step import TrainStep
-from vit.system.device_memory import release_memory
+from vit.system.device_memory import now_s, release_memory
 from vit.training.freeze import create_trained_model
 from vit.training.loss import create_loss
 from vit.training.objective import Objective, Supervised
@@ -65,17 +65,6 @@ class StepTimes:
     def images_per_s(self) -> float:
         """The images per second of all ranks, from the median step time."""
         return self.global_batch_size / self.step_s
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """The cost of averaging the gradients over the ranks in a step."""
-
-    alone_s: float
-    """The time of the all-reduce without other work."""
-    exposed_s: float
-    """The time that the all-reduce adds to a step, because the backward pass does not hide it."""
-    num_bytes: int
 
 
 def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> TrainStep:
@@ -159,7 +148,7 @@ def run_steps(
     on_gpu = train_step.world.device.type == "cuda"
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
     on_step(0, num_steps)
-    ends_s = [_now_s(train_step.world.device)]
+    ends_s = [now_s(train_step.world.device)]
     pending: StepResult | None = None
 
     def finish(result: StepResult) -> None:
@@ -229,8 +218,12 @@ class PartClock:
 
 def all_reduce_times(
     train_step: TrainStep, batches: Iterable[Batch], num_steps: int = LEAST_STEPS
-) -> AllReduce | None:
-    """Return the cost of averaging gradients over ranks, or None if there is only one rank."""
+) -> dict[str, float] | None:
+    """Return the cost of averaging gradients over ranks, or None if there is only one rank.
+
+    alone_s: the time of the all-reduce without other work. exposed_s: the time that it adds to a
+    step, because the backward pass does not hide it. num_bytes: the size of the gradients.
+    """
     world = train_step.world
     if world.size == 1:
         return None
@@ -240,10 +233,10 @@ def all_reduce_times(
     alone_s = []
     for _ in range(WARM_UP_STEPS + num_steps):
         world.barrier()
-        began_s = _now_s(world.device)
+        began_s = now_s(world.device)
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             work.wait()
-        alone_s.append(_now_s(world.device) - began_s)
+        alone_s.append(now_s(world.device) - began_s)
     with_s = statistics.median(run_steps(train_step, batches, num_steps))
     reduce = train_step.reduce
     train_step.reduce = DataParallel(train_step.model, world)  # a step without gradient averaging
@@ -253,7 +246,11 @@ def all_reduce_times(
     finally:
         train_step.reduce = reduce
     exposed_s = max(with_s - without_s, 0.0)
-    return AllReduce(statistics.median(alone_s[WARM_UP_STEPS:]), exposed_s, num_bytes)
+    return {
+        "alone_s": statistics.median(alone_s[WARM_UP_STEPS:]),
+        "exposed_s": exposed_s,
+        "num_bytes": num_bytes,
+    }
 
 
 def largest_micro_batch(
@@ -318,10 +315,3 @@ def fits_in_memory(
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
     return fits
-
-
-def _now_s(device: torch.device) -> float:
-    """Wait until the device has finished all queued work, and return the time."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -22,8 +22,8 @@ TRACED_STEPS = 2
 NUM_OPERATORS = 40
 
 
-def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -> list[Path]:
-    """Trace two steps, and return the paths of the files. Only the main rank writes files."""
+def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -> None:
+    """Trace two steps, and write the files on the main rank."""
     on_gpu = train_step.world.device.type == "cuda"
     # Otherwise torch's tracer logs its start and missing GPUs.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -37,16 +37,14 @@ def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -
     finally:
         train_step.mark = before
     if not train_step.world.is_main:
-        return []
-    paths = [folder / TRACE_FILE, folder / OPERATORS_FILE]
-    profiler.export_chrome_trace(str(paths[0]))
+        return
+    profiler.export_chrome_trace(str(folder / TRACE_FILE))
     table = profiler.key_averages().table(
         sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
         row_limit=NUM_OPERATORS,
         max_name_column_width=60,
     )
-    paths[1].write_text(f"{TRACED_STEPS} steps\n{table}\n")
-    return paths
+    (folder / OPERATORS_FILE).write_text(f"{TRACED_STEPS} steps\n{table}\n")
 
 
 class _Labels:

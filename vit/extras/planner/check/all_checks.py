@@ -14,7 +14,7 @@ of a single host come first, so their results are printed even if ranks cannot r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,8 @@ from rich.console import Console
 from vit.config.schema import Config
 from vit.distributed.exit import Interrupted, StopSignals
 from vit.distributed.process_group import AlreadyReported, World
-from vit.extras.planner.check import collectives, machine, storage
-from vit.extras.planner.check.findings import Finding, Verdict, print_table, summary
-from vit.extras.planner.check.save_trial import SaveTrial
+from vit.extras.planner.check import collectives, machine, save_trial, storage
+from vit.extras.planner.check.findings import Verdict, judge_main, print_table, summary
 from vit.extras.planner.check.stages import CheckStage, CheckStages
 from vit.extras.planner.check.trial import Trial
 from vit.system.by_name import load
@@ -47,28 +46,20 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
     signals = StopSignals()
     trial = Trial(config, world, allow_change)
     parts = CheckStages(world, limit_s)
-    all_parts = list(_parts(config, world, trial))
-    current = 0
-
-    def on_part(number: int, name: str) -> None:
-        nonlocal current
-        current = number
-        meter.update(number, name)
-
+    all_parts = _parts(config, world, trial)
     try:
         with Meter("check", len(all_parts), "parts", shown=world.is_main) as meter:
-            parts.run(all_parts, on_part)
+            parts.run(all_parts, meter.update)
     except Interrupted as error:
         if world.is_main:
             signals.remember_only()  # torchrun sends the signal again
-            parts.interrupt(current, all_parts[current].name, error.number.name)
+            parts.interrupt(error.number.name)
             _print(config, world, parts, began_s)
             storage.remove_passing()
         raise
     finally:
         signals.restore()
         parts.close()
-    trial.close()
     if world.is_main:
         _print(config, world, parts, began_s)
     if parts.failed:
@@ -80,7 +71,7 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
         raise AlreadyReported("the check has failed")
 
 
-def look_at_place(place: str | None, run_dir: Path) -> list[str]:
+def look_at_place(place: str | None, run_dir: Path) -> list[tuple[str, str]]:
     """Test the local folder of a run, and its URL if `run.dir` is a URL.
 
     Raises ValueError if one of them is not writable, or if another job uses it.
@@ -88,7 +79,7 @@ def look_at_place(place: str | None, run_dir: Path) -> list[str]:
     results = storage.look_at_folder(run_dir)
     if is_url(place):
         store = load("vit.extras.remote_runs.place:try_store", f"run.dir={place}")(str(place))
-        results += [Verdict.OK, f"{store}: a file can be written and removed"]
+        results.append((Verdict.OK, f"{store}: a file can be written and removed"))
         if holder := load("vit.extras.remote_runs.lease:holder_of", "run.dir")(str(place)):
             raise ValueError(
                 f"{store}: in use by {holder}, which runs or was killed just now: wait until it"
@@ -97,74 +88,82 @@ def look_at_place(place: str | None, run_dir: Path) -> list[str]:
     return results
 
 
-def _parts(config: Config, world: World, trial: Trial) -> Iterator[CheckStage]:
+def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
     hosts = world.hosts
     run_dir = trial.run_dir
-    saving = SaveTrial(trial)
 
-    def judge_reading(rates: dict[int, list[float] | None]) -> Iterator[Finding]:
-        trial.judge_reading(rates)
-        yield from storage.judge_reading(rates, world)
-
-    yield CheckStage(
-        "software",
-        partial(machine.own_software, config),
-        partial(machine.judge_software, hosts=hosts),
-    )
-    yield CheckStage("shards", partial(storage.look_at_shards, config, world), storage.judge_shards)
-    yield CheckStage(
-        "run folder",
-        lambda: look_at_place(config.run.dir, run_dir) if world.is_main else None,
-        storage.judge_folder,
-    )
-    yield CheckStage(
-        "W&B",
-        lambda: machine.look_at_views(config.log) if world.is_main else None,
-        machine.judge_views,
-    )
-    yield CheckStage(
-        "clocks",
-        partial(machine.compare_clocks, world),
-        partial(machine.judge_clocks, hosts=hosts),
-        is_joint=True,
-    )
-    yield CheckStage(
-        "collectives",
-        partial(collectives.try_collectives, world, config.train.exact_over_ranks),
-        partial(collectives.judge_collectives, world=world),
-        is_joint=True,
-    )
-    yield CheckStage(
-        "pairs",
-        partial(collectives.try_pairs, world),
-        partial(collectives.judge_pairs, world=world),
-        is_joint=True,
-        needs=("collectives",),
-    )
-    yield CheckStage("data", trial.open_data, trial.judge_data, is_joint=True, needs=("shards",))
-    needs = ("data", "run folder")
-    yield CheckStage("start", saving.look_at_checkpoint, saving.judge_checkpoint, needs=needs)
-    yield CheckStage(
-        "reading",
-        lambda: storage.read_rate(
-            trial.data.batches, trial.middle(), trial.data.plan.total_steps, world
+    return [
+        CheckStage(
+            "software",
+            partial(machine.own_software, config),
+            partial(machine.judge_software, hosts=hosts),
         ),
-        judge_reading,
-        needs=("data",),
-    )
-    yield CheckStage(
-        "step", trial.try_step, trial.judge_step, is_joint=True, needs=("data",), times=STEP_TIMES
-    )
-    yield CheckStage(
-        "evaluation", trial.try_evaluation, trial.judge_evaluation, is_joint=True, needs=("step",)
-    )
-    yield CheckStage(
-        "checkpoint",
-        saving.try_checkpoint,
-        saving.judge_write,
-        is_joint=True,
-        needs=("step", "run folder"),
-    )
+        CheckStage("shards", partial(storage.look_at_shards, config, world), storage.judge_shards),
+        CheckStage(
+            "run folder",
+            lambda: look_at_place(config.run.dir, run_dir) if world.is_main else None,
+            partial(judge_main, name="run folder"),
+        ),
+        CheckStage(
+            "W&B",
+            lambda: machine.look_at_views(config.log) if world.is_main else None,
+            partial(judge_main, name="W&B"),
+        ),
+        CheckStage(
+            "clocks",
+            partial(machine.note_times, world),
+            partial(machine.judge_clocks, hosts=hosts),
+            is_joint=True,
+        ),
+        CheckStage(
+            "collectives",
+            partial(collectives.try_collectives, world, config.train.exact_over_ranks),
+            partial(collectives.judge_collectives, world=world),
+            is_joint=True,
+        ),
+        CheckStage(
+            "pairs",
+            partial(collectives.try_pairs, world),
+            partial(collectives.judge_pairs, world=world),
+            is_joint=True,
+            needs=("collectives",),
+        ),
+        CheckStage("data", trial.open_data, trial.judge_data, is_joint=True, needs=("shards",)),
+        CheckStage(
+            "start",
+            partial(save_trial.look_at_checkpoint, trial),
+            save_trial.judge_checkpoint,
+            needs=("data", "run folder"),
+        ),
+        CheckStage(
+            "reading",
+            lambda: storage.read_rate(trial.data.batches, trial.data.plan.total_steps, world),
+            trial.judge_reading,
+            needs=("data",),
+        ),
+        CheckStage(
+            "step",
+            trial.try_step,
+            trial.judge_step,
+            is_joint=True,
+            needs=("data",),
+            times=STEP_TIMES,
+        ),
+        CheckStage(
+            "evaluation",
+            trial.try_evaluation,
+            trial.judge_evaluation,
+            is_joint=True,
+            needs=("step",),
+        ),
+        CheckStage(
+            "checkpoint",
+            partial(save_trial.try_checkpoint, trial),
+            save_trial.judge_write,
+            is_joint=True,
+            needs=("step", "run folder"),
+        ),
+    ]
 
 
 def _print(config: Config, world: World, parts: CheckStages, began_s: float) -> None:

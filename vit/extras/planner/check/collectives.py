@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from vit.distributed.host_differences import places
 from vit.distributed.process_group import REDUCED_AT_ONCE, World
 from vit.extras.planner.check.findings import Finding, Verdict
+from vit.system.device_memory import now_s
 
 REPEATS = 3
 """The number of timed repeats, of which the median is used. An untimed call opens the
@@ -54,63 +54,39 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     whole = torch.empty_like(own)
     # Each rank's part of the tensor contains the rank plus 1.
     by_rank = torch.arange(1.0, size + 1, device=world.device).repeat_interleave(length // size)
-    total = size * (size + 1) / 2
-
-    def all_reduce() -> tuple[Tensor, Tensor]:
-        summed = own.clone()
-        dist.all_reduce(summed)
-        return summed, torch.full_like(summed, total)
-
-    def broadcast() -> tuple[Tensor, Tensor]:
-        sent = own.clone()
-        dist.broadcast(sent, src=0)
-        return sent, torch.ones_like(sent)
-
-    def all_gather() -> tuple[Tensor, Tensor]:
-        dist.all_gather_into_tensor(whole, own[: length // size])
-        return whole, by_rank
-
-    def reduce_scatter() -> tuple[Tensor, Tensor]:
-        dist.reduce_scatter_tensor(part, own)
-        return part, torch.full_like(part, total)
-
-    def all_to_all() -> tuple[Tensor, Tensor]:
-        dist.all_to_all_single(whole, own)
-        return whole, by_rank
-
+    total = torch.tensor(size * (size + 1) / 2, device=world.device)
+    first = torch.ones((), device=world.device)
     share = (size - 1) / size
-    tried: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], float]] = {
-        "all_reduce": (all_reduce, 2 * share),
-        "broadcast": (broadcast, 1.0),
-        "all_gather": (all_gather, share),
-        "reduce_scatter": (reduce_scatter, share),
+    # The call, its result, the expected values, and the bytes on a link as a share of the tensor.
+    tried: dict[str, tuple[Callable[[], Any], Tensor, Tensor, float]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole.copy_(own)), whole, total, 2 * share),
+        "broadcast": (lambda: dist.broadcast(whole.copy_(own), src=0), whole, first, 1.0),
+        "all_gather": (
+            lambda: dist.all_gather_into_tensor(whole, own[: length // size]),
+            whole,
+            by_rank,
+            share,
+        ),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, own), part, total, share),
+        "all_to_all": (lambda: dist.all_to_all_single(whole, own), whole, by_rank, share),
     }
-    if is_exact:
-        tried["all_to_all"] = (all_to_all, share)
+    if not is_exact:
+        del tried["all_to_all"]
     rates = {}
-    for name, (collective, carried) in tried.items():
-        taken_s = [_time(world, collective, name) for _ in range(1 + REPEATS)]
+    for name, (call, result, expected, carried) in tried.items():
+        taken_s = []
+        for _ in range(1 + REPEATS):
+            dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
+            began_s = now_s(world.device)
+            call()
+            taken_s.append(now_s(world.device) - began_s)
+            if not bool((result == expected).all()):
+                raise ValueError(
+                    f"{name} gives wrong numbers: a network card, a cable or a GPU is broken, or"
+                    " the library is: leave the host out"
+                )
         rates[name] = carried * 4 * length / statistics.median(taken_s[1:])
     return rates
-
-
-def _time(world: World, collective: Callable[[], tuple[Tensor, Tensor]], name: str) -> float:
-    dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
-    began_s = _now_s(world.device)
-    result, expected = collective()
-    taken_s = _now_s(world.device) - began_s
-    if not torch.equal(result, expected):
-        raise ValueError(
-            f"{name} gives wrong numbers: a network card, a cable or a GPU is broken, or the"
-            " library is: leave the host out"
-        )
-    return taken_s
-
-
-def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -173,14 +149,14 @@ def try_pairs(world: World) -> list[list[Any]]:
             continue
         taken_s = []
         for _ in range(1 + REPEATS):
-            began_s = _now_s(world.device)
+            began_s = now_s(world.device)
             operations = [
                 dist.P2POp(dist.isend, sent, partner),
                 dist.P2POp(dist.irecv, received, partner),
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            taken_s.append(_now_s(world.device) - began_s)
+            taken_s.append(now_s(world.device) - began_s)
         # The first time is dropped, because it includes connecting and waiting for the partner.
         rates.append([kind, partner, PAIR_BYTES / statistics.median(taken_s[1:])])
     return rates

@@ -45,6 +45,13 @@ class Finding(NamedTuple):
     """The text of the finding. A failure includes the remedy."""
 
 
+def judge_main(results: Mapping[int, Sequence[Sequence[str]]], name: str) -> list[Finding]:
+    """Return rank 0's verdicts and lines as one finding with the worst verdict."""
+    order = [Verdict.FAIL, Verdict.NOTE, Verdict.OK]
+    verdict = min((Verdict(each) for each, _ in results[0]), key=order.index)
+    return [Finding(name, verdict, "\n".join(line for _, line in results[0]))]
+
+
 def summary(findings: Sequence[Finding]) -> str:
     """Return the number of findings by verdict, and the names of the failed checks."""
     names = {verdict: [f.name for f in findings if f.verdict == verdict] for verdict in Verdict}

@@ -1,7 +1,7 @@
 """Compare the hosts' software and clocks, and check W&B and TensorBoard.
 
-Clocks are compared through torch's store. A rank of each host requests the time, and rank 0 answers
-with its time. The delay of the answer is assumed to be half of the round-trip time.
+Clocks are compared through torch's store. A rank of each host reads its clock when all hosts have
+arrived, which the store announces to all of them within milliseconds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import netrc
 import os
+import statistics
 import time
 import urllib.error
 import urllib.parse
@@ -18,25 +19,24 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import vit
 from vit.checkpoint.resume import settings_sha256
 from vit.config import io as config_io
 from vit.config.schema import Config, LogConfig
 from vit.data.decode.images import decoder_name
-from vit.distributed.host_differences import differences, places, software
+from vit.distributed.host_differences import differences, software
 from vit.distributed.process_group import RankLost, World
 from vit.extras.planner.check.findings import Finding, Verdict, few
 from vit.loggers.wandb_logger import wanted_mode
 
-ASKED = 5
-"""The number of times that a host requests the time. The fastest answer is used."""
+NUM_TIMES = 5
+"""The number of moments at which all hosts read their clocks. The median difference is used."""
 LARGEST_DIFFERENCE_S = 1.0
 """The largest allowed difference between clocks. Signed URLs and locks with an expiry tolerate
 larger differences. Hosts with NTP differ by milliseconds."""
 ANSWER_S = 5.0
-"""The time limit for an answer with the time, or from W&B's server."""
+"""The time limit for other hosts to arrive, or for an answer from W&B's server."""
 WANDB_URL = "https://api.wandb.ai"
 
 
@@ -80,105 +80,65 @@ def judge_software(
 # --- clocks ---------------------------------------------------------------------------------------
 
 
-class Clock(NamedTuple):
-    """The difference between a host's clock and that of rank 0."""
+def note_times(world: World) -> list[float] | None:
+    """Return the time on this host's clock at `NUM_TIMES` moments that all hosts share.
 
-    ahead_s: float
-    within_s: float
-    """The uncertainty of `ahead_s`, which is half of the round-trip time."""
-
-
-def compare_clocks(world: World) -> Clock | None:
-    """Return how far this host's clock is ahead of rank 0's.
-
-    Every rank must call this function. Returns None on all but one rank of a host. Rank 0 answers
-    one host after the other, so a round trip never includes the time of another host. Raises
-    RankLost if a rank does not send its request.
+    Returns None on all but one rank of a host. Raises RankLost if a host does not take part.
     """
     store = world.store
-    if store is None:
+    if store is None or not world.is_local_main:
         return None
-    hosts = list(dict.fromkeys(world.hosts))
-    asking = [world.hosts.index(host) for host in hosts[1:]]
-    limit = timedelta(seconds=ANSWER_S)
-
-    def wait_for(key: str, rank: int) -> None:
+    times = []
+    for number in range(NUM_TIMES):
+        key = f"clocks {number}"
+        # The last host to arrive wakes up all other hosts.
+        if store.add(f"{key} hosts", 1) == len(set(world.hosts)):
+            store.set(key, "")
         try:
-            store.wait([key], limit)
+            store.wait([key], timedelta(seconds=ANSWER_S))
         except RuntimeError:
-            raise RankLost(
-                f"{places([rank], world.hosts)} did not answer within {ANSWER_S:.0f} s"
-            ) from None
-
-    if world.is_main:
-        for rank in asking:
-            for count in range(ASKED):
-                store.set(f"clock {rank} {count} turn", "")
-                wait_for(f"clock {rank} {count} ask", rank)
-                store.set(f"clock {rank} {count} time", repr(time.time()))
-        return Clock(0.0, 0.0)
-    if world.rank not in asking:
-        return None
-    clocks = []
-    # The limit is longer for later hosts, because rank 0 answers the hosts in order.
-    limit = timedelta(seconds=ANSWER_S * (1 + asking.index(world.rank)))
-    for count in range(ASKED):
-        key = f"clock {world.rank} {count}"
-        wait_for(f"{key} turn", 0)
-        asked_s = time.time()
-        store.set(f"{key} ask", "")
-        wait_for(f"{key} time", 0)
-        answered_s = time.time()
-        main_s = float(store.get(f"{key} time"))
-        clocks.append(Clock((asked_s + answered_s) / 2 - main_s, (answered_s - asked_s) / 2))
-    return min(clocks, key=lambda clock: clock.within_s)
+            raise RankLost(f"a host did not answer within {ANSWER_S:.0f} s") from None
+        times.append(time.time())
+    return times
 
 
-def judge_clocks(rank_clocks: dict[int, Any], hosts: tuple[str, ...]) -> Iterator[Finding]:
+def judge_clocks(
+    rank_times: dict[int, list[float] | None], hosts: tuple[str, ...]
+) -> Iterator[Finding]:
     """Yield a finding on the differences between the hosts' clocks."""
-    clocks = {rank: Clock(*clock) for rank, clock in rank_clocks.items() if clock is not None}
-    if len(clocks) < 2:
+    times = {rank: own for rank, own in rank_times.items() if own is not None}
+    if len(times) < 2:
         yield Finding("clocks", Verdict.OK, "one host")
         return
+    ahead_s = {
+        rank: statistics.median(here - main for here, main in zip(own, times[0], strict=True))
+        for rank, own in times.items()
+    }
     wrong = [
-        f"{hosts[rank]} is {abs(clock.ahead_s):.2f} s"
-        f" {'ahead of' if clock.ahead_s > 0 else 'behind'} {hosts[0]}:"
-        " synchronize the clock by NTP (timedatectl set-ntp true)"
-        for rank, clock in clocks.items()
-        if abs(clock.ahead_s) - clock.within_s > LARGEST_DIFFERENCE_S
+        f"{hosts[rank]} is {abs(seconds):.2f} s {'ahead of' if seconds > 0 else 'behind'}"
+        f" {hosts[0]}: synchronize the clock by NTP (timedatectl set-ntp true)"
+        for rank, seconds in ahead_s.items()
+        if abs(seconds) > LARGEST_DIFFERENCE_S
     ]
     if wrong:
         yield Finding("clocks", Verdict.FAIL, "\n".join(few(wrong)))
         return
-    worst = max(clocks, key=lambda rank: abs(clocks[rank].ahead_s))
-    ahead_s, within_s = clocks[worst]
-    yield Finding(
-        "clocks",
-        Verdict.OK,
-        f"{len(clocks)} hosts within {1e3 * abs(ahead_s):.3g} ms of {hosts[0]} ({hosts[worst]},"
-        f" measured within {1e3 * within_s:.2g} ms)",
-    )
+    worst = max(ahead_s, key=lambda rank: abs(ahead_s[rank]))
+    within = f"{1e3 * abs(ahead_s[worst]):.3g} ms of {hosts[0]} ({hosts[worst]})"
+    yield Finding("clocks", Verdict.OK, f"{len(times)} hosts within {within}")
 
 
 # --- W&B and TensorBoard --------------------------------------------------------------------------
 
 
-def look_at_views(log: LogConfig) -> list[list[str]]:
+def look_at_views(log: LogConfig) -> list[tuple[str, str]]:
     """Return a verdict and a line of text for each configured logger. Only rank 0 calls this."""
-    results = [_look_at_wandb(log)]
+    results: list[tuple[str, str]] = [_look_at_wandb(log)]
     if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         results.append(
             (Verdict.NOTE, "log.tensorboard: tensorboard is not installed: pip install tensorboard")
         )
-    return [[verdict, line] for verdict, line in results]
-
-
-def judge_views(results: dict[int, list[list[str]]]) -> Iterator[Finding]:
-    """Yield a finding on whether W&B and TensorBoard will receive metrics."""
-    verdicts = [Verdict(verdict) for verdict, _ in results[0]]
-    order = [Verdict.FAIL, Verdict.NOTE, Verdict.OK]
-    text = "\n".join(line for _, line in results[0])
-    yield Finding("W&B", min(verdicts, key=order.index), text)
+    return results
 
 
 def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
@@ -215,11 +175,8 @@ def _wandb_url() -> str:
         return url.rstrip("/")
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     settings = configparser.ConfigParser()
-    try:
-        settings.read(folder / "settings")
-        return settings.get("default", "base_url", fallback=WANDB_URL).rstrip("/")
-    except configparser.Error:
-        return WANDB_URL
+    settings.read(folder / "settings")
+    return settings.get("default", "base_url", fallback=WANDB_URL).rstrip("/")
 
 
 def _has_wandb_key(url: str) -> bool:

@@ -19,108 +19,99 @@ from vit.extras.planner.check.collectives import rate_text
 from vit.extras.planner.check.findings import Finding, Verdict
 from vit.extras.planner.check.storage import passing_folder
 from vit.extras.planner.check.trial import Trial
-from vit.hooks.preflight import Preflight, check_disk, size_text
+from vit.hooks.preflight import check_disk, size_text
 from vit.layers.parts import grid_size
 from vit.system.by_name import load
 from vit.system.urls import is_url
 
 
-class SaveTrial:
-    """The checks of checkpoints, on one rank."""
+def look_at_checkpoint(trial: Trial) -> list[str] | None:
+    """Return lines about the step at which the run would resume, and about disk space.
 
-    def __init__(self, trial: Trial):
-        self._trial = trial
-        self._config = trial.config
-        self._world = trial.world
-        self.run_dir = trial.run_dir
+    Returns None except on rank 0. Raises ValueError if the run could not resume. A damaged
+    checkpoint is not changed.
+    """
+    if not trial.world.is_main:
+        return None
+    place = trial.config.run.dir
+    is_away = is_url(place)
+    # For a run at a URL, only the metadata of each checkpoint is read.
+    source: Any = trial.run_dir
+    if is_away:
+        source = load("vit.extras.remote_runs.reading:newest_info", f"run.dir={place}")(str(place))
+    newest = checkpoints.newest_checkpoint(source, verify=False)
+    if newest is None:
+        lines = ["a new run"]
+    else:
+        folder, info = newest
+        settings = config_io.to_dict(trial.config)
+        check_belongs(folder, info, settings, trial.facts, trial.allowed)
+        if not is_away:
+            checkpoints.read_info(folder, verify=True)
+        state = "at its URL, not fetched" if is_away else "whose files are complete"
+        step = checkpoints.state_of(info).step
+        lines = [f"resumes at step {step:,} from {folder.name}, {state}"]
+    keep_last = trial.config.checkpoint.keep_last
+    if newest is None or newest[1]["step"] < trial.data.plan.total_steps:
+        lines += check_disk(trial.disk, trial.run_dir, keep_last).lines
+    return lines
 
-    def look_at_checkpoint(self) -> list[str] | None:
-        """Return lines about the step at which the run would resume, and about disk space.
 
-        Returns None except on rank 0. Raises ValueError if the run could not resume. A damaged
-        checkpoint is not changed.
-        """
-        if not self._world.is_main:
-            return None
-        place = self._config.run.dir
-        is_away = is_url(place)
-        # For a run at a URL, only the metadata of each checkpoint is read.
-        source: Any = self.run_dir
-        if is_away:
-            source = load("vit.extras.remote_runs.reading:newest_info", f"run.dir={place}")(
-                str(place)
-            )
-        newest = checkpoints.newest_checkpoint(source, verify=False)
-        if newest is None:
-            lines = ["a new run"]
-        else:
-            folder, info = newest
-            settings = config_io.to_dict(self._config)
-            check_belongs(folder, info, settings, self._trial.facts, self._trial.allowed)
-            if not is_away:
-                checkpoints.read_info(folder, verify=True)
-            state = "at its URL, not fetched" if is_away else "whose files are complete"
-            step = checkpoints.state_of(info).step
-            lines = [f"resumes at step {step:,} from {folder.name}, {state}"]
-        keep_last = self._config.checkpoint.keep_last
-        if newest is None or newest[1]["step"] < self._trial.data.plan.total_steps:
-            lines += check_disk(Preflight((), {}), self._trial.disk, self.run_dir, keep_last).lines
-        return lines
+def judge_checkpoint(lines: dict[int, list[str] | None]) -> Iterator[Finding]:
+    """Yield the lines of `look_at_checkpoint`."""
+    yield Finding("start", Verdict.OK, "\n".join(lines[0] or []))
 
-    def judge_checkpoint(self, lines: dict[int, list[str] | None]) -> Iterator[Finding]:
-        """Yield the lines of `look_at_checkpoint`."""
-        yield Finding("start", Verdict.OK, "\n".join(lines[0] or []))
 
-    def try_checkpoint(self) -> dict[str, float] | None:
-        """Write a test checkpoint, verify it, load it on all ranks, and remove it."""
-        world = self._world
-        tensors = checkpoints.named_tensors(self._trial.step)
-        written: dict[str, float] = {}
-        if not world.is_main:
-            with world.fail_together():
-                pass
-            # Only rank 0 reads the file.
-            checkpoints.load_checkpoint(self.run_dir, self._trial.step)
-            return None
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        with passing_folder(self.run_dir) as place:
-            with world.fail_together():
-                began_s = time.perf_counter()
-                checkpoints.check_room(place, 0, num_bytes)
-                folder = self._write(place, tensors)
-                written["write_s"] = time.perf_counter() - began_s
-                began_s = time.perf_counter()
-                checkpoints.read_info(folder, verify=True)
-            checkpoints.load_checkpoint(folder, self._trial.step)
-            return {**written, "read_s": time.perf_counter() - began_s, "bytes": float(num_bytes)}
+def try_checkpoint(trial: Trial) -> dict[str, float] | None:
+    """Write a test checkpoint, verify it, load it on all ranks, and remove it."""
+    world = trial.world
+    tensors = checkpoints.named_tensors(trial.step)
+    written: dict[str, float] = {}
+    if not world.is_main:
+        with world.fail_together():
+            pass
+        # Only rank 0 reads the file.
+        checkpoints.load_checkpoint(trial.run_dir, trial.step)
+        return None
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with passing_folder(trial.run_dir) as place:
+        with world.fail_together():
+            began_s = time.perf_counter()
+            checkpoints.check_room(place, 0, num_bytes)
+            folder = _write(trial, place, tensors)
+            written["write_s"] = time.perf_counter() - began_s
+            began_s = time.perf_counter()
+            checkpoints.read_info(folder, verify=True)
+        checkpoints.load_checkpoint(folder, trial.step)
+        return {**written, "read_s": time.perf_counter() - began_s, "bytes": float(num_bytes)}
 
-    def _write(self, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
-        snapshot = Snapshot(tensors, self._world.device)
-        try:
-            snapshot.prepare()
-            snapshot.take(tensors)
-            snapshot.wait()
-            state = RunState(
-                facts={**self._trial.facts, "grid_size": grid_size(self._trial.step.model)}
-            )
-            settings = config_io.to_dict(self._config)
-            folder, _ = checkpoints.write_checkpoint(
-                place, snapshot.tensors, asdict(state), settings, self._world.size, keep_last=1
-            )
-        finally:
-            snapshot.close()
-        return folder
 
-    def judge_write(self, times: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
-        """Yield a finding on the checkpoint. times: the result of `try_checkpoint` by rank."""
-        main_times = times[0]
-        assert main_times is not None, "rank 0 wrote the checkpoint"
-        num_bytes = main_times["bytes"]
-        write_s = main_times["write_s"]
-        read_s = main_times["read_s"]
-        text = (
-            f"{size_text(round(num_bytes))} written in {write_s:.3g} s"
-            f" ({rate_text(num_bytes / write_s)}), read back in {read_s:.3g} s"
-            f" ({rate_text(num_bytes / read_s)}), loaded on all ranks, removed"
+def _write(trial: Trial, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    snapshot = Snapshot(tensors, trial.world.device)
+    try:
+        snapshot.prepare()
+        snapshot.take(tensors)
+        snapshot.wait()
+        state = RunState(facts={**trial.facts, "grid_size": grid_size(trial.step.model)})
+        settings = config_io.to_dict(trial.config)
+        folder, _ = checkpoints.write_checkpoint(
+            place, snapshot.tensors, asdict(state), settings, trial.world.size, keep_last=1
         )
-        yield Finding("checkpoint", Verdict.OK, text)
+    finally:
+        snapshot.close()
+    return folder
+
+
+def judge_write(times: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
+    """Yield a finding on the checkpoint. times: the result of `try_checkpoint` by rank."""
+    main_times = times[0]
+    assert main_times is not None, "rank 0 wrote the checkpoint"
+    num_bytes = main_times["bytes"]
+    write_s = main_times["write_s"]
+    read_s = main_times["read_s"]
+    text = (
+        f"{size_text(round(num_bytes))} written in {write_s:.3g} s"
+        f" ({rate_text(num_bytes / write_s)}), read back in {read_s:.3g} s"
+        f" ({rate_text(num_bytes / read_s)}), loaded on all ranks, removed"
+    )
+    yield Finding("checkpoint", Verdict.OK, text)

@@ -59,6 +59,8 @@ class CheckStages:
         self.world = world
         self.limit_s = limit_s
         self.findings: list[Finding] = []
+        self._current = 0, ""
+        """The number and the name of the check that is running."""
         self._failed = set[str]()
         self._lost = set[int]()
         self._apart = ""
@@ -85,6 +87,7 @@ class CheckStages:
         """
         for number, part in enumerate(parts):
             on_part(number, part.name)
+            self._current = number, part.name
             lacking = [name for name in part.needs if name in self._failed]
             if part.is_joint and self._apart:
                 lacking = [self._apart]
@@ -182,9 +185,8 @@ class CheckStages:
             # The line above already reports the ranks that other ranks have lost.
             problems = {rank: text for rank, text in problems.items() if text != LOST}
         lines += by_message(problems, hosts)
-        if missing:
-            pass
-        elif late and not problems:  # if ranks failed, late ranks waited for them
+        # If ranks are missing or failed, late ranks waited for them.
+        if late and not missing and not problems:
             late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
             lines.append(
                 f"not done within {limit_s:.0f} s{late_hosts}: a disk, a network or a device hangs"
@@ -208,8 +210,7 @@ class CheckStages:
             return {0: own}
         ranks = [rank for rank in range(self.world.size) if rank not in self._lost]
         while store.add(key, 0) < len(ranks):
-            gone = self.world.gone()
-            if time.monotonic() > deadline + MARGIN_S or gone:
+            if time.monotonic() > deadline + MARGIN_S or self.world.gone():
                 break
             time.sleep(self._look_s)
         silent = set(silent_ranks(store, key, ranks))
@@ -217,8 +218,9 @@ class CheckStages:
         texts = store.multi_get([f"{key} {rank}" for rank in answered])
         return {rank: json.loads(text) for rank, text in zip(answered, texts, strict=True)}
 
-    def interrupt(self, number: int, name: str, by: str) -> None:
-        """Add a finding on rank 0 for check `number`, which the signal `by` interrupted."""
+    def interrupt(self, by: str) -> None:
+        """Add a finding on rank 0 for the running check, which the signal `by` interrupted."""
+        number, name = self._current
         gone = self.world.gone()
         if gone:  # torchrun stops all ranks when one has exited
             self.findings.append(Finding(name, Verdict.FAIL, self._missing(gone, self.limit_s)))

@@ -87,16 +87,17 @@ def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_rate(batches: Any, first: int, num_batches: int, world: World) -> list[float] | None:
+def read_rate(batches: Any, num_batches: int, world: World) -> list[float] | None:
     """Return the bytes and images per second that this host reads from shards.
 
-    Reads the samples of a few global batches from position `first` on, as in training, and verifies
-    their checksums. Returns None on all but one rank of a host. Raises ShardError if a sample
-    cannot be read.
+    Reads the samples of a few global batches from the middle of the run, which are not in the page
+    cache yet, and verifies their checksums. Returns None on all but one rank of a host. Raises
+    ShardError if a sample cannot be read.
     """
     if not world.is_local_main or not batches.exact:
         return None
     split = batches.split
+    first = num_batches // 2
     positions = range(first, min(first + READ_BATCHES, num_batches))
     samples = list(chain.from_iterable(batches.order.batch(p).tolist() for p in positions))
     began_s = time.perf_counter()
@@ -179,13 +180,13 @@ def cannot_write(run_dir: Path, place: Path, error: OSError) -> ValueError:
     )
 
 
-def look_at_folder(run_dir: Path) -> list[str]:
+def look_at_folder(run_dir: Path) -> list[tuple[str, str]]:
     """Test the folder of a run without changing its files.
 
-    Returns verdicts and lines of text in turn. Raises ValueError if the folder is not writable.
+    Returns verdicts, each with a line of text. Raises ValueError if the folder is not writable.
     """
     place = place_of(run_dir)
-    notes: list[str] = []
+    notes: list[tuple[str, str]] = []
     if is_in_use(run_dir):
         raise ValueError(
             f"{run_dir}: in use by a live run: wait for its end, stop it, or use another run.dir"
@@ -200,11 +201,8 @@ def look_at_folder(run_dir: Path) -> list[str]:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
-                    notes += [
-                        Verdict.NOTE,
-                        f"the file system has no locks ({error.strerror}): let only one run use"
-                        " this folder",
-                    ]
+                    text = f"the file system has no locks ({error.strerror})"
+                    notes.append((Verdict.NOTE, f"{text}: let only one run use this folder"))
             os.replace(path, folder / "renamed")
             flush(folder)
     except OSError as error:
@@ -214,11 +212,4 @@ def look_at_folder(run_dir: Path) -> list[str]:
     shared = ", shared with other hosts" if is_shared(kind) else ""
     on = f", on {kind}{shared}" if kind else ""
     free = f"{shutil.disk_usage(place).free / GIB:,.1f} GiB free"
-    return [Verdict.OK, f"{run_dir}: {state}, can be written{on}, {free}", *notes]
-
-
-def judge_folder(results: dict[int, list[str] | None]) -> Iterator[Finding]:
-    """Yield rank 0's finding on the run's folder."""
-    main_results = results[0] or []
-    verdict = Verdict.NOTE if Verdict.NOTE in main_results[::2] else Verdict.OK
-    yield Finding("run folder", verdict, "\n".join(main_results[1::2]))
+    return [(Verdict.OK, f"{run_dir}: {state}, can be written{on}, {free}"), *notes]

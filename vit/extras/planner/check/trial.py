@@ -24,13 +24,14 @@ from vit.distributed.host_differences import places
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import create_evaluators
 from vit.extras.compose import parts_of
+from vit.extras.planner.check import storage
 from vit.extras.planner.check.findings import Finding, Verdict
 from vit.extras.planner.fitting import naming_what_fits
 from vit.hooks.host_check import HostCheck, check_host
 from vit.run_folder import Place, local_folder
 from vit.step import TrainStep
+from vit.system.device_memory import now_s, reset_peak
 from vit.system.device_memory import peak_bytes as measured_peak_bytes
-from vit.system.device_memory import release_memory, reset_peak
 from vit.system.host import free_memory_bytes
 from vit.system.meter import digits
 from vit.training.freeze import create_trained_model
@@ -53,34 +54,25 @@ class _Enough(Exception):
 class Trial:
     """The objects that the checks share, on one rank."""
 
+    data: RunData
+    """The data of the run. Available after the check `data`."""
+    step: TrainStep
+    """The training step of the run. Available after the check `step`."""
+
     def __init__(self, config: Config, world: World, allow_change: Iterable[str]):
         self.config = config
         self.world = world
         self.allowed = set(allow_change)
         self.run_dir = local_folder(config.run)
-        self._data: RunData | None = None
-        self._step: TrainStep | None = None
-        self._images_per_s: dict[str, float] = {}
-        """The images per second that the slowest host reads, with the key `read`. Set on rank 0."""
-
-    @property
-    def data(self) -> RunData:
-        """The data of the run. Available after the check `data`."""
-        assert self._data is not None, "the check of the data ran before"
-        return self._data
-
-    @property
-    def step(self) -> TrainStep:
-        """The training step of the run. Available after the check `step`."""
-        assert self._step is not None, "the check of the step ran before"
-        return self._step
+        self._read_images_per_s = math.inf
+        """The images per second that the slowest host reads. Set on rank 0."""
 
     # --- data -----------------------------------------------------------------------------------
 
     def open_data(self) -> dict[str, Any]:
         """Open the data and make the plan as in training. Return the numbers of this host."""
-        self._data = open_data(self.config, self.world)
-        config, world, data = self.config, self.world, self._data
+        config, world = self.config, self.world
+        self.data = data = open_data(config, world)
         self._parts = parts_of(config)
         self._objective = self._parts.create_objective(config, data, world)
         self.facts = {**data.facts, **self._objective.notes.facts}
@@ -89,7 +81,7 @@ class Trial:
                 # `HostCheck` also checks the disk, which a separate check does.
                 self.facts |= hook.opened(config, world, data, Place(self.run_dir)).facts
         checked, self.disk = check_host(config, world, data)
-        return {"lines": checked.lines, **checked.numbers}
+        return {"lines": checked.lines, **checked.record}
 
     def judge_data(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
         """Yield findings on the config, the data and the hosts. answers: the numbers by rank."""
@@ -131,15 +123,11 @@ class Trial:
         ]
         yield Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
 
-    def middle(self) -> int:
-        """Return a step in the middle of the run, whose samples are not in the page cache yet."""
-        return self.data.plan.total_steps // 2
-
-    def judge_reading(self, rates: dict[int, list[float] | None]) -> None:
-        """Store the images per second of the slowest host for `judge_step`."""
-        images_per_s = [rate[1] for rate in rates.values() if rate is not None]
-        if images_per_s:
-            self._images_per_s["read"] = min(images_per_s)
+    def judge_reading(self, rates: dict[int, list[float] | None]) -> Iterator[Finding]:
+        """Yield a finding on the reading rate, and store the slowest host's for `judge_step`."""
+        images_per_s = (rate[1] for rate in rates.values() if rate is not None)
+        self._read_images_per_s = min(images_per_s, default=math.inf)
+        yield from storage.judge_reading(rates, self.world)
 
     # --- a few steps ----------------------------------------------------------------------------
 
@@ -154,7 +142,7 @@ class Trial:
             model.to(world.device)
             if not checkpoints.complete_checkpoints(self.run_dir):
                 self._parts.load_weights(model, config, data, world)
-            self._step = step = create_train_step(
+            self.step = step = create_train_step(
                 config,
                 data.plan,
                 num_classes=data.num_classes,
@@ -240,8 +228,8 @@ class Trial:
         if on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib):
             notes.append("almost no GPU memory is left: lower data.micro_batch_size")
         hosts = len(set(self.world.hosts)) or 1
-        read = self._images_per_s.get("read")
-        if last_s and read is not None and read < batch / last_s / hosts:
+        read = self._read_images_per_s
+        if last_s and read < batch / last_s / hosts:
             notes.append(
                 f"training needs {digits(batch / last_s / hosts)} images/s per host, but a host"
                 f" reads {digits(read)}: copy the shards to a local disk (data.cache_dir)"
@@ -263,10 +251,8 @@ class Trial:
                     pass
                 finally:
                     evaluator.close()
-                if self.world.device.type == "cuda":
-                    # Raises CUDA errors of earlier operations.
-                    torch.cuda.synchronize(self.world.device)
-                taken_s.append(time.perf_counter() - began_s)
+                # `now_s` raises CUDA errors of earlier operations.
+                taken_s.append(now_s(self.world.device) - began_s)
         return taken_s
 
     def judge_evaluation(self, rank_seconds: dict[int, list[float]]) -> Iterator[Finding]:
@@ -279,12 +265,6 @@ class Trial:
             " of workers"
         )
         yield Finding("evaluation", Verdict.OK, text)
-
-    def close(self) -> None:
-        """Release the memory of the data and the step."""
-        self._step = None
-        self._data = None
-        release_memory(self.world.device)
 
 
 def _stop_after_one(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Run each check of `launch/gpu_check.py` in a separate process with a time budget.
+"""Run each check of `benchmarks/gpu_check/check.py` in a separate process with a time budget.
 
 A check yields `Line`s. Its memory, compiled graphs and CUDA errors end with its process. A check
 that exceeds its budget is killed with all processes that it started. Lines that were sent earlier

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr
 
 import numpy as np
 import torch
+from gpu_check_lines import Line
 from torch import Tensor, nn
 
 from vit.config.io import load_config, recipes_folder
@@ -23,7 +24,6 @@ from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.distributed.process_group import World, make_deterministic
-from vit.extras.planner.benchmark.gpu_check_lines import Line
 from vit.extras.planner.benchmark.step_time import create_step, run_steps, time_step
 from vit.extras.planner.benchmark.synthetic import synthetic_batches
 from vit.extras.planner.memory import step_memory

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_check_lines import Line
 from PIL import Image
 from safetensors.torch import load_file
 
 from vit.config.io import recipes_folder
-from vit.extras.planner.benchmark.gpu_check_lines import Line
 from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE
 
-LAUNCH = Path(__file__).parents[4] / "launch"
+LAUNCH = Path(__file__).parents[2] / "launch"
 NUM_STEPS = 24
 SAVE_EVERY_STEPS = 8
 KILL_AT_STEP = 13

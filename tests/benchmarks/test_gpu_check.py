@@ -1,26 +1,17 @@
-"""Test the program behind `make gpu-check` without a GPU: it reports that, or runs at a small
-size."""
+"""Test the program behind `make gpu-check` at a small size on a CPU."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from processes import call, command, environment, run
+from processes import REPOSITORY, run
 
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def test_prints_one_line_without_a_gpu():
-    done = call(command("launch/gpu_check.py", ranks=0), environment() | NO_GPU)
-    assert done.returncode == 2
-    [line] = [line for line in done.stderr.splitlines() if "Warning" not in line]
-    assert line.startswith("error: no GPU to check: torch sees none (")
-    assert line.endswith("--device cpu --small tests this program on the CPU")
+SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check" / "check.py")
 
 
 def test_rejects_an_unknown_part():
-    done = run("launch/gpu_check.py", "--device", "cpu", "--small", "--only", "slots", "wait")
+    done = run(SCRIPT, "--device", "cpu", "--small", "--only", "slots", "wait")
     assert done.returncode == 2
     assert (
         "error: --only wait: expected a selection of slots, equality, waits, graphs" in done.stderr
@@ -29,7 +20,7 @@ def test_rejects_an_unknown_part():
 
 def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_path):
     arguments = ("--device", "cpu", "--small", "--only", "slots", "waits", "--out", tmp_path)
-    done = run("launch/gpu_check.py", *arguments)
+    done = run(SCRIPT, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert "thread(s)), torch " in lines[0]
@@ -46,7 +37,7 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
 def test_a_failed_part_sets_the_exit_status():
     """With no time left, each part takes too long."""
     arguments = ("--device", "cpu", "--small", "--only", "slots", "--minutes", "1e-6")
-    done = run("launch/gpu_check.py", *arguments)
+    done = run(SCRIPT, *arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAIL  the loader's slots: not done within its 0 s" in done.stdout
 
@@ -55,7 +46,7 @@ def test_a_failed_part_sets_the_exit_status():
 @pytest.mark.full
 def test_runs_all_parts_at_a_small_size(tmp_path):
     arguments = ("--device", "cpu", "--small", "--minutes", "60", "--out", tmp_path)
-    done = run("launch/gpu_check.py", *arguments, timeout_s=1500)
+    done = run(SCRIPT, *arguments, timeout_s=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in (
         "pass  kill -9 and resume, with train.deterministic: equal bit for bit (1 restart)",

@@ -1,8 +1,8 @@
 """Test every guarantee of this project on this machine, and print each with a measurement.
 
     make gpu-check
-    python launch/gpu_check.py --only slots waits graphs
-    python launch/gpu_check.py --device cpu --small     # tests this program without a GPU
+    python benchmarks/gpu_check/check.py --only slots waits graphs
+    python benchmarks/gpu_check/check.py --device cpu --small     # tests this program without a GPU
 
 On a GPU, the check takes at most ten minutes (`--minutes`) and writes `<date>-gpu-<name>.json` and
 `.md` to benchmarks/results. Please send us your results. If a part fails or exceeds its time limit,
@@ -20,20 +20,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import check_versions  # noqa: F401
+import guarantees
+import kills
 import torch
+from gpu_check_lines import Line, run_part
 
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import join_world
-from vit.extras.planner.benchmark import guarantees, kills
-from vit.extras.planner.benchmark.certificate import check_writable, write_promises, write_results
-from vit.extras.planner.benchmark.gpu_check_lines import Line, run_part
+from vit.extras.planner.benchmark.certificate import check_writable, write_document, write_results
 from vit.system.command_line import Parser
 from vit.system.devices import find_devices
 from vit.system.gpus import find_device
 from vit.system.host import cpu_name
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("vit_b16", "vit_l16", "vit_h14")
 FLOOR_MFU = 0.25
 """The minimum MFU, as a fraction of the data sheet's peak. Published ViT training reaches 22 to
@@ -86,7 +86,7 @@ def main() -> None:
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command line. Raises ValueError for mistakes."""
-    parser = Parser("python launch/gpu_check.py", __doc__)
+    parser = Parser("python benchmarks/gpu_check/check.py", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--small", action="store_true", help="tiny models only; results are meaningless"
@@ -237,7 +237,7 @@ def _write(folder: Path, device: str, device_type: str, lines: Sequence[Line]) -
         if "result" in line.numbers:
             write_results(folder, line.numbers["result"])
     promised = [line.to_dict() for line in lines if "result" not in line.numbers]
-    path = write_promises(folder, device, device_type, promised)
+    path = write_document(folder, device, device_type, {"promises": promised})
     print(f"written: {path} and a .md file")
 
 
