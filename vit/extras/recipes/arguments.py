@@ -1,9 +1,14 @@
 """Describe the arguments of another project as a table, and parse its command lines.
 
-A line of a table is `flags  type  default  our setting`, separated by two or more blanks. The first
-long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more),
-`on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
-The default `-` is None.
+A line of a table is `flags  type  default  rule`, separated by two or more blanks. The first long
+flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more), `on`
+(sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag). The
+default `-` is None.
+
+The rule is the usual mapping of the argument (`vit.extras.recipes.reading`): `= a.b c.d` copies the
+value to these settings, `=? a.b` only a value that is not off, and `=` changes no setting. `off:
+TEXT` has an equivalent only for a value that is off, and `inert: TEXT` has no effect in the source
+project. Any other text is an explanation, and code maps the argument.
 
 Arguments for paths, logging, devices and speed are not part of a recipe and have a second table.
 argparse accepts abbreviated flags, such as `--batch 256` for `--batch-size 256`, because published
@@ -35,8 +40,8 @@ class Argument(NamedTuple):
     flags: tuple[str, ...]
     type: str
     default: Any
-    meaning: str
-    """The matching setting of this project, or a short explanation."""
+    rule: str
+    """The usual mapping to settings of this project, or a short explanation."""
     in_recipe: bool
     """Whether the argument is part of the recipe, unlike paths, logging and devices."""
 
@@ -89,8 +94,7 @@ def make_table(program: str, source: str, recipe: str, places: str) -> Table:
 def _argument(line: str, in_recipe: bool) -> Argument:
     cells = re.split(r"\s{2,}", line.strip(), maxsplit=3)
     assert len(cells) >= 3, f"a line of a table has flags, a type and a default: {line!r}"
-    flags, kind, default, *rest = cells
-    meaning = rest[0] if rest else ""
+    flags, kind, default, rule = (*cells, "")[:4]
     value: Any = None if default == "-" else yaml.safe_load(default)
     if kind == "float" and value is not None:
         value = float(value)  # YAML parses 5e-4 as text
@@ -104,7 +108,7 @@ def _argument(line: str, in_recipe: bool) -> Argument:
         value = True
     elif kind == "pairs":
         value = {}
-    return Argument(tuple(flags.split()), kind, value, meaning, in_recipe)
+    return Argument(tuple(flags.split()), kind, value, rule, in_recipe)
 
 
 class _Parser(argparse.ArgumentParser):

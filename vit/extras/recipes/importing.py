@@ -28,7 +28,7 @@ from vit.extras.recipes import (
     timm_train,
     torchvision_references,
 )
-from vit.extras.recipes.arguments import ParsedArguments, Table, read_mapping, read_words
+from vit.extras.recipes.arguments import Table, read_mapping, read_words
 from vit.extras.recipes.command import Command, split_command
 from vit.extras.recipes.reading import Reading
 
@@ -62,13 +62,12 @@ _NOT_READ = {
     ),
 }
 """A pattern of unsupported commands -> their name, and the most similar supported script."""
-_Read = Callable[[Table, ParsedArguments, int | None, bool], Reading]
-_READERS: dict[str, _Read] = {
-    "deit": deit.read,
-    "timm": timm_train.read,
-    "torchvision": torchvision_references.read,
-    "mae": mae.read,
-    "deit3_jax": deit3_jax.read,
+_MAPS: dict[str, Callable[[Reading, int | None, bool], None]] = {
+    "deit": deit.map_arguments,
+    "timm": timm_train.map_arguments,
+    "torchvision": torchvision_references.map_arguments,
+    "mae": mae.map_arguments,
+    "deit3_jax": deit3_jax.map_arguments,
 }
 
 
@@ -172,8 +171,8 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
         raise ValueError(
             f"{path}: expected arguments of timm's train.py, such as `model: vit_base`"
         )
-    arguments = read_mapping(timm_train.TABLE, values)
-    return timm_train.read(timm_train.TABLE, arguments, num_gpus, (num_gpus or 1) > 1)
+    reading = Reading(timm_train.TABLE, read_mapping(timm_train.TABLE, values))
+    return _mapped("timm", reading, num_gpus, (num_gpus or 1) > 1)
 
 
 def _read_command(command: Command, program: str | None, num_gpus: int | None) -> Reading:
@@ -185,7 +184,25 @@ def _read_command(command: Command, program: str | None, num_gpus: int | None) -
     gpus = num_gpus or command.num_gpus()
     is_distributed = bool(command.launcher) or (gpus or 1) > 1
     table = _table(program, command)
-    return _READERS[program](table, read_words(table, command.words), gpus, is_distributed)
+    reading = Reading(table, read_words(table, command.words))
+    return _mapped(program, reading, gpus, is_distributed)
+
+
+def _mapped(program: str, reading: Reading, num_gpus: int | None, is_distributed: bool) -> Reading:
+    """Map all arguments. Raises ValueError for a command that only evaluates."""
+    args = reading.args
+    for name in ("eval", "test_only"):
+        if args.get(name):
+            raise ValueError(
+                f"{reading.table.program} {reading.table.flag_of(name)} only evaluates: run"
+                " python launch/eval.py --checkpoint FILE --data SHARDS"
+            )
+    if "ngpus" in args:  # submitit starts the processes
+        num_gpus = num_gpus or args["ngpus"] * args["nodes"]
+        is_distributed = True
+    _MAPS[program](reading, num_gpus, is_distributed)
+    reading.finish()
+    return reading
 
 
 def _table(program: str, command: Command) -> Table:

@@ -57,24 +57,23 @@ def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1
     return batch
 
 
-def map_policy(reading: Reading, interpolation: str) -> None:
-    """Map `--aa`: timm's RandAugment, AutoAugment and 3-Augment.
+def map_policy(reading: Reading, interpolation: str, argument: str = "aa") -> None:
+    """Map `--aa`, or another `argument`: timm's RandAugment, AutoAugment and 3-Augment.
 
     interpolation: the interpolation with which the source project warps images
     (huggingface/pytorch-image-models@aa4b5850:timm/data/auto_augment.py, rand_augment_transform,
     auto_augment_transform). Raises ValueError if timm would reject the policy.
     """
-    policy = reading.args["aa"]
+    policy = reading.args[argument]
     if not policy:
-        reading.same("aa")
         return
     first, *parts = policy.split("-")
     is_auto = first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto"
     if policy == "3a":
-        reading.same("aa", {"augment.three_augment": True})
+        reading.same(argument, {"augment.three_augment": True})
         return
     if first.startswith("augmix"):
-        reading.cannot("aa", f"the policy {policy}: AugMix is not available")
+        reading.cannot(argument, f"the policy {policy}: AugMix is not available")
         return
     if first != "rand" and not is_auto:
         nearest = difflib.get_close_matches(first, _POLICIES, n=1, cutoff=0.5)
@@ -110,9 +109,9 @@ def map_policy(reading: Reading, interpolation: str) -> None:
         settings, problems = _randaugment(numbers)
         problems += [f"{part} of the policy" for part in sets]
     if problems:
-        reading.cannot("aa", f"{policy} has {' and '.join(problems)}", settings)
+        reading.cannot(argument, f"{policy} has {' and '.join(problems)}", settings)
     else:
-        reading.differs("aa", _BILINEAR_WARPS.format(interpolation), settings)
+        reading.differs(argument, _BILINEAR_WARPS.format(interpolation), settings)
 
 
 def _is_number(name: str, number: str) -> bool:
@@ -161,62 +160,45 @@ def map_color_jitter(reading: Reading, applies: bool) -> None:
         saturation = 0 if reading.settings.get("model.in_chans") == 1 else strength
         jitter = {"augment.color_jitter": [strength, strength, saturation, 0]}
         reading.same("color_jitter", jitter)
-    else:
-        reading.same("color_jitter")
 
 
 def map_erasing(reading: Reading) -> None:
-    """Map `--reprob`, `--remode`, `--recount` and `--resplit`."""
-    args = reading.args
-    prob = args["reprob"] or 0.0
-    if not prob:
-        reading.same("reprob")
+    """Record the exceptions of `--recount`, and of all arguments without `--reprob`."""
+    boxes = reading.args["recount"]
+    if not reading.args["reprob"]:
         reading.inert("remode recount resplit", "erasing is off")
-        return
-    reading.same("reprob", {"augment.erasing_prob": prob})
-    reading.same("remode", {"augment.erasing_mode": args["remode"]})
-    if args["recount"] == 1:
-        reading.same("recount")
-    else:
-        reading.cannot("recount", f"up to {args['recount']} erased boxes: replaced by one")
-    reading.expect_off({"resplit": "no erasing in the first split of a batch"})
+    elif boxes != 1:
+        reading.cannot("recount", f"up to {boxes} erased boxes: replaced by one")
 
 
-def map_mixing(reading: Reading, rank_batch_size: int) -> bool:
-    """Map `--mixup`, its related flags and `--smoothing`. Return whether images are mixed."""
+def erasing_as_in_torchvision(prob: float) -> dict[str, Any]:
+    """Return settings for boxes that torchvision's RandomErasing also draws."""
+    return {
+        "augment.erasing_prob": prob,
+        "augment.erasing_area": [0.02, 0.33],
+        "augment.erasing_aspect": [0.3, 3.3],
+    }
+
+
+def map_mixing(reading: Reading) -> None:
+    """Record the exceptions of `--mixup` and its related flags."""
     args = reading.args
-    mixes = bool(args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"])
-    if args["cutmix_minmax"]:
-        reading.cannot("cutmix_minmax", "CutMix boxes with a side between two fractions")
-    else:
-        reading.same("cutmix_minmax")
-    reading.same("mixup", {"augment.mixup_alpha": args["mixup"]})
-    reading.same("cutmix", {"augment.cutmix_alpha": args["cutmix"]})
-    reading.same("smoothing", {"loss.label_smoothing": args["smoothing"]})
-    if not mixes:
+    if not (args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"]):
         reading.inert("mixup_prob mixup_switch_prob mixup_mode", "mixing is off")
-        return False
-    reading.same("mixup_prob", {"augment.mix_prob": args["mixup_prob"]})
-    if args["mixup"] > 0 and args["cutmix"] > 0:
-        switch = {"augment.cutmix_switch_prob": args["mixup_switch_prob"]}
-        reading.same("mixup_switch_prob", switch)
-    else:
+        return
+    if not (args["mixup"] > 0 and args["cutmix"] > 0):
         reading.inert("mixup_switch_prob", "only one of MixUp and CutMix is on")
-    mode = {"augment.mixup_mode": args["mixup_mode"]}
     if args["mixup_mode"] == "batch":
         text = (
-            f"the source draws one lambda and box for the {rank_batch_size} images of a GPU; this"
-            " project draws one for each augment.mix_group_size images, which makes batches"
+            f"the source draws one lambda and box for the {args['batch_size']} images of a GPU;"
+            " this project draws one for each augment.mix_group_size images, which makes batches"
             " independent of the number of GPUs"
         )
-        reading.differs("mixup_mode", text, mode)
-    else:
-        reading.same("mixup_mode", mode)
-    return True
+        reading.differs("mixup_mode", text, {"augment.mixup_mode": "batch"})
 
 
 def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> None:
-    """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum`, `--opt-kwargs`, `--weight-decay`.
+    """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum` and `--opt-kwargs`.
 
     lr: the peak learning rate. formula: its computation. lr_names: the arguments in the formula. As
     in timm, one-dimensional tensors, position embeddings and tokens have no weight decay.
@@ -235,16 +217,11 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> N
         reading.inert("opt_eps", f"{name} does not use them")
     elif ours != "adafactorbv":
         reading.same("opt_eps", {"optim.eps": args["opt_eps"] or _EPS.get(ours, 1e-8)})
-    elif args["opt_eps"] is None:
-        reading.same("opt_eps")
-    else:
+    elif args["opt_eps"] is not None:
         reading.cannot("opt_eps", "Adafactor's epsilon: replaced by its default")
-    if ours in ("sgd", "muon", "adafactorbv"):
-        reading.same("momentum", {"optim.momentum": args["momentum"]})
-    else:
+    if ours not in ("sgd", "muon", "adafactorbv"):
         reading.inert("momentum", f"{name} uses betas")
     reading.same(lr_names, {"optim.lr": lr}, formula)
-    reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"] or 0.0})
 
 
 def not_available(optimizer: str) -> ValueError:
@@ -306,26 +283,12 @@ def map_clipping(reading: Reading) -> None:
     reading.same("clip_grad", {"optim.clip_grad_norm": 1.0 if has_own else norm}, note)
     if "clip_mode" in args and norm is None:
         reading.inert("clip_mode", "--clip-grad is off")
-    elif "clip_mode" in args:
-        reading.same("clip_mode")
 
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
     """Map layer-wise learning rates. form: `beit` gives the last norm the rate of the head."""
-    if factor is None or factor == 1:
-        reading.same(argument)
-    else:
+    if factor not in (None, 1):
         reading.same(argument, {"optim.layer_decay": factor, "optim.layer_decay_form": form})
-
-
-def map_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
-    """Map `--model-ema-decay`. decay: None without an average. note: a difference in its use."""
-    if decay is None:
-        reading.inert("model_ema_decay", "the average is off")
-    elif note:
-        reading.differs("model_ema_decay", note, {"train.ema_decay": decay})
-    else:
-        reading.same("model_ema_decay", {"train.ema_decay": decay})
 
 
 def local_file(source: str) -> tuple[str, str]:
