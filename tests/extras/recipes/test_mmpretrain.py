@@ -41,9 +41,6 @@ def test_the_distilled_vit_has_the_second_token(import_child):
 
 def test_a_norm_before_the_blocks_is_reported_as_unsupported(import_child):
     base = "vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
-    assert (
-        finding(import_child(base, "pre_norm=True"), "model.backbone.pre_norm").verdict == "cannot"
-    )
-    assert (
-        finding(import_child(base, "pre_norm=False"), "model.backbone.pre_norm").verdict == "same"
-    )
+    for value, verdict in (("True", "cannot"), ("False", "same")):
+        imported = import_child(base, f"pre_norm={value}")
+        assert finding(imported, "model.backbone.pre_norm").verdict == verdict

@@ -30,7 +30,7 @@ from vit.extras.recipes.importing import PROGRAMS, import_recipe
 )
 @pytest.mark.parametrize("program", [None, "mae", "deit", "timm"])
 def test_an_unsupported_script_is_named_regardless_of_the_given_program(command, whose, program):
-    with pytest.raises(ValueError, match=rf"is {whose}.*cannot be imported.*nearest program, \w"):
+    with pytest.raises(ValueError, match=rf"is {whose}.*cannot be imported.*similar recipe of \w"):
         import_recipe(command, program)
 
 

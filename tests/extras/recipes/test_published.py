@@ -337,4 +337,4 @@ def test_deits_schedule_differs_only_by_an_epoch(imported):
     finding = verdict_of(imported("deit3_b16_800ep"), "warmup_epochs")
     assert finding.verdict == "differs"
     assert "at most 20 % of its peak" in finding.text, "one of five epochs of warm-up"
-    assert "an epoch late" in finding.text
+    assert "one epoch late" in finding.text

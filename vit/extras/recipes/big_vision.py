@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import PythonConfig
+from vit.extras.recipes.python_config import PythonConfig, config_text
 from vit.extras.recipes.rates import IMAGENET, after_warmup, map_rate, with_effect
-from vit.extras.recipes.reading import ConfigReading, Reading
+from vit.extras.recipes.reading import Case, ConfigReading, Reading
 from vit.extras.recipes.timm_common import map_initial_weights, map_precision, not_available
 from vit.layers.presets import PRESETS
 
@@ -27,6 +27,7 @@ _ROWS = """
 input.batch_size   data.global_batch_size  required
 seed               train.seed              0
 model.posemb       model.pos_embed         learn
+model.dropout      model.pos_drop_rate,model.proj_drop_rate  unset
 mixup.p            augment.mixup_alpha     0.0
 lr                 optim.lr                required
 grad_clip_norm     optim.clip_grad_norm    null
@@ -48,6 +49,38 @@ _POOLS: dict[str, dict[str, Any]] = {
 _CROPS = ("inception_crop", "decode_jpeg_and_inception_crop")
 
 
+_CASES = (
+    Case("same", "mixup.fold_in mixup.n", lambda a: True),
+    Case(
+        "differs",
+        "",
+        lambda a: a.get("mixup.p"),
+        "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
+        " with its neighbour; this project draws one for each augment.mix_group_size images",
+    ),
+    Case("same", "loss", lambda a: a.get("loss") == "softmax_xent"),
+    Case(
+        "same",
+        "loss",
+        lambda a: a.get("loss") == "sigmoid_xent",
+        settings={"loss.name": "bce", "loss.bce_sum": True},
+    ),
+    Case(
+        "same", "", lambda a: "loss" not in a, settings={"loss.name": "bce", "loss.bce_sum": True}
+    ),
+    Case("cannot", "loss", lambda a: True, "another loss: replaced by cross-entropy"),
+    Case(
+        "differs",
+        "optax.mu_dtype",
+        lambda a: (
+            a.get("optax.mu_dtype") == "bfloat16"
+            and a.get("optax_name", "scale_by_adam") == "scale_by_adam"
+        ),
+        "big_vision stores the first moment in bf16, this project in fp32",
+    ),
+)
+
+
 def is_config(text: str) -> bool:
     """Return whether `text` is a config of big_vision."""
     return bool(re.search(r"^def get_config\(", text, re.M))
@@ -59,13 +92,8 @@ def read_command(command: Command) -> Reading:
     match = re.search(r"--config[= ]([^\s:]+)(?::(\S+))?", arguments)
     if not match:
         raise ValueError("big_vision.train has no config: pass --config FILE.py")
-    path = Path(match[1])
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: the config file cannot be read: pass a path relative to the current folder"
-        )
     overrides = re.findall(r"--config\.([\w.]+)[= ](\S+)", arguments)
-    return read(path.read_text(encoding="utf-8"), match[2] or "", overrides)
+    return read(config_text(Path(match[1])), match[2] or "", overrides)
 
 
 def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
@@ -87,7 +115,7 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
     _map_length(reading)
     _map_model(reading)
     _map_images(reading)
-    _map_mixing(reading)
+    reading.apply(_CASES)
     _map_optimizer(reading)
     _map_schedule(reading)
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
@@ -163,9 +191,6 @@ def _map_model(reading: ConfigReading) -> None:
     if width is True:
         width = PRESETS[_NAMES[size]]["embed_dim"]
     reading.same("model.rep_size", {"model.representation_size": width} if width else {})
-    rate = reading.get("model.dropout", 0.0)
-    drops = {"model.pos_drop_rate": rate, "model.proj_drop_rate": rate}
-    reading.same("model.dropout", drops if rate else {})
     if start := reading.get("model_init"):
         text = f"weights of big_vision's {start}: set init.checkpoint to the .npz file"
         reading.differs("model_init", text, {"init.checkpoint": f"{start.replace('/', '_')}.npz"})
@@ -227,23 +252,6 @@ def _map_images(reading: ConfigReading) -> None:
         reading.differs("evals.val.pp_fn", text, ours)
 
 
-def _map_mixing(reading: ConfigReading) -> None:
-    reading.same("mixup.fold_in mixup.n")
-    if reading.get("mixup.p"):
-        text = (
-            "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
-            " with its neighbour; this project draws one for each augment.mix_group_size images"
-        )
-        reading.differs("", text)
-    loss = reading.get("loss", "sigmoid_xent")
-    if loss == "softmax_xent":
-        reading.same("loss")
-    elif loss == "sigmoid_xent":
-        reading.same("loss", {"loss.name": "bce", "loss.bce_sum": True})
-    else:
-        reading.cannot("loss", f"the loss {loss}: replaced by cross-entropy")
-
-
 def _map_optimizer(reading: ConfigReading) -> None:
     lr = reading.args["lr"]
     name = reading.get("optax_name", "scale_by_adam")
@@ -252,9 +260,6 @@ def _map_optimizer(reading: ConfigReading) -> None:
         reading.same("optax_name", {"optim.name": "adamw"})
         reading.same("optax.b1 optax.b2", {"optim.betas": betas})
         reading.same("optax.eps", {"optim.eps": reading.get("optax.eps", 1e-8)})
-        if reading.get("optax.mu_dtype") == "bfloat16":
-            text = "big_vision stores the first moment in bf16, this project in fp32"
-            reading.differs("optax.mu_dtype", text)
     elif name == "big_vision.momentum_hp":
         momentum = reading.get("optax.momentum", 0.9)
         text = "big_vision stores the momentum in bf16, this project in fp32"

@@ -13,18 +13,18 @@ from typing import Any
 from vit.extras.recipes.arguments import Table, make_table
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.rates import map_rate, timm_cosine, with_effect
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Case, Reading
 from vit.extras.recipes.timm_common import (
+    TIMM_CASES,
+    color_jitter,
     local_file,
     map_batch,
     map_clipping,
-    map_color_jitter,
-    map_erasing,
     map_initial_weights,
-    map_mixing,
     map_optimizer,
     map_policy,
     map_precision,
+    map_repeats,
 )
 from vit.layers.presets import SIZES
 
@@ -164,6 +164,87 @@ _PARTS_OF_VIT5 = {
 }
 """wangf3014/ViT-5@b7b07960:models_vit5.py."""
 _ROPE = {"model.init_values": 1e-4, "model.rope_type": "axial", "model.rope_temperature": 100.0}
+_CASES = (
+    Case(
+        "cannot",
+        "bce_loss",
+        lambda a: a["bce_loss"] and a["smoothing"],
+        "with --smoothing above 0 --bce-loss makes all targets 1: replaced by cross-entropy",
+    ),
+    Case(
+        "same",
+        "bce_loss",
+        lambda a: a["bce_loss"],
+        settings={"loss.name": "bce", "loss.bce_target_thresh": 0.0},
+    ),
+    Case(
+        "differs",
+        "model_ema_decay",
+        lambda a: a["model_ema"],
+        "DeiT never evaluates the average, this project evaluates both",
+        lambda a: {"train.ema_decay": a["model_ema_decay"]},
+    ),
+    Case("inert", "model_ema_decay", lambda a: True, "the average is off"),
+    Case(
+        "cannot",
+        "train_mode",
+        lambda a: not a["train_mode"],
+        "training with dropout and drop path switched off",
+    ),
+    Case(
+        "differs",
+        "load_ema",
+        lambda a: a["finetune"] and a.get("load_ema"),
+        "the averaged weights of the checkpoint: pass a file with those weights",
+    ),
+    Case(
+        "same",
+        "ThreeAugment",
+        lambda a: a["ThreeAugment"],
+        settings={"augment.three_augment": True},
+    ),
+    Case(
+        "inert",
+        "aa reprob remode recount resplit train_interpolation",
+        lambda a: a["ThreeAugment"],
+        "ThreeAugment replaces these transforms",
+    ),
+    Case(
+        "same",
+        "color_jitter",
+        lambda a: a["ThreeAugment"] and a["color_jitter"],
+        settings=color_jitter,
+    ),
+    Case(
+        "same", "src", lambda a: a["src"] and a["ThreeAugment"], settings={"augment.crop": "simple"}
+    ),
+    Case("inert", "src", lambda a: a["src"], "only with --ThreeAugment"),
+    Case(
+        "differs",
+        "train_interpolation",
+        lambda a: a["train_interpolation"] not in ("bicubic", "bilinear"),
+        "DeiT resizes by {train_interpolation}, this project by bicubic",
+        {"data.interpolation": "bicubic"},
+    ),
+    Case(
+        "inert",
+        "teacher_model teacher_path distillation_alpha distillation_tau",
+        lambda a: a["distillation_type"] == "none",
+        "the recipe has no teacher",
+    ),
+    Case(
+        "inert",
+        "distillation_tau",
+        lambda a: a["distillation_type"] == "hard",
+        "only for soft distillation",
+    ),
+    Case(
+        "inert",
+        "decay_epochs decay_rate patience_epochs",
+        lambda a: a["sched"] == "cosine",
+        "the schedule is a cosine",
+    ),
+)
 _FAMILIES: dict[str, dict[str, Any]] = {
     r"deit_(?P<size>tiny|small|base)(_distilled)?_patch16_(224|384)": {},
     r"deit_(?P<size>tiny|small|medium|base|large|huge)_patch(14|16)_LS": _DEIT3,
@@ -192,24 +273,16 @@ def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) 
     _map_model(reading)
     _map_start(reading)
     _map_teacher(reading)
-    _map_images(reading, is_distributed)
-    map_mixing(reading)
-    if args["bce_loss"] and args["smoothing"]:
-        text = "with --smoothing above 0 --bce-loss makes all targets 1: replaced by cross-entropy"
-        reading.cannot("bce_loss", text)
-    elif args["bce_loss"]:
-        reading.same("bce_loss", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
+    if not args["ThreeAugment"]:
+        map_policy(reading, args["train_interpolation"])
+    map_repeats(reading, "repeated_aug", 3 if args["repeated_aug"] else 1, is_distributed)
+    reading.apply((*_CASES, *TIMM_CASES))
     scaled = args["lr"] * batch / 512
     lr = args["lr"] if args["unscale_lr"] else scaled
     formula = "" if args["unscale_lr"] else f"{args['lr']:g} x {batch} / 512"
     map_optimizer(reading, lr, formula, "lr unscale_lr")
     map_clipping(reading)
     _map_schedule(reading, lr)
-    if args["model_ema"]:
-        text = "DeiT never evaluates the average, this project evaluates both"
-        reading.differs("model_ema_decay", text, {"train.ema_decay": args["model_ema_decay"]})
-    else:
-        reading.inert("model_ema_decay", "the average is off")
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss")
     map_initial_weights(reading, "a class token of std 0.02", "timm")
@@ -270,8 +343,6 @@ def _map_dropping(reading: Reading, has_one_rate: bool) -> None:
     elif args["drop"]:
         drops = {"model.pos_drop_rate": args["drop"], "model.proj_drop_rate": args["drop"]}
         reading.same("drop", drops)
-    if not args["train_mode"]:
-        reading.cannot("train_mode", "training with dropout and drop path switched off")
 
 
 def _map_start(reading: Reading) -> None:
@@ -287,9 +358,6 @@ def _map_start(reading: Reading) -> None:
         )
         start = {"init.checkpoint": file, "init.reset_head": True}
         reading.differs("finetune", "; ".join(filter(None, (note, text))), start)
-    if args.get("load_ema"):
-        text = "the averaged weights of the checkpoint: pass a file with those weights"
-        reading.differs("load_ema", text)
 
 
 def _map_teacher(reading: Reading) -> None:
@@ -299,8 +367,6 @@ def _map_teacher(reading: Reading) -> None:
     alpha = args["distillation_alpha"]
     path = args["teacher_path"]
     if kind == "none":
-        names = "teacher_model teacher_path distillation_alpha distillation_tau"
-        reading.inert(names, "the recipe has no teacher")
         return
     if kind not in ("hard", "soft") or not path or not 0 < alpha < 1:
         raise ValueError(
@@ -320,40 +386,12 @@ def _map_teacher(reading: Reading) -> None:
     reading.same("teacher_model", {"distill.teacher_model": args["teacher_model"]}, text)
     weights = {"distill.distill_loss_weight": alpha, "distill.task_loss_weight": 1 - alpha}
     note = ""
-    if kind == "hard":
-        reading.inert("distillation_tau", "only for soft distillation")
-    else:
+    if kind == "soft":
         classes = args["nb_classes"]
         weights["distill.distill_loss_weight"] = alpha / classes
         note = f"DeiT takes the mean over {classes} classes, this project the sum"
         reading.same("distillation_tau", {"distill.temperature": args["distillation_tau"]})
     reading.same("distillation_alpha", weights, note)
-
-
-def _map_images(reading: Reading, is_distributed: bool) -> None:
-    args = reading.args
-    interpolation = args["train_interpolation"]
-    if args["ThreeAugment"]:
-        reading.same("ThreeAugment", {"augment.three_augment": True})
-        text = "ThreeAugment replaces these transforms"
-        reading.inert("aa reprob remode recount resplit train_interpolation", text)
-        map_color_jitter(reading, applies=True)
-    else:
-        if interpolation not in ("bicubic", "bilinear"):
-            text = f"DeiT resizes by {interpolation}, this project by bicubic"
-            reading.differs("train_interpolation", text, {"data.interpolation": "bicubic"})
-        map_policy(reading, interpolation)
-        map_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
-        map_erasing(reading)
-    if args["src"] and args["ThreeAugment"]:
-        reading.same("src", {"augment.crop": "simple"})
-    elif args["src"]:
-        reading.inert("src", "only with --ThreeAugment")
-    if args["repeated_aug"] and is_distributed:
-        repeats = {"data.aug_repeats": 3, "data.aug_repeats_form": "sampler"}
-        reading.same("repeated_aug", repeats)
-    elif args["repeated_aug"]:
-        reading.inert("repeated_aug", "a single process without torchrun uses a random sampler")
 
 
 def _map_schedule(reading: Reading, lr: float) -> None:
@@ -372,7 +410,6 @@ def _map_schedule(reading: Reading, lr: float) -> None:
             names, f"the schedule {args['sched']}: replaced by a cosine", with_effect(settings)
         )
         return
-    reading.inert("decay_epochs decay_rate patience_epochs", "the schedule is a cosine")
     theirs = timm_cosine(
         lr,
         args["epochs"],

@@ -12,8 +12,9 @@ from typing import Any
 
 from vit.extras.recipes.arguments import make_table
 from vit.extras.recipes.rates import IMAGENET, after_warmup, map_rate
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Case, Reading
 from vit.extras.recipes.timm_common import (
+    color_jitter,
     erasing_as_in_torchvision,
     map_initial_weights,
     map_optimizer_name,
@@ -41,23 +42,23 @@ _RECIPE = """
 --patch-size              int     16      model.patch_size
 --image-size              int     224     = model.image_size
 --posemb                  str     learnable   =
---pooling                 str     cls     model.global_pool
+--pooling                 str     cls     =
 --dropout                 float   0.0     =? model.proj_drop_rate model.attn_drop_rate
 --droppath                float   0.1     model.drop_path_rate
 --init-seed               int     -       =
 --mixup-seed              int     -       =
 --dropout-seed            int     -       =
---shuffle-seed            int     -       train.seed
+--shuffle-seed            int     -       =
 --pretrained-ckpt         str     -       =? init.checkpoint
 --label-mapping           str     -       off: a pretrained head remapped by a table of classes
 --optimizer               str     adamw   optim.name
 --learning-rate           float   1e-3    = optim.lr
---weight-decay            float   0.05    optim.weight_decay
+--weight-decay            float   0.05    = optim.weight_decay
 --adam-b1                 float   0.9     optim.betas
 --adam-b2                 float   0.999   optim.betas
 --adam-eps                float   1e-8    = optim.eps
 --lr-decay                float   1.0     =
---clip-grad               float   0.0     optim.clip_grad_norm
+--clip-grad               float   0.0     =
 --warmup-steps            int     10000   schedule.warmup_steps
 --training-steps          int     200000  = train.steps
 --eval-interval           int     0       =? eval.every_steps
@@ -89,23 +90,96 @@ _SHAPES = {
 }
 
 
+_CASES = (
+    Case("same", "layerscale", lambda a: a["layerscale"], settings={"model.init_values": 1e-4}),
+    Case(
+        "same",
+        "pooling",
+        lambda a: a["pooling"] == "gap",
+        settings={"model.class_token": False, "model.global_pool": "avg"},
+    ),
+    Case("same", "pooling", lambda a: True, settings={"model.no_embed_class": True}),
+    Case(
+        "same",
+        "posemb",
+        lambda a: a["posemb"] == "sincos2d",
+        settings={"model.pos_embed": "sincos2d"},
+    ),
+    Case(
+        "same",
+        "random_crop",
+        lambda a: a["random_crop"] == "src",
+        settings={"augment.crop": "simple"},
+    ),
+    Case(
+        "cannot",
+        "random_crop",
+        lambda a: a["random_crop"] != "rrc",
+        "center crops in training: replaced by random crops",
+    ),
+    Case("same", "color_jitter", lambda a: a["color_jitter"], settings=color_jitter),
+    Case(
+        "same",
+        "random_erasing",
+        lambda a: a["random_erasing"],
+        settings=lambda a: erasing_as_in_torchvision(a["random_erasing"]),
+    ),
+    Case(
+        "differs",
+        "",
+        lambda a: a["mixup"] or a["cutmix"],
+        "deit3-jax draws one lambda and box for the images of a device, with random partners; this"
+        " project draws one for each augment.mix_group_size images, with neighbours",
+    ),
+    Case(
+        "same",
+        "criterion",
+        lambda a: a["criterion"] != "ce",
+        settings={"loss.name": "bce", "loss.bce_target_thresh": 0.0},
+    ),
+    Case("inert", "label_smoothing", lambda a: a["criterion"] != "ce", "only with --criterion ce"),
+    Case(
+        "same",
+        "weight_decay",
+        lambda a: a["weight_decay"],
+        settings=lambda a: {
+            "optim.weight_decay": a["weight_decay"],
+            "optim.no_weight_decay": "not_kernels",
+        },
+    ),
+    Case(
+        "same",
+        "adam_b1 adam_b2",
+        lambda a: True,
+        settings=lambda a: {"optim.betas": [a["adam_b1"], a["adam_b2"]]},
+    ),
+    Case(
+        "same",
+        "clip_grad",
+        lambda a: True,
+        settings=lambda a: {"optim.clip_grad_norm": a["clip_grad"] or None},
+    ),
+    Case(
+        "cannot",
+        "lr_decay",
+        lambda a: a["lr_decay"] != 1,
+        "layer-wise rates with a factor of {lr_decay}; the head has the last block's",
+    ),
+    Case(
+        "same",
+        "shuffle_seed",
+        lambda a: a["shuffle_seed"] is not None,
+        settings=lambda a: {"train.seed": a["shuffle_seed"]},
+    ),
+)
+
+
 def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) -> None:
     """Map the arguments of deit3-jax."""
-    args = reading.args
     _map_model(reading)
     _map_images(reading)
     _map_optimizer(reading)
-    if args["mixup"] or args["cutmix"]:
-        text = (
-            "deit3-jax draws one lambda and box for the images of a device, with random partners;"
-            " this project draws one for each augment.mix_group_size images, with neighbours"
-        )
-        reading.differs("", text)
-    if args["criterion"] != "ce":
-        reading.same("criterion", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
-        reading.inert("label_smoothing", "only with --criterion ce")
-    seed = {} if args["shuffle_seed"] is None else {"train.seed": args["shuffle_seed"]}
-    reading.same("shuffle_seed", seed)
+    reading.apply(_CASES)
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
     map_initial_weights(
         reading, "normal with std 0.02 everywhere, including class token and patches"
@@ -119,29 +193,14 @@ def _map_model(reading: Reading) -> None:
     if shape not in _SHAPES:
         settings |= zip(("model.depth", "model.embed_dim", "model.num_heads"), shape, strict=True)
     reading.same("layers dim heads patch_size", settings)
-    if args["layerscale"]:
-        reading.same("layerscale", {"model.init_values": 1e-4})
-    pool = args["pooling"] == "gap"
-    gap = {"model.class_token": False, "model.global_pool": "avg"}
-    reading.same("pooling", gap if pool else {"model.no_embed_class": True})
-    if args["posemb"] == "sincos2d":
-        reading.same("posemb", {"model.pos_embed": "sincos2d"})
     constant = {"model.drop_path_schedule": "constant"} if args["droppath"] else {}
     reading.same("droppath", {"model.drop_path_rate": args["droppath"], **constant})
 
 
 def _map_images(reading: Reading) -> None:
     args = reading.args
-    if args["random_crop"] == "src":
-        reading.same("random_crop", {"augment.crop": "simple"})
-    elif args["random_crop"] != "rrc":
-        reading.cannot("random_crop", "center crops in training: replaced by random crops")
     if args["auto_augment"] != "none":
         map_policy(reading, "bilinear or bicubic", "auto_augment")
-    if strength := args["color_jitter"]:
-        reading.same("color_jitter", {"augment.color_jitter": [strength, strength, strength, 0]})
-    if args["random_erasing"]:
-        reading.same("random_erasing", erasing_as_in_torchvision(args["random_erasing"]))
     batch, repeats = args["train_batch_size"], args["augment_repeats"]
     if repeats <= 1:
         return
@@ -163,15 +222,6 @@ def _map_optimizer(reading: Reading) -> None:
     args = reading.args
     lr = args["learning_rate"]
     map_optimizer_name(reading, "optimizer", args["optimizer"])
-    kernels = {"optim.no_weight_decay": "not_kernels"} if args["weight_decay"] else {}
-    reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"], **kernels})
-    reading.same("adam_b1 adam_b2", {"optim.betas": [args["adam_b1"], args["adam_b2"]]})
-    reading.same("clip_grad", {"optim.clip_grad_norm": args["clip_grad"] or None})
-    if args["lr_decay"] != 1:
-        text = (
-            f"layer-wise rates with a factor of {args['lr_decay']}; the head has the last block's"
-        )
-        reading.cannot("lr_decay", text)
     per_epoch = max(IMAGENET // max(args["train_batch_size"], 1), 1)
     settings = {
         "schedule.name": "cosine",

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vit.config.base import Section
-from vit.config.hints import sections
-from vit.config.io import from_dict
+from vit.config.io import from_dict, to_dict
 from vit.config.schema import Config
 from vit.extras.recipes import (
     big_vision,
@@ -108,7 +106,9 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     if reading is None:
         name = " ".join(text.split())
         reading = _read_command(split_command(text), program, num_gpus)
-    return Imported(reading, name, _ordered({"data.root": DATA_ROOT, **reading.settings}))
+    settings = {"data.root": DATA_ROOT, **reading.settings}
+    ordered = [*default_settings(settings.get("optim.name", "adamw")), *settings]
+    return Imported(reading, name, {key: settings[key] for key in ordered if key in settings})
 
 
 def _file(source: str) -> Path | None:
@@ -128,31 +128,14 @@ def nested(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def is_default(key: str, value: Any, optimizer: str) -> bool:
-    """Return whether `value` is the default of `key`. optimizer: the value of `optim.name`."""
-    section, _, name = key.partition(".")
-    for kind in sections()[section]:
-        if section == "optim" and optimizer not in _names_of(kind):
-            continue
-        if name in kind.model_fields:
-            default = kind.model_fields[name].default
-            return bool(value == (list(default) if isinstance(default, tuple) else default))
-    return False
+def default_settings(optimizer: str) -> dict[str, Any]:
+    """Return the defaults of all settings by dotted key, in the order of the schema.
 
-
-def _names_of(kind: type[Section]) -> tuple[Any, ...]:
-    """Return the names that select this section in a union, such as ("adamw",)."""
-    return getattr(kind.model_fields["name"].annotation, "__args__", ())
-
-
-def _ordered(settings: dict[str, Any]) -> dict[str, Any]:
-    keys = [
-        f"{section}.{key}"
-        for section, kinds in sections().items()
-        for kind in kinds
-        for key in kind.model_fields
-    ]
-    return {key: settings[key] for key in dict.fromkeys(keys) if key in settings}
+    optimizer: the value of `optim.name`.
+    """
+    required = {"data": {"root": DATA_ROOT}, "train": {"epochs": 1}, "optim": {"name": optimizer}}
+    values = to_dict(from_dict(required, "the defaults"))
+    return {f"{section}.{key}": v for section, group in values.items() for key, v in group.items()}
 
 
 def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading | None:

@@ -15,13 +15,11 @@ from vit.extras.recipes.command import Command
 from vit.extras.recipes.rates import after_warmup, map_rate
 from vit.extras.recipes.reading import Reading
 from vit.extras.recipes.timm_common import (
+    TIMM_CASES,
     local_file,
     map_batch,
-    map_color_jitter,
-    map_erasing,
     map_initial_weights,
     map_layer_decay,
-    map_mixing,
     map_policy,
     map_precision,
 )
@@ -110,9 +108,7 @@ def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) 
     batch = map_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
     _map_model(reading)
     map_policy(reading, "bicubic")
-    map_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
-    map_erasing(reading)
-    map_mixing(reading)
+    reading.apply(TIMM_CASES)
     _map_optimizer(reading, batch)
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss")

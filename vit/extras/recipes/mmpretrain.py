@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import with_bases
+from vit.extras.recipes.python_config import config_text, with_bases
 from vit.extras.recipes.rates import after_warmup, map_rate, with_effect
 from vit.extras.recipes.reading import ConfigReading, Reading
 from vit.extras.recipes.timm_common import (
@@ -85,15 +85,10 @@ _PARTS = {
 """The flags of `paramwise_cfg` that switch off the weight decay, by the part of the network."""
 _OF_DEIT3 = {"s": "s", "small": "s", "m": "b", "medium": "b"}
 _INITIAL = "model.init_cfg model.backbone.init_cfg model.head.init_cfg"
-_OFF = (
-    "model.backbone.drop_path_rate",
-    "model.backbone.drop_rate",
-    "model.backbone.pre_norm",
-    "model.head.hidden_dim",
-    "model.neck",
-)
-"""The keys that may be absent or off."""
 _ROWS = """
+model.backbone.drop_path_rate      model.drop_path_rate  unset
+model.backbone.drop_rate           model.pos_drop_rate,model.proj_drop_rate  unset
+model.head.hidden_dim              model.representation_size  unset
 train_cfg.val_interval             eval.every_epochs     1
 train_cfg.max_epochs               train.epochs          required
 randomness.seed                    train.seed            unset
@@ -111,13 +106,8 @@ def is_config(text: str) -> bool:
 def read_command(command: Command, num_gpus: int | None) -> Reading:
     """Map `tools/dist_train.sh CONFIG GPUS` or `tools/train.py CONFIG`."""
     path = Path(command.words[0])
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: the config file cannot be read: pass a path relative to the current folder"
-        )
     gpus = num_gpus or command.num_gpus()
-    amp = "--amp" in command.words
-    return read(path.read_text(encoding="utf-8"), path, gpus, amp)
+    return read(config_text(path), path, gpus, amp="--amp" in command.words)
 
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
@@ -182,19 +172,15 @@ def _map_model(reading: ConfigReading) -> None:
     if backbone == "DistilledVisionTransformer":
         name["model.dist_token"] = True
     reading.same("model.backbone.arch model.backbone.patch_size", name)
-    if rate := reading.get("model.backbone.drop_path_rate"):
-        reading.same("model.backbone.drop_path_rate", {"model.drop_path_rate": rate})
-    if drop := reading.get("model.backbone.drop_rate"):
-        rates = {"model.pos_drop_rate": drop, "model.proj_drop_rate": drop}
-        reading.same("model.backbone.drop_rate", rates)
     pools = reading.get("model.backbone.out_type") == "avg_featmap"
     pooled = {"model.global_pool": "avg"} if pools else {}
     reading.same("model.backbone.out_type model.backbone.final_norm", pooled)
     if neck := reading.get("model.neck.type"):
         reading.cannot("model.neck", f"{neck} between the backbone and the head")
-    if hidden := reading.get("model.head.hidden_dim"):
-        reading.same("model.head.hidden_dim", {"model.representation_size": hidden})
-    reading.same(" ".join(path for path in _OFF if not reading.get(path)))
+    else:
+        reading.same("model.neck")
+    if not reading.get("model.backbone.pre_norm"):
+        reading.same("model.backbone.pre_norm")
     _map_start(reading, size)
     _map_loss(reading)
 

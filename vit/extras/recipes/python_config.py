@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -72,19 +72,14 @@ class Opaque:
 
 
 class Returned(Exception):
-    """An exception that implements the `return` statement."""
-
-    def __init__(self, value: Any):
-        super().__init__()
-        self.value = value
+    """An exception that implements the `return` statement. Its argument is the value."""
 
 
-class _Function:
+class _Function(NamedTuple):
     """A function that the config file defines."""
 
-    def __init__(self, node: ast.FunctionDef, scopes: list[dict[str, Any]]):
-        self.node = node
-        self.scopes = scopes
+    node: ast.FunctionDef
+    scopes: list[dict[str, Any]]
 
 
 class PythonConfig:
@@ -335,7 +330,7 @@ class PythonConfig:
         try:
             self._run(function.node.body, [*function.scopes, local])
         except Returned as returned:
-            return returned.value
+            return returned.args[0]
         finally:
             self._depth -= 1
         return None
@@ -394,6 +389,15 @@ class Leaves(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"the config has no {key}: pass a training config that includes its bases")
+
+
+def config_text(path: Path) -> str:
+    """Return the text of a config. Raises ValueError if the file does not exist."""
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: the config file cannot be read: pass a path relative to the current folder"
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:

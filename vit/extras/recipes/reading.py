@@ -2,14 +2,15 @@
 
 Each argument gets exactly one finding: same, differs, no equivalent, or no effect in the source
 project. The module of each project records the arguments that need a computation or are an
-exception. All other arguments follow the rule of their line in the project's table.
+exception (`Case`). All other arguments follow the rule of their line in the project's table.
 `Reading.finish` raises an error if an argument has neither, so no argument is dropped silently.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -34,6 +35,20 @@ class Finding(NamedTuple):
     """The nearest settings of this project, by dotted key."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
+
+
+class Case(NamedTuple):
+    """An exception from the rules of a table."""
+
+    verdict: Verdict
+    names: str
+    """The arguments, separated by blanks."""
+    when: Callable[[dict[str, Any]], Any]
+    """Return whether the exception applies to these arguments."""
+    text: str = ""
+    """As in `Finding`. A name in braces is replaced by the value of the argument."""
+    settings: Mapping[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] = MappingProxyType({})
+    """The settings, or a function that computes them from the arguments."""
 
 
 class Reading:
@@ -83,6 +98,19 @@ class Reading:
     def inert(self, names: str, text: str) -> None:
         """Record that the arguments `names` have no effect in their project. text: the reason."""
         self._add("inert", names, None, text)
+
+    def apply(self, cases: Sequence[Case]) -> None:
+        """Record all exceptions that apply to arguments without a finding, in this order."""
+        for case in cases:
+            names = self.unrecorded(case.names)
+            if case.when(self.args) and (names or not case.names):
+                settings = case.settings(self.args) if callable(case.settings) else case.settings
+                self._add(case.verdict, " ".join(names), settings, case.text.format(**self.args))
+
+    def unrecorded(self, names: str) -> list[str]:
+        """Return the arguments in `names` that have no finding yet."""
+        accounted = self._accounted()
+        return [name for name in names.split() if name not in accounted]
 
     def finish(self) -> None:
         """Apply the rules of the table, and assert that each argument has one finding."""
@@ -158,15 +186,17 @@ class ConfigReading(Reading):
     def copy(self, rows: str) -> None:
         """Record values that equal settings of this project.
 
-        rows: lines with a path, a setting and the value for a config without the path, `required`
-        if the config must have the path, or `unset` if the setting then keeps its default.
+        rows: lines with a path, settings separated by commas, and the value for a config without
+        the path. `required`: the config must have the path. `unset`: without a value, or with one
+        that is off, the settings keep their defaults.
         """
         for row in rows.strip().splitlines():
-            path, key, default = row.split()
+            path, keys, default = row.split()
             value = self.args[path] if default == "required" else self.get(path)
             if value is None and default != "unset":
                 value = yaml.safe_load(default)
-            self.same(path, {} if value is None and default == "unset" else {key: value})
+            is_set = value or default != "unset"
+            self.same(path, dict.fromkeys(keys.split(","), value) if is_set else {})
 
     def items(self, path: str) -> list[str]:
         """Return the paths of all items of a list, such as `path.0`."""
@@ -184,13 +214,13 @@ class ConfigReading(Reading):
 
     def unrecorded(self, paths: str) -> list[str]:
         """Return the keys at or below `paths` that have no finding yet."""
-        accounted = self._accounted()
-        return [
+        below = [
             name
             for path in paths.split()
             for name in self.args
-            if (name == path or name.startswith(f"{path}.")) and name not in accounted
+            if name == path or name.startswith(f"{path}.")
         ]
+        return super().unrecorded(" ".join(below))
 
     def _add(
         self, verdict: Verdict, names: str, settings: Mapping[str, Any] | None, text: str

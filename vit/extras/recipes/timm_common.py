@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any
 
-from vit.config.hints import sections
-from vit.config.optim_section import OptimizerConfig
 from vit.data.augment.table import AUTO_AUGMENT_SETS
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Case, Reading
 
 _ADAMW = {"optim.name": "adamw"}
 _LAMB = {"optim.name": "lamb"}
@@ -149,28 +148,6 @@ def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[s
     return settings, problems
 
 
-def map_color_jitter(reading: Reading, applies: bool) -> None:
-    """Map `--color-jitter`. applies: False if `--aa` replaces color jitter (transforms_factory)."""
-    strength = reading.args["color_jitter"] or 0.0
-    if strength and not applies:
-        reading.inert(
-            "color_jitter", "timm ignores this argument if --aa has a policy other than 3a"
-        )
-    elif strength:
-        saturation = 0 if reading.settings.get("model.in_chans") == 1 else strength
-        jitter = {"augment.color_jitter": [strength, strength, saturation, 0]}
-        reading.same("color_jitter", jitter)
-
-
-def map_erasing(reading: Reading) -> None:
-    """Record the exceptions of `--recount`, and of all arguments without `--reprob`."""
-    boxes = reading.args["recount"]
-    if not reading.args["reprob"]:
-        reading.inert("remode recount resplit", "erasing is off")
-    elif boxes != 1:
-        reading.cannot("recount", f"up to {boxes} erased boxes: replaced by one")
-
-
 def erasing_as_in_torchvision(prob: float) -> dict[str, Any]:
     """Return settings for boxes that torchvision's RandomErasing also draws."""
     return {
@@ -180,25 +157,65 @@ def erasing_as_in_torchvision(prob: float) -> dict[str, Any]:
     }
 
 
-def map_mixing(reading: Reading) -> None:
-    """Record the exceptions of `--mixup` and its related flags."""
-    args = reading.args
-    if not (args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"]):
-        reading.inert("mixup_prob mixup_switch_prob mixup_mode", "mixing is off")
-        return
-    if not (args["mixup"] > 0 and args["cutmix"] > 0):
-        reading.inert("mixup_switch_prob", "only one of MixUp and CutMix is on")
-    if args["mixup_mode"] == "batch":
-        text = (
-            f"the source draws one lambda and box for the {args['batch_size']} images of a GPU;"
-            " this project draws one for each augment.mix_group_size images, which makes batches"
-            " independent of the number of GPUs"
-        )
-        reading.differs("mixup_mode", text, {"augment.mixup_mode": "batch"})
+def color_jitter(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings for `--color-jitter`. Grey images have no saturation."""
+    strength = args["color_jitter"]
+    saturation = 0 if args.get("in_chans") == 1 else strength
+    return {"augment.color_jitter": [strength, strength, saturation, 0]}
+
+
+def _mixes(args: Mapping[str, Any]) -> bool:
+    return bool(args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"])
+
+
+TIMM_CASES = (
+    Case(
+        "inert",
+        "color_jitter",
+        lambda a: a["color_jitter"] and a["aa"] not in ("", None, "3a"),
+        "timm ignores this argument if --aa has a policy other than 3a",
+    ),
+    Case("same", "color_jitter", lambda a: a["color_jitter"], settings=color_jitter),
+    Case("inert", "remode recount resplit", lambda a: not a["reprob"], "erasing is off"),
+    Case(
+        "cannot",
+        "recount",
+        lambda a: a["recount"] != 1,
+        "up to {recount} erased boxes: replaced by one",
+    ),
+    Case(
+        "inert", "mixup_prob mixup_switch_prob mixup_mode", lambda a: not _mixes(a), "mixing is off"
+    ),
+    Case(
+        "inert",
+        "mixup_switch_prob",
+        lambda a: a["mixup"] <= 0 or a["cutmix"] <= 0,
+        "only one of MixUp and CutMix is on",
+    ),
+    Case(
+        "differs",
+        "mixup_mode",
+        lambda a: a["mixup_mode"] == "batch",
+        "the source draws one lambda and box for the {batch_size} images of a GPU; this project"
+        " draws one for each augment.mix_group_size images, which makes batches independent of the"
+        " number of GPUs",
+        {"augment.mixup_mode": "batch"},
+    ),
+)
+"""The exceptions of the arguments that DeiT and MAE copied from timm."""
+
+
+def map_repeats(reading: Reading, names: str, copies: int, is_distributed: bool) -> None:
+    """Map repeated augmentation, which needs a distributed sampler."""
+    if copies > 1 and is_distributed:
+        repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
+        reading.same(names, repeats)
+    elif copies > 1:
+        reading.inert(names, "a single process uses a random sampler")
 
 
 def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> None:
-    """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum` and `--opt-kwargs`.
+    """Map `--opt`, `--opt-eps`, `--opt-betas` and `--momentum`.
 
     lr: the peak learning rate. formula: its computation. lr_names: the arguments in the formula. As
     in timm, one-dimensional tensors, position embeddings and tokens have no weight decay.
@@ -233,40 +250,20 @@ def not_available(optimizer: str) -> ValueError:
 
 
 def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
-    """Map the optimizer and timm's `--opt-kwargs`. Return this project's name of the optimizer.
+    """Map the optimizer. Return this project's name of the optimizer.
 
     Raises ValueError for an unsupported optimizer.
     """
     if name not in _OPTIMIZERS:
         raise not_available(f"{reading.table.flag_of(argument)} {name}")
     settings = _OPTIMIZERS[name]
-    ours: str = settings["optim.name"]
-    kwargs = reading.args.get("opt_kwargs") or {}
-    own = _own_settings(ours)
-    stated = {f"optim.{key}": value for key, value in kwargs.items() if key in own}
-    settings = {key: value for key, value in settings.items() if key not in stated}
     if name == "adam":
         text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
         reading.cannot(argument, text, settings)
     else:
         reading.same(argument, settings)
-    if "opt_kwargs" not in reading.args:
-        return ours
-    if lacking := kwargs.keys() - own:
-        text = f"arguments of the optimizer: {', '.join(sorted(lacking))}"
-        reading.cannot("opt_kwargs", text, stated)
-    else:
-        reading.same("opt_kwargs", stated)
+    ours: str = settings["optim.name"]
     return ours
-
-
-def _own_settings(name: str) -> set[str]:
-    """Return the settings of the optimizer `name` that have no flag in timm."""
-    (kind,) = (
-        k for k in sections()["optim"] if name in get_args(k.model_fields["name"].annotation)
-    )
-    with_flags = {"betas", "eps", "momentum"}
-    return kind.model_fields.keys() - OptimizerConfig.model_fields.keys() - with_flags
 
 
 def map_clipping(reading: Reading) -> None:

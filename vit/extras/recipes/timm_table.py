@@ -44,7 +44,7 @@ _RECIPE = """
 --layer-decay             float   -       =
 --layer-decay-min-scale   float   0       off: a minimum of the layer-wise rates
 --layer-decay-no-opt-scale  float  -      off: freezing of layers below a rate
---opt-kwargs              pairs   -       of the optimizer
+--opt-kwargs              pairs   -       off: arguments of the optimizer: set optim by hand
 --sched                   str     cosine  schedule.name
 --sched-on-updates        on      -       the rate changes each step instead of each epoch
 --lr                      float   -       optim.lr
@@ -97,7 +97,7 @@ _RECIPE = """
 --mixup-prob              float   1.0     = augment.mix_prob
 --mixup-switch-prob       float   0.5     = augment.cutmix_switch_prob
 --mixup-mode              str     batch   = augment.mixup_mode
---mixup-off-epoch         int     0       =
+--mixup-off-epoch         int     0       =? augment.mixup_off_epoch
 --smoothing               float   0.1     = loss.label_smoothing
 --train-interpolation     str     random  = data.interpolation
 --drop                    float   0.0     off: dropout before the head

@@ -13,19 +13,18 @@ import re
 from statistics import fmean
 from typing import Any
 
-from vit.extras.recipes.rates import map_rate, timm_cosine, timm_step, with_effect
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.rates import map_rate, timm_cosine, with_effect
+from vit.extras.recipes.reading import Case, Reading
 from vit.extras.recipes.timm_common import (
+    TIMM_CASES,
     map_batch,
     map_clipping,
-    map_color_jitter,
-    map_erasing,
     map_initial_weights,
     map_layer_decay,
-    map_mixing,
     map_optimizer,
     map_policy,
     map_precision,
+    map_repeats,
 )
 from vit.extras.recipes.timm_table import TABLE, note_old_defaults
 from vit.layers.presets import SIZES
@@ -36,52 +35,134 @@ _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d
 """The pattern for models of timm that equal a model of this project."""
 
 
+_STEPS = "decay_epochs decay_rate decay_milestones patience_epochs"
+_CASES = (
+    Case(
+        "same",
+        "no_aug",
+        lambda a: a["no_aug"],
+        # A crop scale of 1 and a ratio of 1 select the central square.
+        settings={
+            "augment.crop_scale": [1.0, 1.0],
+            "augment.crop_ratio": [1.0, 1.0],
+            "augment.hflip_prob": 0.0,
+        },
+    ),
+    Case(
+        "inert",
+        "train_crop_mode scale ratio hflip aa color_jitter color_jitter_prob reprob remode recount"
+        " resplit",
+        lambda a: a["no_aug"],
+        "--no-aug",
+    ),
+    Case(
+        "cannot",
+        "train_crop_mode",
+        lambda a: a["train_crop_mode"] not in (None, "", "rrc"),
+        "crops {train_crop_mode}, which keep the aspect ratio",
+    ),
+    Case(
+        "inert",
+        "color_jitter_prob",
+        lambda a: (
+            a["color_jitter_prob"] is None
+            or not a["color_jitter"]
+            or a["aa"] not in ("", None, "3a")
+        ),
+        "--color-jitter-prob or --color-jitter is off",
+    ),
+    Case("cannot", "color_jitter_prob", lambda a: True, "color changes in a share of the images"),
+    Case(
+        "same",
+        "mixup_off_epoch",
+        lambda a: max(a["mixup"], a["cutmix"]) <= 0 or a["mixup_off_epoch"] >= a["epochs"],
+    ),
+    Case(
+        "inert",
+        "bce_sum bce_target_thresh bce_pos_weight",
+        lambda a: not a["bce_loss"],
+        "--bce-loss is off",
+    ),
+    Case(
+        "cannot",
+        "bce_loss bce_sum bce_target_thresh",
+        lambda a: (
+            a["bce_loss"]
+            and a["bce_target_thresh"] is not None
+            and a["bce_target_thresh"] < a["smoothing"] / 1000
+        ),
+        "with this threshold, smoothing makes all targets 1: replaced by cross-entropy",
+    ),
+    Case(
+        "same",
+        "bce_loss bce_sum bce_target_thresh",
+        lambda a: a["bce_loss"],
+        settings=lambda a: {
+            "loss.name": "bce",
+            "loss.bce_sum": a["bce_sum"],
+            "loss.bce_target_thresh": a["bce_target_thresh"],
+        },
+    ),
+    Case(
+        "cannot",
+        "lr_cycle_limit",
+        lambda a: a["lr_cycle_limit"] != 1,
+        "{lr_cycle_limit} cycles of the schedule",
+    ),
+    Case("inert", _STEPS, lambda a: a["sched"] == "cosine", "the schedule is a cosine"),
+    Case("inert", "model_ema_decay", lambda a: not a["model_ema"], "the average is off"),
+    Case(
+        "inert",
+        "model_ema_warmup",
+        lambda a: a["model_ema_warmup"] and not a["model_ema"],
+        "the average is off",
+    ),
+    Case(
+        "same",
+        "model_ema_warmup",
+        lambda a: a["model_ema_warmup"],
+        settings={"train.ema_warmup": True, "train.ema_warmup_power": 2 / 3},
+    ),
+    Case(
+        "cannot",
+        "model_dtype",
+        lambda a: a["model_dtype"] not in (None, "float32"),
+        "weights in {model_dtype}",
+    ),
+    Case(
+        "cannot",
+        "head_init_scale",
+        lambda a: a["head_init_scale"] is not None,
+        "initial weights of the head times {head_init_scale}",
+    ),
+)
+
+
 def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) -> None:
     """Map the arguments of a command or a YAML file of timm's train.py."""
     args = reading.args
     steps = max(1, args["grad_accum_steps"])
     batch = map_batch(reading, "batch_size grad_accum_steps", num_gpus, steps)
     _map_model(reading)
-    if args["no_aug"]:
-        _map_no_augmentation(reading)
-    else:
-        _map_augmentation(reading)
+    if not args["no_aug"]:
+        map_policy(reading, args["train_interpolation"])
+    elif args["train_interpolation"] == "random":
+        args["train_interpolation"] = "bilinear"  # timm's choice for --no-aug
     _map_interpolation(reading)
-    _map_repeats(reading, is_distributed)
-    map_mixing(reading)
-    last = args["mixup_off_epoch"]
-    if last and (args["mixup"] > 0 or args["cutmix"] > 0) and last < args["epochs"]:
-        reading.same("mixup_off_epoch", {"augment.mixup_off_epoch": last})
-    _map_loss(reading)
+    map_repeats(reading, "aug_repeats", int(args["aug_repeats"]), is_distributed)
+    reading.apply((*_CASES, *TIMM_CASES))
     lr, formula = _rate(args, batch)
     map_optimizer(reading, lr, formula, "lr lr_base lr_base_size lr_base_scale")
     _note_rate_for_sgd(reading, lr)
     map_clipping(reading)
     map_layer_decay(reading, "layer_decay", args["layer_decay"], "timm")
     _map_schedule(reading, lr)
-    if not args["model_ema"]:
-        reading.inert("model_ema_decay", "the average is off")
-    if args["model_ema_warmup"] and args["model_ema"]:
-        warmup = {"train.ema_warmup": True, "train.ema_warmup_power": 2 / 3}
-        reading.same("model_ema_warmup", warmup)
-    elif args["model_ema_warmup"]:
-        reading.inert("model_ema_warmup", "the average is off")
-    _map_precision(reading)
-    _map_initial_weights(reading)
+    theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
+    is_mixed = args["amp"] or args["apex_amp"] or args["native_amp"]
+    map_precision(reading, theirs if is_mixed else "fp32")
+    if args["head_init_scale"] is None and not reading.settings["model.name"].startswith("timm/"):
+        map_initial_weights(reading, "", "timm")
     note_old_defaults(reading)
-
-
-def _map_initial_weights(reading: Reading) -> None:
-    """Map the initial weights and `--head-init-scale`, a factor on the head's weights."""
-    scale = reading.args["head_init_scale"]
-    is_ours = not reading.settings["model.name"].startswith("timm/")
-    if scale in (None, 1):
-        if is_ours:
-            map_initial_weights(reading, "", "timm")
-    elif scale == 0 and is_ours:  # without `model.weight_init`, the head starts at zero
-        map_initial_weights(reading, "torch's convolution default for patches, and a head of zeros")
-    else:
-        reading.cannot("head_init_scale", f"initial weights of the head times {scale:g}")
 
 
 def _map_model(reading: Reading) -> None:
@@ -180,45 +261,6 @@ def _map_fields(reading: Reading, is_plain: bool) -> None:
         reading.same("head_init_bias", {"model.init_head_bias": bias})
 
 
-_OF_AUGMENTATION = (
-    "train_crop_mode scale ratio hflip aa color_jitter color_jitter_prob reprob remode recount"
-    " resplit"
-)
-
-
-def _map_no_augmentation(reading: Reading) -> None:
-    """Map `--no-aug`. A crop scale of 1 and a ratio of 1 select the central square."""
-    window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
-    reading.same("no_aug", {**window, "augment.hflip_prob": 0.0})
-    reading.inert(_OF_AUGMENTATION, "--no-aug")
-    if reading.args["train_interpolation"] == "random":
-        reading.args["train_interpolation"] = "bilinear"  # timm's choice for --no-aug
-
-
-def _map_augmentation(reading: Reading) -> None:
-    args = reading.args
-    mode = args["train_crop_mode"]
-    if mode not in (None, "", "rrc"):
-        reading.cannot("train_crop_mode", f"crops {mode}, which keep the aspect ratio")
-    map_policy(reading, args["train_interpolation"])
-    jitters = args["aa"] in ("", None, "3a")
-    map_color_jitter(reading, applies=jitters)
-    if args["color_jitter_prob"] is None or not (jitters and args["color_jitter"]):
-        reading.inert("color_jitter_prob", "--color-jitter-prob or --color-jitter is off")
-    else:
-        reading.cannot("color_jitter_prob", "color changes in a share of the images")
-    map_erasing(reading)
-
-
-def _map_repeats(reading: Reading, is_distributed: bool) -> None:
-    repeats = int(reading.args["aug_repeats"])
-    if repeats > 1 and is_distributed:
-        settings = {"data.aug_repeats": repeats, "data.aug_repeats_form": "sampler"}
-        reading.same("aug_repeats", settings)
-    elif repeats > 1:
-        reading.inert("aug_repeats", "a single process has no distributed sampler")
-
-
 def _map_interpolation(reading: Reading) -> None:
     training = reading.args["train_interpolation"]
     ours = training if training in ("bicubic", "bilinear") else "bicubic"
@@ -229,21 +271,6 @@ def _map_interpolation(reading: Reading) -> None:
     if theirs != ours:
         text = f"timm resizes by {theirs} for evaluation, this project by {ours} as in training"
         reading.differs("interpolation", text)
-
-
-def _map_loss(reading: Reading) -> None:
-    args = reading.args
-    if not args["bce_loss"]:
-        reading.inert("bce_sum bce_target_thresh bce_pos_weight", "--bce-loss is off")
-        return
-    threshold = args["bce_target_thresh"]
-    names = "bce_loss bce_sum bce_target_thresh"
-    if threshold is not None and threshold < args["smoothing"] / 1000:
-        text = "with this threshold, smoothing makes all targets 1: replaced by cross-entropy"
-        reading.cannot(names, text)
-        return
-    bce = {"loss.name": "bce", "loss.bce_sum": args["bce_sum"], "loss.bce_target_thresh": threshold}
-    reading.same(names, bce)
 
 
 def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
@@ -284,8 +311,6 @@ def _map_schedule(reading: Reading, lr: float) -> None:
         parts.append(f"{cooldown} of cool-down")
     length = {"train.epochs": prefix + epochs + cooldown}
     reading.same("epochs warmup_prefix", length, " + ".join(parts) if len(parts) > 1 else "")
-    if args["lr_cycle_limit"] != 1:
-        reading.cannot("lr_cycle_limit", f"{args['lr_cycle_limit']} cycles of the schedule")
     settings = {
         "schedule.name": "cosine",
         "schedule.interval": "step" if args["sched_on_updates"] else "epoch",
@@ -295,15 +320,10 @@ def _map_schedule(reading: Reading, lr: float) -> None:
         "schedule.min_lr": min(args["min_lr"], lr),
     }
     names = "sched sched_on_updates min_lr warmup_lr warmup_epochs lr_k_decay"
-    steps = "decay_epochs decay_rate decay_milestones patience_epochs"
     if args["sched"] != "cosine":
         text = f"the schedule {args['sched']}: replaced by a cosine"
-        if args["sched"] == "step":
-            at_end = timm_step(lr, args["decay_epochs"], args["decay_rate"])(epochs - 0.5)
-            text += f"; timm's ends at {at_end:.2g}"
-        reading.cannot(f"{names} {steps} cooldown_epochs", text, with_effect(settings))
+        reading.cannot(f"{names} {_STEPS} cooldown_epochs", text, with_effect(settings))
         return
-    reading.inert(steps, "the schedule is a cosine")
     if cooldown and settings["schedule.min_lr"]:
         reading.same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown})
     elif cooldown:
@@ -321,12 +341,3 @@ def _map_schedule(reading: Reading, lr: float) -> None:
     )
     reasons = "--lr-k-decay changes the shape of the cosine" if args["lr_k_decay"] != 1 else ""
     map_rate(reading, names, theirs, settings, reasons)
-
-
-def _map_precision(reading: Reading) -> None:
-    args = reading.args
-    theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
-    is_mixed = args["amp"] or args["apex_amp"] or args["native_amp"]
-    map_precision(reading, theirs if is_mixed else "fp32")
-    if args["model_dtype"] not in (None, "float32"):
-        reading.cannot("model_dtype", f"weights in {args['model_dtype']}")

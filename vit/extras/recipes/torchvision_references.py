@@ -12,12 +12,13 @@ import re
 
 from vit.extras.recipes.arguments import make_table
 from vit.extras.recipes.rates import map_rate, torchvision_cosine, with_effect
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Case, Reading
 from vit.extras.recipes.timm_common import (
     erasing_as_in_torchvision,
     map_batch,
     map_initial_weights,
     map_precision,
+    map_repeats,
     not_available,
 )
 from vit.system.spelling import did_you_mean
@@ -45,7 +46,7 @@ _RECIPE = """
 --lr-min                  float   0.0     schedule.min_lr
 --sync-bn                 on      -       off: synchronized batch norm, which a ViT does not have
 --pretrained              on      -       =
---auto-augment            str     -       =
+--auto-augment            str     -       =? augment.auto_augment
 --ra-magnitude            int     9       augment.randaugment_magnitude
 --augmix-severity         int     3       of AugMix
 --random-erase            float   0.0     =
@@ -54,7 +55,7 @@ _RECIPE = """
 --model-ema-steps         int     32      steps between updates of the average
 --model-ema-decay         float   0.99998  train.ema_decay
 --interpolation           str     bilinear   = data.interpolation
---val-resize-size         int     256     eval.resize_px
+--val-resize-size         int     256     = eval.resize_px
 --val-crop-size           int     224     =
 --train-crop-size         int     224     = model.image_size
 --clip-grad-norm          float   -       = optim.clip_grad_norm
@@ -86,6 +87,88 @@ TABLE = make_table(
 )
 
 
+_POLICIES = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
+_CASES = (
+    Case(
+        "cannot",
+        "val_crop_size",
+        lambda a: a["val_crop_size"] != a["train_crop_size"],
+        "evaluation at {val_crop_size} px: replaced by the training size (set model.image_size in"
+        " launch/eval.py)",
+    ),
+    Case(
+        "cannot",
+        "val_resize_size",
+        lambda a: a["val_resize_size"] < a["train_crop_size"],
+        "an evaluation image smaller than the crop",
+    ),
+    Case(
+        "same",
+        "val_resize_size",
+        lambda a: a["val_resize_size"] == a["train_crop_size"] / 0.875,
+        settings={"eval.crop_pct": 0.875},
+    ),
+    Case(
+        "same",
+        "random_erase",
+        lambda a: a["random_erase"],
+        # torchvision fills boxes with the mean color.
+        settings=lambda a: {
+            "augment.erasing_mode": "const",
+            **erasing_as_in_torchvision(a["random_erase"]),
+        },
+    ),
+    Case("inert", "ra_reps", lambda a: not a["ra_sampler"], "--ra-sampler is off"),
+    Case(
+        "differs",
+        "",
+        lambda a: a["mixup_alpha"] or a["cutmix_alpha"],
+        "torchvision draws one lambda and box for the {batch_size} images of a GPU; this project"
+        " draws one for each augment.mix_group_size images, which makes batches independent of the"
+        " number of GPUs",
+    ),
+    Case(
+        "same",
+        "auto_augment ra_magnitude",
+        lambda a: a["auto_augment"] == "ra",
+        settings=lambda a: {
+            "augment.randaugment_layers": 2,
+            "augment.randaugment_ops": "torchvision",
+            "augment.randaugment_magnitude": float(a["ra_magnitude"]),
+        },
+    ),
+    Case("cannot", "auto_augment", lambda a: a["auto_augment"] == "augmix", "AugMix"),
+    Case("inert", "ra_magnitude augmix_severity", lambda a: True, "the policy does not use it"),
+    Case("inert", "momentum", lambda a: a["opt"].lower() == "adamw", "AdamW uses betas"),
+    Case(
+        "differs",
+        "",
+        lambda a: a["clip_grad_norm"] is not None,
+        "some revisions of train.py clip gradients after the update, which has no effect"
+        " (pytorch/vision@017e9b99)",
+    ),
+    Case(
+        "inert",
+        "lr_step_size lr_gamma",
+        lambda a: a["lr_scheduler"].lower() == "cosineannealinglr",
+        "the schedule is a cosine",
+    ),
+    Case(
+        "inert",
+        "model_ema_decay model_ema_steps",
+        lambda a: not a["model_ema"],
+        "the average is off",
+    ),
+    Case(
+        "differs",
+        "weights pretrained",
+        lambda a: a["weights"] or a["pretrained"],
+        "torchvision's weights of {model}: download the file",
+        lambda a: {"init.checkpoint": f"{a['model']}.pth"},
+    ),
+)
+
+
 def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) -> None:
     """Map the arguments of torchvision's references."""
     args = reading.args
@@ -96,75 +179,23 @@ def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) 
             " vit_l_16, vit_l_32 or vit_h_14"
         )
     reading.same("model", {"model.name": f"vit_{match[1]}{match[2]}"})
+    policy = args["auto_augment"]
+    if policy not in (None, *_POLICIES):
+        raise ValueError(
+            f"--auto-augment {policy}: train.py rejects it{did_you_mean(policy, _POLICIES)}:"
+            f" expected {', '.join(_POLICIES)}"
+        )
     batch = map_batch(reading, "batch_size", num_gpus)
-    _map_images(reading, is_distributed)
-    _map_policy(reading)
+    copies = args["ra_reps"] if args["ra_sampler"] else 1
+    map_repeats(reading, "ra_sampler ra_reps", copies, is_distributed)
+    reading.apply(_CASES)
     _map_optimizer(reading)
     _map_decay(reading)
     _map_schedule(reading)
     _map_average(reading, batch)
-    if args["weights"] or args["pretrained"]:
-        text = f"torchvision's weights {args['weights'] or args['model']}: download the file"
-        reading.differs("weights pretrained", text, {"init.checkpoint": f"{args['model']}.pth"})
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss" if args["amp"] else "fp32")
     map_initial_weights(reading, "Xavier's in MLPs, a head of zeros, patches normal")
-
-
-def _map_images(reading: Reading, is_distributed: bool) -> None:
-    args = reading.args
-    size = args["train_crop_size"]
-    if args["val_crop_size"] != size:
-        text = f"evaluation at {args['val_crop_size']} px: replaced by the training size"
-        reading.cannot("val_crop_size", f"{text} (set model.image_size in launch/eval.py)")
-    if args["val_resize_size"] < size:
-        reading.cannot("val_resize_size", "an evaluation image smaller than the crop")
-    elif args["val_resize_size"] == size / 0.875:
-        reading.same("val_resize_size", {"eval.crop_pct": 0.875})
-    else:
-        reading.same("val_resize_size", {"eval.resize_px": args["val_resize_size"]})
-    if args["random_erase"]:
-        # torchvision fills boxes with the mean color.
-        erased = erasing_as_in_torchvision(args["random_erase"])
-        reading.same("random_erase", {"augment.erasing_mode": "const", **erased})
-    if not args["ra_sampler"]:
-        reading.inert("ra_reps", "--ra-sampler is off")
-    elif is_distributed:
-        repeats = {"data.aug_repeats": args["ra_reps"], "data.aug_repeats_form": "sampler"}
-        reading.same("ra_sampler ra_reps", repeats)
-    else:
-        reading.inert("ra_sampler ra_reps", "a single process uses a random sampler")
-    if args["mixup_alpha"] or args["cutmix_alpha"]:
-        text = (
-            "torchvision draws one lambda and box for the"
-            f" {args['batch_size']} images of a GPU; this project draws one for each"
-            " augment.mix_group_size images, which makes batches independent of the number of GPUs"
-        )
-        reading.differs("", text)
-
-
-def _map_policy(reading: Reading) -> None:
-    policy = reading.args["auto_augment"]
-    if policy == "ra":
-        settings = {
-            "augment.randaugment_layers": 2,
-            "augment.randaugment_ops": "torchvision",
-            "augment.randaugment_magnitude": float(reading.args["ra_magnitude"]),
-        }
-        reading.same("auto_augment ra_magnitude", settings)
-        reading.inert("augmix_severity", "the policy is not AugMix")
-        return
-    if policy in ("ta_wide", "imagenet", "cifar10", "svhn"):
-        reading.same("auto_augment", {"augment.auto_augment": policy})
-    elif policy == "augmix":
-        reading.cannot("auto_augment", "AugMix")
-    elif policy is not None:
-        policies = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
-        raise ValueError(
-            f"--auto-augment {policy}: train.py rejects it{did_you_mean(policy, policies)}:"
-            f" expected {', '.join(policies)}"
-        )
-    reading.inert("ra_magnitude augmix_severity", "the policy does not use it")
 
 
 def _map_optimizer(reading: Reading) -> None:
@@ -174,15 +205,8 @@ def _map_optimizer(reading: Reading) -> None:
         reading.same("opt", {"optim.name": "sgd", "optim.nesterov": "nesterov" in name})
     elif name == "adamw":
         reading.same("opt", {"optim.name": "adamw"})
-        reading.inert("momentum", "AdamW uses betas")
     else:
         raise not_available(f"--opt {args['opt']}")
-    if args["clip_grad_norm"] is not None:
-        text = (
-            "some revisions of train.py clip gradients after the update, which has no effect"
-            " (pytorch/vision@017e9b99)"
-        )
-        reading.differs("", text)
 
 
 def _map_decay(reading: Reading) -> None:
@@ -223,7 +247,6 @@ def _map_schedule(reading: Reading) -> None:
         text = f"the schedule {args['lr_scheduler']}: replaced by a cosine"
         reading.cannot(f"{names} lr_step_size lr_gamma", text, with_effect(settings))
         return
-    reading.inert("lr_step_size lr_gamma", "the schedule is a cosine")
     is_linear = args["lr_warmup_method"] == "linear"
     theirs = torchvision_cosine(
         lr,
@@ -243,7 +266,6 @@ def _map_average(reading: Reading, batch: int) -> None:
     """Map the average, which equals the weights in the warm-up."""
     args = reading.args
     if not args["model_ema"]:
-        reading.inert("model_ema_decay model_ema_steps", "the average is off")
         return
     steps = args["model_ema_steps"]
     share = min(1.0, (1 - args["model_ema_decay"]) * batch * steps / args["epochs"])
