@@ -178,8 +178,7 @@ def test_a_policy_that_timm_rejects_is_an_error(policy):
     "flags",
     [
         *("adamw", "lamb", "nadamw --opt-betas 0.8 0.9", "sgd", "momentum --momentum 0.8"),
-        *("muon", "nadamuon", "adafactorbv"),
-        *("adamw --opt-eps 1e-6"),
+        *("muon", "nadamuon", "adafactorbv", "adamw --opt-eps 1e-6"),
     ],
 )
 def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):

@@ -50,6 +50,12 @@ _CROPS = ("inception_crop", "decode_jpeg_and_inception_crop")
 
 
 _CASES = (
+    Case(
+        "differs",
+        "input.shuffle_buffer_size",
+        lambda a: "input.shuffle_buffer_size" in a,
+        "big_vision shuffles in a buffer, this project over all data",
+    ),
     Case("same", "mixup.fold_in mixup.n", lambda a: True),
     Case(
         "differs",
@@ -99,8 +105,8 @@ def read_command(command: Command) -> Reading:
 def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
     """Map a config. argument: the text after the colon. overrides: dotted keys and values."""
     file = PythonConfig(text, "the config", {"bvcc.parse_arg": _parse_arg})
-    takes_argument = bool(file.names["get_config"].node.args.args)
-    config = file.call("get_config", *([argument] if takes_argument else []))
+    parameters = file.names["get_config"].node.args.args
+    config = file.call("get_config", *([argument] if parameters else []))
     for key, value in overrides:
         *sections, name = key.split(".")
         section = config
@@ -158,10 +164,6 @@ def _map_length(reading: ConfigReading) -> None:
     else:
         text = f"training on {split}: write these images as a split, and set data.train_split to it"
         reading.cannot("input.data.split", text)
-    if "input.shuffle_buffer_size" in reading.args:
-        size = reading.args["input.shuffle_buffer_size"]
-        text = f"big_vision shuffles in a buffer of {size:,}, this project over all data"
-        reading.differs("input.shuffle_buffer_size", text)
 
 
 def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ one drop-path rate for all blocks. The schedule changes once per epoch and is on
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from vit.extras.recipes.arguments import Table, make_table
@@ -36,8 +37,8 @@ _RECIPE = """
 --unscale-lr              on      -       optim.lr is --lr; else --lr is for a batch of 512
 --model                   str     deit_base_patch16_224   model
 --input-size              int     224     model.image_size
---drop                    float   0.0     =
---drop-path               float   0.1     model.drop_path_rate
+--drop                    float   0.0     =? model.pos_drop_rate model.proj_drop_rate
+--drop-path               float   0.1     = model.drop_path_rate
 --model-ema               on      true    =
 --no-model-ema            off:model_ema   -
 --model-ema-decay         float   0.99996  train.ema_decay
@@ -164,7 +165,24 @@ _PARTS_OF_VIT5 = {
 }
 """wangf3014/ViT-5@b7b07960:models_vit5.py."""
 _ROPE = {"model.init_values": 1e-4, "model.rope_type": "axial", "model.rope_temperature": 100.0}
+
+
+def _has_one_rate(args: Mapping[str, Any]) -> bool:
+    """Return whether all blocks of the model have the same drop-path rate."""
+    return "_LS" in args["model"] or args["model"].startswith("vit5")
+
+
 _CASES = (
+    Case(
+        "same",
+        "drop_path",
+        lambda a: _has_one_rate(a) and a["drop_path"],
+        settings=lambda a: {
+            "model.drop_path_rate": a["drop_path"],
+            "model.drop_path_schedule": "constant",
+        },
+    ),
+    Case("cannot", "drop", lambda a: a["drop"] and _has_one_rate(a), "dropout of the head's input"),
     Case(
         "cannot",
         "bce_loss",
@@ -324,25 +342,10 @@ def _map_model(reading: Reading) -> None:
     size = args["input_size"]
     used = size // patch * patch
     text = f"DeiT uses only {used} of {size} px, because patches have {patch} px: set to {used} px"
-    _map_dropping(reading, has_one_rate="_LS" in name or name.startswith("vit5"))
     if used == size:
         reading.same("input_size", {"model.image_size": size})
     else:
         reading.differs("input_size", text, {"model.image_size": used})
-
-
-def _map_dropping(reading: Reading, has_one_rate: bool) -> None:
-    """Map dropout and drop path. has_one_rate: all blocks have the same drop-path rate."""
-    args = reading.args
-    constant = (
-        {"model.drop_path_schedule": "constant"} if has_one_rate and args["drop_path"] else {}
-    )
-    reading.same("drop_path", {"model.drop_path_rate": args["drop_path"], **constant})
-    if args["drop"] and has_one_rate:
-        reading.cannot("drop", "dropout of the head's input")
-    elif args["drop"]:
-        drops = {"model.pos_drop_rate": args["drop"], "model.proj_drop_rate": args["drop"]}
-        reading.same("drop", drops)
 
 
 def _map_start(reading: Reading) -> None:
@@ -368,16 +371,13 @@ def _map_teacher(reading: Reading) -> None:
     path = args["teacher_path"]
     if kind == "none":
         return
-    if kind not in ("hard", "soft") or not path or not 0 < alpha < 1:
+    is_valid = kind in ("hard", "soft") and path and 0 < alpha < 1
+    if not is_valid or "_distilled" not in args["model"]:
         raise ValueError(
-            f"--distillation-type {kind} --distillation-alpha {alpha:g} --teacher-path"
-            f" {path or '-'}: expected none, or hard or soft with an alpha between 0 and 1 and the"
-            " file of the teacher's weights"
-        )
-    if "_distilled" not in args["model"]:
-        raise ValueError(
-            f"--distillation-type {kind}: {args['model']} has one head, which main.py rejects:"
-            " use deit_{tiny,small,base}_distilled_patch16_{224,384}"
+            f"--model {args['model']} --distillation-type {kind} --distillation-alpha {alpha:g}"
+            f" --teacher-path {path or '-'}: expected none, or hard or soft with an alpha between 0"
+            " and 1, the file of the teacher's weights, and a model with two heads, such as"
+            " deit_small_distilled_patch16_224"
         )
     reading.same("distillation_type", {"distill.distill_type": kind})
     file, note = local_file(path)

@@ -28,6 +28,7 @@ from vit.extras.recipes import (
 )
 from vit.extras.recipes.arguments import Table, read_mapping, read_words
 from vit.extras.recipes.command import Command, split_command
+from vit.extras.recipes.python_config import flattened
 from vit.extras.recipes.reading import Reading
 
 DATA_ROOT = "data/imagenet"
@@ -134,8 +135,7 @@ def default_settings(optimizer: str) -> dict[str, Any]:
     optimizer: the value of `optim.name`.
     """
     required = {"data": {"root": DATA_ROOT}, "train": {"epochs": 1}, "optim": {"name": optimizer}}
-    values = to_dict(from_dict(required, "the defaults"))
-    return {f"{section}.{key}": v for section, group in values.items() for key, v in group.items()}
+    return flattened(to_dict(from_dict(required, "the defaults")))
 
 
 def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading | None:
@@ -223,29 +223,9 @@ def _find_program(command: Command, stated: str | None) -> str:
         of_jax = {"--train-dataset-shards", "--droppath", "--layers", "--criterion"}
         return "deit3_jax" if of_jax & set(command.words) else "deit"
     if name.startswith("train"):
-        return _timm_or_torchvision(command)
+        is_torchvision = re.search(r"--model[= ]vit_[blh]_\d\d\b", line)
+        return "torchvision" if is_torchvision else "timm"
     raise ValueError(
         f"{command.script}: the program cannot be detected: pass --program, one of"
         f" {', '.join(PROGRAMS)}"
     )
-
-
-def _timm_or_torchvision(command: Command) -> str:
-    """Return the project whose train.py accepts these flags.
-
-    If both projects accept the flags, the model's name decides.
-    """
-    fits = []
-    for program, table in (
-        ("timm", timm_train.TABLE),
-        ("torchvision", torchvision_references.TABLE),
-    ):
-        try:
-            read_words(table, command.words)
-        except ValueError:
-            continue
-        fits.append(program)
-    if len(fits) == 1:
-        return fits[0]
-    is_torchvision = re.search(r"--model[= ]vit_[blh]_\d\d\b", " ".join(command.words))
-    return "torchvision" if is_torchvision else "timm"

@@ -13,7 +13,7 @@ import re
 from vit.extras.recipes.arguments import Table, make_table
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.rates import after_warmup, map_rate
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Case, Reading
 from vit.extras.recipes.timm_common import (
     TIMM_CASES,
     local_file,
@@ -34,7 +34,7 @@ _RECIPE = """
 --drop_path               float   0.1     = model.drop_path_rate
 --clip_grad               float   -       = optim.clip_grad_norm
 --weight_decay            float   0.05    = optim.weight_decay
---lr                      float   -       optim.lr
+--lr                      float   -       =? optim.lr
 --blr                     float   1e-3    optim.lr, for a batch of 256
 --layer_decay             float   0.75    =
 --min_lr                  float   1e-6    schedule.min_lr
@@ -97,6 +97,17 @@ SUBMITIT = make_table(
 )
 
 
+_CASES = (
+    Case(
+        "same",
+        "global_pool",
+        lambda a: a["global_pool"],
+        settings={"model.global_pool": "avg", "model.class_token": True},
+    ),
+    Case("inert", "blr", lambda a: a["lr"] is not None, "--lr is stated"),
+)
+
+
 def table_for(command: Command) -> Table:
     """Return the arguments of the script that `command` runs."""
     return SUBMITIT if "submitit" in command.script else TABLE
@@ -108,7 +119,7 @@ def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) 
     batch = map_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
     _map_model(reading)
     map_policy(reading, "bicubic")
-    reading.apply(TIMM_CASES)
+    reading.apply((*_CASES, *TIMM_CASES))
     _map_optimizer(reading, batch)
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss")
@@ -125,10 +136,8 @@ def _map_model(reading: Reading) -> None:
         )
     reading.same("model", {"model.name": f"vit_{SIZES[match[1]]}{match[2]}"})
     size = args["input_size"]
-    view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
-    reading.same("input_size", view)
-    if args["global_pool"]:
-        reading.same("global_pool", {"model.global_pool": "avg", "model.class_token": True})
+    crop = 0.875 if size <= 224 else 1.0
+    reading.same("input_size", {"model.image_size": size, "eval.crop_pct": crop})
     if args["finetune"]:
         file, note = local_file(args["finetune"])
         reading.same("finetune", {"init.checkpoint": file, "init.reset_head": True}, note)
@@ -141,9 +150,6 @@ def _map_optimizer(reading: Reading, batch: int) -> None:
     if lr is None:
         lr = args["blr"] * batch / 256
         reading.same("lr blr", {"optim.lr": lr}, f"{args['blr']:g} x {batch} / 256")
-    else:
-        reading.same("lr", {"optim.lr": lr})
-        reading.inert("blr", "--lr is stated")
     map_layer_decay(reading, "layer_decay", args["layer_decay"], "beit")
     settings = {
         "schedule.name": "cosine",

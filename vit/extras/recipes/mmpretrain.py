@@ -116,13 +116,13 @@ def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) 
     reading = ConfigReading("MMPretrain", f"{SOURCE}, its defaults", config, _PLACES)
     _map_batch(reading, path, num_gpus)
     reading.copy(_ROWS)
-    reading.same("optim_wrapper.clip_grad")
     _map_model(reading)
     _map_images(reading)
     _map_mixing(reading)
     _map_optimizer(reading)
     _map_schedule(reading)
     _map_average(reading)
+    reading.same("optim_wrapper.clip_grad train_dataloader.sampler")
     map_precision(reading, "fp16 with a scaled loss" if amp else "fp32")
     reading.finish()
     return reading
@@ -235,10 +235,10 @@ def _map_images(reading: ConfigReading) -> None:
     )
     for item in reading.items("train_dataloader.dataset.pipeline"):
         _map_operation(reading, item)
-    copies = reading.get("train_dataloader.sampler.num_repeats", 3)
-    repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
-    is_repeated = reading.get("train_dataloader.sampler.type") == "RepeatAugSampler"
-    reading.same("train_dataloader.sampler", repeats if is_repeated else {})
+    if reading.get("train_dataloader.sampler.type") == "RepeatAugSampler":
+        copies = reading.get("train_dataloader.sampler.num_repeats", 3)
+        repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
+        reading.same("train_dataloader.sampler", repeats)
     side = 0
     for item in reading.items("val_dataloader.dataset.pipeline"):
         kind = reading.get(f"{item}.type")

@@ -17,6 +17,7 @@ from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
 from vit.extras.recipes.difference import change_text, compare, wrapped
 from vit.extras.recipes.effects import KINDS
+from vit.extras.recipes.python_config import flattened
 from vit.extras.recipes.rates import IMAGENET, Rate, distance, in_percent, our_rate
 from vit.extras.recipes.reference import read_reference
 from vit.model import create_model
@@ -151,6 +152,4 @@ def _schedule(config: Config, num_images: int) -> tuple[Rate, float, int]:
     """Return the learning rate, the number of epochs and the steps of an epoch."""
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
-    values = to_dict(config)
-    settings = {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
-    return our_rate(settings, per_epoch), epochs, per_epoch
+    return our_rate(flattened(to_dict(config)), per_epoch), epochs, per_epoch

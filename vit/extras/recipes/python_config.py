@@ -123,7 +123,9 @@ class PythonConfig:
                 for target in statement.targets:
                     self._assign(target, value, scopes)
             elif isinstance(statement, ast.AugAssign):
-                both = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
+                # The target of `x += 1` as an expression that reads its value.
+                read = ast.parse(ast.unparse(statement.target), mode="eval").body
+                both = ast.BinOp(read, statement.op, statement.value)
                 value = self._value(ast.copy_location(both, statement), scopes)
                 self._assign(statement.target, value, scopes)
             elif isinstance(statement, ast.Expr):
@@ -211,7 +213,7 @@ class PythonConfig:
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
         left = self._value(node.left, scopes)
         right = self._value(node.right, scopes)
-        if isinstance(node.op, ast.Pow) and _is_small(left) and _is_small(right):
+        if isinstance(node.op, ast.Pow) and max(abs(left), abs(right)) <= 1000:
             return left**right
         if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and isinstance(left, str)):
             raise self._error(node, "only + - * / // and % of numbers are supported")
@@ -344,15 +346,6 @@ class PythonConfig:
         line = getattr(node, "lineno", 1)
         text = ast.unparse(node).splitlines()[0][:60]
         return ValueError(f"{self.source}:{line}: {text}: {problem}")
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """Return the target of `x += 1` as an expression that reads its value."""
-    return ast.parse(ast.unparse(target), mode="eval").body
-
-
-def _is_small(number: float) -> bool:
-    return abs(number) <= 1000
 
 
 def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:

@@ -72,10 +72,6 @@ class Reading:
         findings = [*self._usual_findings(), *self.findings]
         return {key: value for finding in findings for key, value in finding.settings.items()}
 
-    def has_setting(self, key: str) -> bool:
-        """Return whether this project has the setting `key`."""
-        return key in self._known
-
     def same(
         self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
     ) -> None:

@@ -164,10 +164,6 @@ def color_jitter(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"augment.color_jitter": [strength, strength, saturation, 0]}
 
 
-def _mixes(args: Mapping[str, Any]) -> bool:
-    return bool(args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"])
-
-
 TIMM_CASES = (
     Case(
         "inert",
@@ -184,7 +180,10 @@ TIMM_CASES = (
         "up to {recount} erased boxes: replaced by one",
     ),
     Case(
-        "inert", "mixup_prob mixup_switch_prob mixup_mode", lambda a: not _mixes(a), "mixing is off"
+        "inert",
+        "mixup_prob mixup_switch_prob mixup_mode",
+        lambda a: max(a["mixup"], a["cutmix"]) <= 0 and not a["cutmix_minmax"],
+        "mixing is off",
     ),
     Case(
         "inert",
@@ -208,8 +207,7 @@ TIMM_CASES = (
 def map_repeats(reading: Reading, names: str, copies: int, is_distributed: bool) -> None:
     """Map repeated augmentation, which needs a distributed sampler."""
     if copies > 1 and is_distributed:
-        repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
-        reading.same(names, repeats)
+        reading.same(names, {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"})
     elif copies > 1:
         reading.inert(names, "a single process uses a random sampler")
 
@@ -262,8 +260,7 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
         reading.cannot(argument, text, settings)
     else:
         reading.same(argument, settings)
-    ours: str = settings["optim.name"]
-    return ours
+    return str(settings["optim.name"])
 
 
 def map_clipping(reading: Reading) -> None:

@@ -16,7 +16,7 @@ _RECIPE = """
 --pretrained-path         str     -       init.checkpoint
 --initial-checkpoint      str     -       init.checkpoint
 --num-classes             int     -       =? model.num_classes
---gp                      str     -       model.global_pool
+--gp                      str     -       =
 --img-size                int     -       model.image_size
 --in-chans                int     -       model.in_chans
 --input-size              ints    -       model.in_chans and model.image_size

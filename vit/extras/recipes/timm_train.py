@@ -13,6 +13,7 @@ import re
 from statistics import fmean
 from typing import Any
 
+from vit.config.hints import all_keys
 from vit.extras.recipes.rates import map_rate, timm_cosine, with_effect
 from vit.extras.recipes.reading import Case, Reading
 from vit.extras.recipes.timm_common import (
@@ -109,6 +110,32 @@ _CASES = (
         lambda a: a["lr_cycle_limit"] != 1,
         "{lr_cycle_limit} cycles of the schedule",
     ),
+    Case(
+        "same",
+        "cooldown_epochs",
+        lambda a: a["sched"] == "cosine" and a["cooldown_epochs"] and a["min_lr"],
+        settings=lambda a: {"schedule.cooldown_epochs": a["cooldown_epochs"]},
+    ),
+    Case(
+        "differs",
+        "cooldown_epochs",
+        lambda a: a["sched"] == "cosine" and a["cooldown_epochs"],
+        "timm adds {cooldown_epochs} epochs at learning rate 0, this project lengthens the cosine",
+    ),
+    Case(
+        "inert",
+        "dist_bn",
+        lambda a: re.match(
+            r"(hf[-_]hub:)?(timm/)?(vit|naflexvit|flexivit|deit|beit|eva)", a["model"]
+        ),
+        "the model has no batch norm",
+    ),
+    Case(
+        "differs",
+        "dist_bn",
+        lambda a: a["dist_bn"] == "reduce",
+        "batch norm statistics: timm averages them over GPUs, this project uses rank 0's",
+    ),
     Case("inert", _STEPS, lambda a: a["sched"] == "cosine", "the schedule is a cosine"),
     Case("inert", "model_ema_decay", lambda a: not a["model_ema"], "the average is off"),
     Case(
@@ -179,11 +206,9 @@ def _map_model(reading: Reading) -> None:
             settings |= {"model.init_values": 1e-6, "model.no_embed_class": True}
     reading.same("model", settings)
     _map_size(reading, config["input_size"])
-    if args["gp"] is None:
-        reading.same("gp")
-    elif plain and args["gp"] in ("avg", "token", "map"):
+    if plain and args["gp"] in ("avg", "token", "map"):
         reading.same("gp", {"model.global_pool": args["gp"]})
-    else:
+    elif args["gp"] is not None:
         reading.cannot("gp", f"the pooling {args['gp']} for this model")
     _map_fields(reading, is_plain=bool(plain))
     crop = {"eval.crop_pct": args["crop_pct"] or config["crop_pct"]}
@@ -194,11 +219,6 @@ def _map_model(reading: Reading) -> None:
         if len(statistics) != channels:
             statistics = [fmean(statistics)] * channels  # like timm's adapt_to_chs
         reading.same(key, {f"data.{key}": statistics}, "" if args[key] else "the model's")
-    if re.match(r"(vit|naflexvit|flexivit|deit|beit|eva)", name):
-        reading.inert("dist_bn", "the model has no batch norm")
-    elif args["dist_bn"] == "reduce":
-        text = "batch norm statistics: timm averages them over GPUs, this project uses rank 0's"
-        reading.differs("dist_bn", text)
     weights = args["pretrained_path"] or args["initial_checkpoint"]
     if args["pretrained"] and not weights:
         head = {"init.reset_head": True} if args["num_classes"] else {}
@@ -250,7 +270,7 @@ def _map_size(reading: Reading, published: tuple[int, int, int]) -> None:
 def _map_fields(reading: Reading, is_plain: bool) -> None:
     fields = {k: v for k, v in reading.args["model_kwargs"].items() if k != "img_size"}
     ours = {f"model.{key}": value for key, value in fields.items()}
-    lacking = [key for key in ours if not reading.has_setting(key)]
+    lacking = [key for key in ours if key not in all_keys()]
     if lacking:
         text = "arguments of the model: " + ", ".join(key.partition(".")[2] for key in lacking)
         reading.cannot("model_kwargs", text, {k: v for k, v in ours.items() if k not in lacking})
@@ -324,11 +344,6 @@ def _map_schedule(reading: Reading, lr: float) -> None:
         text = f"the schedule {args['sched']}: replaced by a cosine"
         reading.cannot(f"{names} {_STEPS} cooldown_epochs", text, with_effect(settings))
         return
-    if cooldown and settings["schedule.min_lr"]:
-        reading.same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown})
-    elif cooldown:
-        text = f"timm adds {cooldown} epochs at learning rate 0, this project lengthens the cosine"
-        reading.differs("cooldown_epochs", text)
     theirs = timm_cosine(
         lr,
         epochs,

@@ -139,6 +139,13 @@ _CASES = (
     ),
     Case("cannot", "auto_augment", lambda a: a["auto_augment"] == "augmix", "AugMix"),
     Case("inert", "ra_magnitude augmix_severity", lambda a: True, "the policy does not use it"),
+    Case("same", "opt", lambda a: a["opt"].lower() == "adamw", settings={"optim.name": "adamw"}),
+    Case(
+        "same",
+        "opt",
+        lambda a: True,
+        settings=lambda a: {"optim.name": "sgd", "optim.nesterov": "nesterov" in a["opt"].lower()},
+    ),
     Case("inert", "momentum", lambda a: a["opt"].lower() == "adamw", "AdamW uses betas"),
     Case(
         "differs",
@@ -188,25 +195,15 @@ def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) 
     batch = map_batch(reading, "batch_size", num_gpus)
     copies = args["ra_reps"] if args["ra_sampler"] else 1
     map_repeats(reading, "ra_sampler ra_reps", copies, is_distributed)
+    if not re.match("sgd|adamw$", args["opt"].lower()):
+        raise not_available(f"--opt {args['opt']}")
     reading.apply(_CASES)
-    _map_optimizer(reading)
     _map_decay(reading)
     _map_schedule(reading)
     _map_average(reading, batch)
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss" if args["amp"] else "fp32")
     map_initial_weights(reading, "Xavier's in MLPs, a head of zeros, patches normal")
-
-
-def _map_optimizer(reading: Reading) -> None:
-    args = reading.args
-    name = args["opt"].lower()
-    if name.startswith("sgd"):
-        reading.same("opt", {"optim.name": "sgd", "optim.nesterov": "nesterov" in name})
-    elif name == "adamw":
-        reading.same("opt", {"optim.name": "adamw"})
-    else:
-        raise not_available(f"--opt {args['opt']}")
 
 
 def _map_decay(reading: Reading) -> None:
