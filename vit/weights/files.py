@@ -32,7 +32,7 @@ from vit.layers.parts import grid_size, head_prefixes
 from vit.run_folder import (
     INFO_FILE,
     METRICS_FILE,
-    DamagedCheckpoint,
+    CheckpointError,
     checked_info,
     complete_checkpoints,
     local_copy,
@@ -45,10 +45,12 @@ from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import fit_posemb, fold_prefix_positions
 from vit.weights.save import HUB_FILES
-from vit.weights.transformers_config import norm_notes
+from vit.weights.transformers_config import norm_notes, read_settings
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """The suffixes of weights files in a folder. The content decides the format."""
+RUN_FACTS = {"config", "num_classes", "grid_size", "averaged", "step", "class_names"}
+"""The metadata that all weights of this project's runs have."""
 
 
 def load_weights(
@@ -320,7 +322,7 @@ def _read(path: Path) -> LoadedWeights:
         return _from_checkpoint(path)
     content = read_content(path)
     metadata = content.metadata
-    if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
+    if RUN_FACTS - metadata.keys():
         layout = layout_of(content.tensors)
         weights, notes = to_ours(layout, content.tensors) if layout else (content.tensors, [])
         settings = path.with_name("config.json")
@@ -339,7 +341,7 @@ def _read(path: Path) -> LoadedWeights:
             num_classes=int(metadata["num_classes"]),
             grid_size=json.loads(metadata["grid_size"]),
             step=int(metadata["step"]),
-            class_names=json.loads(metadata.get("class_names", "[]")),
+            class_names=json.loads(metadata["class_names"]),
         )
     except (ValueError, TypeError):
         raise WeightsError(
@@ -352,15 +354,15 @@ def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]
 
     Without the config, 49 positions could be 7x7 patches, or 6x8 patches and a class token.
     """
+    content = read_settings(config)
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
         size = (content.get("model_args") or {}).get("img_size") or content.get("image_size")
         size = size or (content.get("pretrained_cfg") or content)["input_size"][1:]
         sides = (size, size) if isinstance(size, int) else tuple(size)
         patch = weights["patch_embed.proj.weight"].shape[2:]
         grid = sides[0] // patch[0], sides[1] // patch[1]
         length = weights["pos_embed"].shape[1]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         return None  # The file is missing, or of another program.
     other_tokens = ("dist_token", "reg_token")
     prefix = 1 + sum(weights[name].shape[1] for name in other_tokens if name in weights)
@@ -408,9 +410,9 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
             num_classes=facts["num_classes"],
             grid_size=facts["grid_size"],
             step=info["step"],
-            class_names=facts.get("class_names", []),  # the first checkpoints had none
+            class_names=facts["class_names"],
         )
-    except DamagedCheckpoint as error:
+    except CheckpointError as error:
         raise WeightsError(str(error)) from None
     except (ValueError, KeyError, TypeError):
         raise WeightsError(f"{folder}: {INFO_FILE} is damaged") from None

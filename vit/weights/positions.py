@@ -39,11 +39,8 @@ def fold_prefix_positions(
         return []
     num_tokens = sum(value.shape[1] for value in tokens.values())
     length = positions.shape[1]
-    # As in `fit_posemb`, try the caller's grid, then a square, then the model's grid.
-    squares = [(math.isqrt(n),) * 2 for n in (length, length - num_tokens) if n > 0]
-    candidates = [*squares, new_grid] if grid is None else [grid]
-    lengths = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - num_tokens)]
-    if not lengths or lengths[0] == length:
+    grids = _fitting_grids((length, length - num_tokens), new_grid, grid)
+    if not grids or math.prod(grids[0]) == length:
         return []
     first = 0
     for name, token in tokens.items():
@@ -53,6 +50,19 @@ def fold_prefix_positions(
     source["pos_embed"] = positions[:, num_tokens:]
     prefix = "class token" if num_tokens == 1 else f"{num_tokens} prefix tokens"
     return [f"the model has no positions for the {prefix}: added the source's to the tokens"]
+
+
+def _fitting_grids(
+    lengths: tuple[int, int], new_grid: tuple[int, int], grid: tuple[int, int] | None
+) -> list[tuple[int, int]]:
+    """Return the grids, the most likely first, that have one of `lengths` as number of positions.
+
+    If the source's `grid` is None, a square comes before the model's `new_grid`, because 256
+    positions may be 8x32 or 16x16, and published weights use squares.
+    """
+    squares = [(math.isqrt(number), math.isqrt(number)) for number in lengths if number > 0]
+    candidates = [*squares, new_grid] if grid is None else [grid]
+    return [hw for hw in candidates if math.prod(hw) in lengths]
 
 
 def fit_posemb(
@@ -68,13 +78,8 @@ def fit_posemb(
         return source, []  # `load_weights` reports the different shape.
     num_prefix_tokens = target.shape[1] - math.prod(new_grid)
     length = source.shape[1]
-    length_of_grid = max(length - num_prefix_tokens, 0)
-    # The source may have positions for its prefix tokens (ViT, DeiT) or not (DeiT III). If `grid`
-    # is None, try a square before the model's grid, because 256 positions may be 8x32 or 16x16, and
-    # published weights use squares.
-    squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
-    candidates = [*squares, new_grid] if grid is None else [grid]
-    fitting = [hw for hw in candidates if math.prod(hw) in (length_of_grid, length)]
+    # The source may have positions for its prefix tokens (ViT, DeiT) or not (DeiT III).
+    fitting = _fitting_grids((length - num_prefix_tokens, length), new_grid, grid)
     if not fitting:
         assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
         raise WeightsError(
