@@ -14,7 +14,7 @@ from vit.optim.norms import Norms
 from vit.step import TrainStep
 from vit.training.loss import Loss, cross_entropy
 from vit.training.norm_probes import Probes
-from vit.training.objective import Objective, Supervised
+from vit.training.objective import Objective
 from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher
 
@@ -33,7 +33,7 @@ def plain_step(
     **options: Any,
 ) -> TrainStep:
     """Return the step of `model`. wrapped: the model under DDP, or the model itself."""
-    objective: Objective = Supervised(loss)
+    objective = Objective(loss)
     if teacher is not None:
         objective = Distilled(loss, teacher)
     probes = None
