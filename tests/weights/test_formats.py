@@ -5,7 +5,6 @@ import argparse
 import json
 import os
 import pickle
-import zipfile
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 from vit.model import VisionTransformer
 from vit.system.files import WeightsError
-from vit.weights.files import load_weights, read_weights
+from vit.weights.files import read_weights
 from vit.weights.formats import read_content
 from vit.weights.save import save_weights
 
@@ -183,40 +182,14 @@ def test_the_suffix_of_a_file_does_not_matter(tmp_path):
         assert all(torch.equal(again[key], expected[key]) for key in expected)
 
 
-class Canary:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_code(
-    tmp_path, recwarn
-):
-    """A TorchScript program and a zip of photos are not damaged, so the error must not advise to
-    copy the file again."""
-    bird = tmp_path / "ran"
-    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
-    with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
-        for name in ("script/data.pkl", "script/constants.pkl"):
-            file.writestr(name, b"\x80\x02}.")
-    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as file:
-        file.writestr("a.jpg", b"")
+def test_files_that_are_not_checkpoints_are_refused_without_warnings(tmp_path, recwarn):
+    """`tests/project/test_weights_errors.py` provokes the messages for other files."""
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": [1.0]}, protocol=4))
     torch.save({1: torch.ones(2)}, tmp_path / "numbers.pth")
-    messages = {
-        "plain.pkl": "is truncated or not a checkpoint",
-        "script.pt": "is a TorchScript program",
-        "photos.zip": "is not a checkpoint but a zip of a.jpg",
-        "numbers.pth": r"also contains 1 \(Tensor\)",
-    }
-    for name, message in messages.items():
-        with pytest.raises(WeightsError, match=f"{name} {message}|{name}.*{message}") as caught:
-            read_content(tmp_path / name)
-        assert "\n" not in str(caught.value)
-    assert not bird.exists()
+    with pytest.raises(WeightsError, match="is truncated or not a checkpoint"):
+        read_content(tmp_path / "plain.pkl")
+    with pytest.raises(WeightsError, match=r"also contains 1 \(Tensor\)"):
+        read_content(tmp_path / "numbers.pth")
     assert not recwarn.list
 
 
@@ -255,14 +228,6 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path):
         read_weights(tmp_path / "pipe.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
         read_weights("a" * 300)  # longer than the system allows
-
-
-def test_quantised_weights_are_refused(tmp_path):
-    """Without their scales, which are separate tensors, the numbers would be another model."""
-    model = tiny()
-    weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):
-        load_weights(model, weights)
 
 
 def test_arrays_of_objects_are_refused(tmp_path):

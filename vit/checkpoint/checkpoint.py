@@ -241,7 +241,11 @@ def newest_checkpoint(
     damaged. The error is repeated at each start until a user acts, because an automatic restart
     must not start the run over.
     """
-    candidates, has_one = _listed(run_dir)
+    with reading(run_dir / CHECKPOINTS):
+        # For a folder without permission, `listdir` raises an error, but `glob` would return
+        # nothing.
+        names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
+        candidates = complete_checkpoints(run_dir)
     for folder in candidates:
         try:
             return folder, read_info(folder, verify)
@@ -252,24 +256,12 @@ def newest_checkpoint(
             if not verify or isinstance(error, UnreadableCheckpoint):
                 raise
             say(f"{error}; set aside as {_set_aside(folder).name}, trying the previous checkpoint")
-    if candidates or (verify and has_one):
+    if candidates or (verify and Path(LATEST_FILE).name in names):
         raise CheckpointError(
             f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or missing; restore a good one,"
             " or remove this folder and run the same command to start over"
         )
     return None
-
-
-def _listed(run_dir: Path) -> tuple[list[Path], bool]:
-    """Return the complete checkpoints of a run, newest first, and whether it ever had one.
-
-    Raises UnreadableCheckpoint.
-    """
-    with reading(run_dir / CHECKPOINTS):
-        # For a folder without permission, `listdir` raises an error, but `glob` would return
-        # nothing.
-        names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
-        return complete_checkpoints(run_dir), Path(LATEST_FILE).name in names
 
 
 def load_checkpoint(folder: Path, train_step: TrainStep) -> None:

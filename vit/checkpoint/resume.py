@@ -62,8 +62,14 @@ def find_checkpoint(
     """
 
     def read_newest() -> tuple[str, dict] | None:
-        newest = _newest_of_this_run(folder, settings, facts, allowed)
-        return None if newest is None else (newest[0].name, newest[1])
+        newest = checkpoints.newest_checkpoint(
+            folder, verify=True, say=lambda text: print(text, file=sys.stderr)
+        )
+        if newest is None:
+            return None
+        path, info = newest
+        check_belongs(path, info, settings, facts, allowed)
+        return path.name, info
 
     newest = world.broadcast_from_main(read_newest)
     if newest is None:
@@ -181,19 +187,6 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
         )
 
     world.broadcast_from_main(report)
-
-
-def _newest_of_this_run(
-    folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str]
-) -> tuple[Path, dict] | None:
-    """Return the newest undamaged checkpoint. Raises ValueError if it belongs to another run."""
-    newest = checkpoints.newest_checkpoint(
-        folder, verify=True, say=lambda text: print(text, file=sys.stderr)
-    )
-    if newest is not None:
-        path, info = newest
-        check_belongs(path, info, settings, facts, allowed)
-    return newest
 
 
 def check_belongs(

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -43,8 +42,8 @@ from vit.system.spelling import few
 from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours
-from vit.weights.positions import fit_posemb, fold_prefix_positions
-from vit.weights.save import HUB_FILES
+from vit.weights.positions import fit_posemb
+from vit.weights.save import HUB_FILES, bytes_of
 from vit.weights.transformers_config import norm_notes, read_settings
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
@@ -62,8 +61,7 @@ def load_weights(
     """Copy weights into a model that is not wrapped or compiled yet.
 
     Positions are resampled to the model's grid. If only the model has positions for prefix tokens
-    (the source is DeiT III), they are zero. If only the source has them (the model has
-    `no_embed_class`), they are added to the tokens. Neither changes the output of the network. DeiT
+    (the source is DeiT III), they are zero, which does not change the output of the network. DeiT
     III's names of LayerScale become timm's. Values are cast to the model's dtype, and `state_dict`
     does not change.
 
@@ -99,7 +97,6 @@ def load_weights(
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
     if "pos_embed" in source and "pos_embed" in target:
-        notes += fold_prefix_positions(source, target, grid_size(model), grid)
         source["pos_embed"], posemb_notes = fit_posemb(
             source["pos_embed"], target["pos_embed"], grid_size(model), grid
         )
@@ -107,7 +104,7 @@ def load_weights(
     expected = {
         name: value for name, value in target.items() if not (reset_head and name.startswith(head))
     }
-    problems = _differences(source, expected, head) or _rounded(source, expected)
+    problems = _differences(source, expected, head)
     if problems:
         if family := family_of(source.keys() - target.keys()):
             problems.insert(0, f"they are probably the weights of {family}")
@@ -147,30 +144,12 @@ def _differences(
     return problems
 
 
-def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list[str]:
-    """List integer weights of parameters that are floating-point in the model.
-
-    Integer weights are quantized, and their scales would not be applied.
-    """
-    kinds = {
-        name: str(source[name].dtype).removeprefix("torch.")
-        for name, value in target.items()
-        if name in source and value.is_floating_point() != source[name].is_floating_point()
-    }
-    if not kinds:
-        return []
-    texts = [f"{name} {kind}" for name, kind in kinds.items()]
-    return [f"{len(kinds)} are not floating-point numbers ({few(texts)}): convert them"]
-
-
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """Return the sha256 of all names, shapes, types and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        digest.update(bytes_of(tensor).numpy().data)
     return digest.hexdigest()
 
 
