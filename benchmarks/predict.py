@@ -33,10 +33,9 @@ from vit.config import io as config_io
 from vit.data.augment.apply import create_augment
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
-from vit.inference.batches import PlaceBatches
 from vit.inference.inputs import Place, find_inputs
 from vit.inference.output import csv_file, write_rows
-from vit.inference.predict import predict
+from vit.inference.predict import PlaceBatches, predict
 from vit.inference.predictor import Preprocess, Trained
 from vit.model import create_model
 from vit.weights.files import LoadedWeights

@@ -30,7 +30,7 @@ from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
 from vit.training.loss import cross_entropy
-from vit.training.objective import Supervised
+from vit.training.objective import Objective
 from vit.training.plan import Plan
 from vit.training.reduce import DataParallel
 from vit.training.step_result import StepResult
@@ -88,7 +88,7 @@ def main() -> None:
             model,
             create_optimizer(model, AdamWConfig()),
             Augment(CONFIG, classes, (0.5,), (0.25,), CPU),
-            Supervised(cross_entropy),
+            Objective(cross_entropy),
             DataParallel(model, World(0, 1, CPU)),
             lr_at=lambda step: 1e-4,
             micro_batch_size=rows,

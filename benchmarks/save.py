@@ -39,7 +39,7 @@ from vit.optim.optimizer import create_optimizer
 from vit.run_folder import Place
 from vit.step import TrainStep
 from vit.training.loss import cross_entropy
-from vit.training.objective import Supervised
+from vit.training.objective import Objective
 from vit.training.reduce import DataParallel
 
 
@@ -52,7 +52,7 @@ def create_train_step(config: Config) -> TrainStep:
         model,
         create_optimizer(model, config.optim),
         None,  # type: ignore[arg-type]
-        Supervised(cross_entropy),
+        Objective(cross_entropy),
         DataParallel(model, World(0, 1, device)),
         lr_at=lambda step: 0.0,
         micro_batch_size=1,

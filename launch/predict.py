@@ -29,7 +29,7 @@ from vit.distributed import process_group
 from vit.distributed.exit import leave, run_command
 from vit.distributed.process_group import World, world_size
 from vit.inference.inputs import FROM_STDIN, Inputs, find_inputs
-from vit.inference.output import Summary, csv_file, image_table, printable, write_rows
+from vit.inference.output import Summary, csv_file, image_table, write_rows
 from vit.inference.predict import predict
 from vit.inference.predictor import Trained, load
 from vit.run_folder import LATEST_FILE, newest_run
@@ -38,6 +38,7 @@ from vit.system.command_line import Parser, add_model_flags, model_flag_problems
 from vit.system.drawing import picture_format
 from vit.system.files import check_place
 from vit.system.meter import Meter
+from vit.system.redact import escape_unprinted
 
 TABLE_IMAGES = 20
 """The maximum number of images listed in the table. For more, it counts images by class."""
@@ -92,7 +93,7 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
                 write_rows(writer, batch, places, trained.class_names)
             for number, reason in batch.problems.items():
                 if summary.num_problems < NAMED_PROBLEMS:
-                    name = printable(places[number].name)
+                    name = escape_unprinted(places[number].name)
                     print(f"skipped: {name}: {reason}", file=sys.stderr)
                 summary.num_problems += 1
             summary.add(batch)
@@ -135,7 +136,7 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
         overlaid = by_name.load("vit.extras.report.model_plots:overlaid", "--attention")
         relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
         overlays = overlaid(pixels, relevance)
-    names = [printable(Path(name).name) for name, _ in summary.examples]
+    names = [escape_unprinted(Path(name).name) for name, _ in summary.examples]
     classes = [prediction for _, prediction in summary.examples]
     shown = len(names)
     heading = f"{shown} of {summary.num_done:,} images" if shown < summary.num_done else "Images"

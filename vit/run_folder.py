@@ -293,15 +293,15 @@ def is_in_use(run_dir: Path) -> bool | None:
 
 
 SEAL = "sha256_of_the_rest"
-"""The key of the hash of all other values. Checkpoints of the first versions have none."""
+"""The key of the hash of all other values."""
 
 
-class DamagedCheckpoint(ValueError):
-    """An error for a checkpoint with a missing or changed file. The message is one line."""
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or cannot be read or written. The message is one line."""
 
 
-class UnreadableCheckpoint(DamagedCheckpoint):
-    """An error for a checkpoint that cannot be read but may be intact. The message is one line."""
+class UnreadableCheckpoint(CheckpointError):
+    """A checkpoint cannot be read, but it may be intact. The message is one line."""
 
 
 @contextmanager
@@ -310,7 +310,7 @@ def reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise DamagedCheckpoint(f"{folder}: a file is missing or damaged") from None
+        raise CheckpointError(f"{folder}: a file is missing or damaged") from None
     except OSError as error:
         raise UnreadableCheckpoint(
             f"{error.filename or folder}: cannot be read ({error.strerror}); check its permissions"
@@ -327,7 +327,7 @@ def sealed(info: dict[str, Any]) -> dict[str, Any]:
 def read_info_file(folder: Path) -> dict[str, Any]:
     """Return the content of `checkpoint.json`.
 
-    Raises DamagedCheckpoint if the file has changed or another program wrote it, and
+    Raises CheckpointError if the file has changed or another program wrote it, and
     UnreadableCheckpoint if the file cannot be read.
     """
     try:
@@ -340,12 +340,12 @@ def read_info_file(folder: Path) -> dict[str, Any]:
     except UnreadableCheckpoint:
         raise
     except (ValueError, KeyError, TypeError):
-        raise DamagedCheckpoint(
+        raise CheckpointError(
             f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this"
             " project"
         ) from None
-    if info.get(SEAL, _digest(info)) != _digest(info):
-        raise DamagedCheckpoint(
+    if info.get(SEAL) != _digest(info):
+        raise CheckpointError(
             f"{folder / INFO_FILE}: its content does not match the sha256 in it: it is damaged"
         )
     return info
@@ -360,21 +360,21 @@ def checked_info(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, info: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint if the size or hash of a file differs from `info`, and
+    """Raise CheckpointError if the size or hash of a file differs from `info`, and
     UnreadableCheckpoint if a file cannot be read."""
     for name, expected in info["files"].items():
         path = folder / name
         with reading(folder):
             size = path.stat().st_size if path.is_file() else 0
         if size != expected["bytes"]:
-            raise DamagedCheckpoint(
+            raise CheckpointError(
                 f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is"
                 " truncated or missing"
             )
         with reading(folder), Meter(f"checking {path}", size >> 20, "MiB") as meter:
             sha256 = _sha256(path, meter)
         if sha256 != expected["sha256"]:
-            raise DamagedCheckpoint(
+            raise CheckpointError(
                 f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
             )
 

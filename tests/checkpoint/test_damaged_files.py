@@ -138,7 +138,6 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
         # Resume the run.
         messages = list[str]()
         path, info = newest_checkpoint(folder, verify=True, say=messages.append)
-        # If only the key of the hash is damaged, the weights are still intact.
         assert {key: info[key] for key in infos[BEFORE] if key != SEAL} == infos[info["step"]]
         assert is_equal(read_content(path / "state.safetensors").tensors, tensors(info["step"]))
         assert info["step"] in (BEFORE, NEWEST)
@@ -155,8 +154,8 @@ def test_reports_and_keeps_all_checkpoints_if_all_are_damaged(pristine, tmp_path
     for path in folder.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     messages = list[str]()
-    for _ in range(2):  # try twice, because an automatic restart must not start from step 0
-        with pytest.raises(CheckpointError, match="all checkpoints are damaged or gone"):
+    for _ in range(2):  # an automatic restart must not start from step 0
+        with pytest.raises(CheckpointError, match="all checkpoints are damaged or missing"):
             newest_checkpoint(folder, verify=True, say=messages.append)
     assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(messages) == 2
     shutil.rmtree(folder / "checkpoints")
@@ -174,7 +173,7 @@ def test_a_run_at_a_url_does_not_start_over_if_all_checkpoints_are_damaged(prist
         values["run"]["local_dir"] = str(tmp_path / str(number))
         store = RunStore(from_dict(values, "test"))
         lock = RunLock(store.folder)
-        with pytest.raises(ValueError, match="all checkpoints are damaged or gone"):
+        with pytest.raises(ValueError, match="all checkpoints are damaged or missing"):
             store.open(lock)
         lock.release()
         store.close()
@@ -191,13 +190,4 @@ def test_an_unreadable_checkpoint_is_not_treated_as_damaged(pristine, tmp_path):
         newest_checkpoint(folder, verify=True)
     assert str(info.parent) in str(error.value)
     whole.rename(info)
-    assert newest_checkpoint(folder, verify=True)[1]["step"] == NEWEST
-
-
-def test_reads_an_older_checkpoint_without_a_hash_of_its_info(pristine, tmp_path):
-    folder = shutil.copytree(pristine, tmp_path / "run")
-    for path in folder.glob("checkpoints/step_*/checkpoint.json"):
-        info = json.loads(path.read_text())
-        del info[SEAL]
-        path.write_text(json.dumps(info, indent=1))
     assert newest_checkpoint(folder, verify=True)[1]["step"] == NEWEST

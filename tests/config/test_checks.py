@@ -290,7 +290,7 @@ def test_invalid_choices_of_samples_are_reported(problems):
     )
     for expected in (
         "data.filter has no effect with data.sources: set it in each source",
-        "data.filter: 'widht' at character 1 of 'widht > 3': not a column, did you mean width?",
+        "data.filter: 'widht' at character 1 of 'widht > 3': not a column (did you mean width",
         "data.fraction and data.samples_per_class are both given: keep one of them",
         (
             "data.sources[1].fraction_of has no effect with data.sources[1].fraction=null: set"

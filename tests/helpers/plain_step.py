@@ -14,7 +14,7 @@ from vit.optim.norms import Norms
 from vit.step import TrainStep
 from vit.training.loss import Loss, cross_entropy
 from vit.training.norm_probes import Probes
-from vit.training.objective import Objective, Supervised
+from vit.training.objective import Objective
 from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher
 
@@ -32,8 +32,8 @@ def plain_step(
     norms: Norms | None = None,
     **options: Any,
 ) -> TrainStep:
-    """Return a step for `model`. wrapped: the model under DDP, or the model itself."""
-    objective: Objective = Supervised(loss)
+    """Return the step of `model`. wrapped: the model under DDP, or the model itself."""
+    objective = Objective(loss)
     if teacher is not None:
         objective = Distilled(loss, teacher)
     probes = None

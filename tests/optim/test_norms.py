@@ -261,7 +261,7 @@ from vit.optim.optimizer import create_optimizer
 from vit.distributed.process_group import join_world, wrap
 from vit.distributed.exit import leave_world
 from vit.training.loss import cross_entropy
-from vit.training.objective import Supervised
+from vit.training.objective import Objective
 from vit.training.norm_probes import Probes
 from vit.training.reduce import DataParallel
 from vit.step import TrainStep
@@ -292,7 +292,7 @@ for kind in ("ddp", "fsdp2") if world.size > 1 else ("plain",):
         model,
         create_optimizer(model, SgdConfig(name="sgd")),
         augment,
-        Supervised(cross_entropy),
+        Objective(cross_entropy),
         DataParallel(model, world, wrapped),
         lr_at=lambda step: 1e-2,
         micro_batch_size=16,

@@ -196,8 +196,8 @@ def test_classes_are_found_by_name(tmp_path):
     images = torch.randn(2, 3, 16, 16)
     # The matrices are nearly the same with fewer rows, so a kernel may add in a different order.
     expect_equal(teacher(images), load(path)(images)[:, [2, 3, 1]])
-    assert any("selected by name" in line for line in teacher.lines())
-    assert teacher.in_record()["step"] == 7
+    assert any("selected by name" in line for line in teacher.notes.lines)
+    assert teacher.notes.record["teacher"]["step"] == 7
 
 
 @pytest.mark.parametrize(

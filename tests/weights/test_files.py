@@ -2,25 +2,16 @@
 strictly, and written completely or not at all."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import timm
 import torch
-from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 
-from vit.config.io import from_dict
-from vit.config.schema import InitConfig, ModelConfig
-from vit.distributed.process_group import World
 from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
 from vit.system.files import WeightsError
-from vit.training.initial_weights import load_initial_weights
 from vit.weights.class_names import class_mismatch
-from vit.weights.files import LoadedWeights, load_weights, read_weights
-from vit.weights.layouts import LAYOUTS, from_ours
+from vit.weights.files import LoadedWeights, load_weights
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
@@ -102,42 +93,6 @@ def test_a_class_token_without_position_gets_zeros():
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(model(images), guest(images))
-
-
-@pytest.mark.parametrize(
-    ("form", "registers"),
-    [("ours", 0), ("ours", 2), ("npz", 0), ("huggingface", 0), ("another size", 2)],
-)
-def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
-    form, registers, tmp_path
-):
-    """A model adds a token's position to the token, so their sum must stay equal bit for bit."""
-    source = tiny(0, reg_tokens=registers)
-    size = 96 if form == "another size" else 64
-    model = VisionTransformer(
-        num_classes=10, reg_tokens=registers, no_embed_class=True, **{**TINY, "image_size": size}
-    )
-    with_position = tiny(1, reg_tokens=registers, image_size=size)
-    weights = source.state_dict()
-    if form in LAYOUTS:
-        written, _ = from_ours(LAYOUTS[form], weights, num_heads=2)
-        if form == "npz":
-            np.savez(tmp_path / "w.npz", **{n: value.numpy() for n, value in written.items()})
-            weights = read_weights(tmp_path / "w.npz").weights
-        else:
-            save_file(written, tmp_path / "w.safetensors")
-            weights = read_weights(tmp_path / "w.safetensors").weights
-    load_weights(with_position, weights)
-    notes = load_weights(model, weights)
-    tokens = "class token" if not registers else f"{1 + registers} prefix tokens"
-    assert notes[0] == (
-        f"the model has no positions for the {tokens}: added the source's to the tokens"
-    )
-    assert len(notes) == (2 if form == "another size" else 1)
-    images = torch.randn(2, 3, size, size)
-    with torch.no_grad():
-        assert torch.equal(model(images), with_position(images))
-    assert not torch.equal(model.cls_token, source.cls_token)
 
 
 def test_half_precision_sources_become_float32():
@@ -305,21 +260,3 @@ def test_models_with_layers_named_as_in_deit3s_files_keep_their_names(name):
     assert any(".gamma_1" in key for key in weights)
     with torch.device("meta"):
         load_weights(create_model(name, 224, 10), weights)
-
-
-def test_the_note_names_settings_that_change_a_timm_model(tmp_path):
-    torch.save(timm.create_model("vit_tiny_patch16_224", depth=1).state_dict(), tmp_path / "w.pth")
-    named = ModelConfig(name="timm/vit_tiny_patch16_224", embed_dim=96, num_heads=2, depth=1)
-    init = InitConfig(checkpoint=str(tmp_path / "w.pth"))
-    world = World(0, 1, torch.device("cpu"))
-    settings = from_dict(
-        {"data": {"root": "data"}, "train": {"steps": 1}, "model": {"name": "vit_ti16"}}, "test"
-    ).model_copy(update={"model": named, "init": init})
-    data = SimpleNamespace(class_names=[], num_classes=1000)
-    with pytest.raises(WeightsError, match="of a different shape") as caught:
-        load_initial_weights(create_model(named), settings, data, world)
-    assert str(caught.value).endswith(
-        "; the config's model.embed_dim, model.depth, model.num_heads override the settings of"
-        " timm/vit_tiny_patch16_224: to use that model unchanged, set model.embed_dim=null"
-        " model.depth=null model.num_heads=null"
-    )

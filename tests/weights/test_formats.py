@@ -5,7 +5,6 @@ import argparse
 import json
 import os
 import pickle
-import zipfile
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 from vit.model import VisionTransformer
 from vit.system.files import WeightsError
-from vit.weights.files import load_weights, read_weights
+from vit.weights.files import read_weights
 from vit.weights.formats import read_content
 from vit.weights.save import save_weights
 
@@ -55,9 +54,6 @@ def test_files_with_prefixes_inside_names_and_older_files_are_read(tmp_path):
     torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
     weights = read_content(str(tmp_path / "w.pth")).tensors
     assert list(weights) == ["blocks.0.attn.proj.bias"]
-    torch.save({"module.a": torch.ones(3), "a": torch.zeros(3)}, tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match="contains a weight twice"):
-        read_content(tmp_path / "w.pth")
 
 
 def test_saved_weights_are_read_back_unchanged(tmp_path):
@@ -148,7 +144,7 @@ def test_contents_that_are_not_a_state_dict_are_refused(tmp_path, content, messa
 def test_wrong_paths_are_refused(tmp_path):
     with pytest.raises(WeightsError, match="does not exist"):
         read_content(tmp_path / "none.pth")
-    with pytest.raises(WeightsError, match="is a folder"):
+    with pytest.raises(WeightsError, match="is not a regular file"):
         read_content(tmp_path)
 
 
@@ -158,8 +154,6 @@ def test_wrong_paths_are_refused(tmp_path):
         (b"", "is truncated or not a checkpoint .it is empty"),
         (b"<html>404</html>", "is not a checkpoint but a web page .HTML."),
         (b"\n <!DOCTYPE html>", "is not a checkpoint but a web page .HTML."),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "pointer of Git LFS"),
-        (b"\x89HDF\r\n", "is not a checkpoint but HDF5"),
         (b"nonsense", "is truncated or not a checkpoint .it begins with b'nonsense'"),
         (b"PK\x03\x04", "is truncated or"),
         (b"\x80\x02}", "is truncated or not a checkpoint"),
@@ -168,8 +162,6 @@ def test_wrong_paths_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "w.npz"])
 def test_the_format_is_detected_from_the_content(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    if name == "w.safetensors" and content in (b"", b"nonsense"):
-        message = "is truncated or not"
     with pytest.raises(WeightsError, match=message) as caught:
         read_content(tmp_path / name)
     assert "weights_only" not in str(caught.value), (
@@ -190,40 +182,14 @@ def test_the_suffix_of_a_file_does_not_matter(tmp_path):
         assert all(torch.equal(again[key], expected[key]) for key in expected)
 
 
-class Canary:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_code(
-    tmp_path, recwarn
-):
-    """A plain pickle, a TorchScript program and a zip of photos are not damaged, so the error must
-    not advise the user to copy the file again."""
-    bird = tmp_path / "ran"
-    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
-    with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
-        for name in ("script/data.pkl", "script/constants.pkl"):
-            file.writestr(name, b"\x80\x02}.")
-    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as file:
-        file.writestr("a.jpg", b"")
+def test_files_that_are_not_checkpoints_are_refused_without_warnings(tmp_path, recwarn):
+    """`tests/project/test_weights_errors.py` provokes the messages for other files."""
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": [1.0]}, protocol=4))
     torch.save({1: torch.ones(2)}, tmp_path / "numbers.pth")
-    messages = {
-        "plain.pkl": "is a pickle of protocol 4, which can run code",
-        "script.pt": "is a TorchScript program",
-        "photos.zip": "is not a checkpoint but a zip of a.jpg",
-        "numbers.pth": r"also contains 1 \(Tensor\)",
-    }
-    for name, message in messages.items():
-        with pytest.raises(WeightsError, match=f"{name} {message}|{name}.*{message}") as caught:
-            read_content(tmp_path / name)
-        assert "\n" not in str(caught.value)
-    assert not bird.exists()
+    with pytest.raises(WeightsError, match="is truncated or not a checkpoint"):
+        read_content(tmp_path / "plain.pkl")
+    with pytest.raises(WeightsError, match=r"also contains 1 \(Tensor\)"):
+        read_content(tmp_path / "numbers.pth")
     assert not recwarn.list
 
 
@@ -258,15 +224,13 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
 def test_an_error_of_the_operating_system_is_one_line(tmp_path):
     """Tests may run as root, which may read any file, so these errors are not about permissions."""
     os.mkfifo(tmp_path / "pipe.pth")
-    (tmp_path / "loop.pth").symlink_to("loop.pth")
-    for name, message in {"pipe": "is not a regular file", "loop": "is a broken link"}.items():
-        with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
-            read_weights(tmp_path / f"{name}.pth")
+    with pytest.raises(WeightsError, match=r"pipe.pth is not a regular file"):
+        read_weights(tmp_path / "pipe.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
         read_weights("a" * 300)  # this name is longer than the system allows
 
 
-def test_quantized_weights_are_rejected(tmp_path):
+def test_quantized_weights_are_rejected():
     """Without their scales, which are separate tensors, the numbers would describe another
     model."""
     model = tiny()
@@ -310,9 +274,6 @@ def test_sharded_weights_are_read_and_checked(tmp_path):
     assert loaded.notes == ("read from 2 parts",)
     assert loaded.weights.keys() == expected.keys()
     assert all(torch.equal(loaded.weights[name], expected[name]) for name in expected)
-    write(places | {"blocks.7.norm1.bias": "model-2-of-2.safetensors"})
-    with pytest.raises(WeightsError, match=r"its parts lack blocks.7.norm1.bias"):
-        read_weights(tmp_path)
     write(places | {"head.bias": "../model-2-of-2.safetensors"})
     with pytest.raises(WeightsError, match=r"outside its folder"):
         read_weights(tmp_path)

@@ -178,20 +178,17 @@ def test_variants_of_big_vision_names_are_read(tmp_path):
         assert all(torch.equal(loaded.weights[name], weights[name]) for name in loaded.weights)
 
 
-def test_every_kind_of_half_precision_is_read(tmp_path):
+def test_half_precision_is_read(tmp_path):
     model = ours("tiny")
-    for dtype in (torch.float16, torch.bfloat16):
-        half = {name: value.to(dtype) for name, value in model.state_dict().items()}
-        sent, _ = from_ours(LAYOUTS["npz"], half, 3)
-        raw = {name: value.view(torch.int16).numpy() for name, value in sent.items()}
-        kind = np.dtype("V2") if dtype == torch.bfloat16 else np.float16
-        np.savez(tmp_path / "w.npz", **{name: value.view(kind) for name, value in raw.items()})
-        loaded = read_weights(tmp_path / "w.npz")
-        assert {value.dtype for value in loaded.weights.values()} == {dtype}
-        mine = create_model(**SIZES["tiny"])
-        load_weights(mine, loaded.weights)
-        assert all(torch.equal(mine.state_dict()[name], half[name].float()) for name in half)
-        assert str(dtype).removeprefix("torch.") in loaded.report([])[0]
+    half = {name: value.half() for name, value in model.state_dict().items()}
+    sent, _ = from_ours(LAYOUTS["npz"], half, 3)
+    np.savez(tmp_path / "w.npz", **{name: value.numpy() for name, value in sent.items()})
+    loaded = read_weights(tmp_path / "w.npz")
+    assert {value.dtype for value in loaded.weights.values()} == {torch.float16}
+    mine = create_model(**SIZES["tiny"])
+    load_weights(mine, loaded.weights)
+    assert all(torch.equal(mine.state_dict()[name], half[name].float()) for name in half)
+    assert "float16" in loaded.report([])[0]
 
 
 def test_weights_pre_trained_by_mae_start_a_model_that_pools(tmp_path):

@@ -39,7 +39,7 @@ from vit.run_folder import (
     CHECKPOINTS,
     INFO_FILE,
     LATEST_FILE,
-    DamagedCheckpoint,
+    CheckpointError,
     RunLock,
     UnreadableCheckpoint,
     check_files,
@@ -52,22 +52,11 @@ from vit.run_folder import (
 )
 from vit.step import TrainStep
 from vit.system.files import WeightsError, flush, remove_leftovers, replacing
+from vit.system.spelling import few
 from vit.weights.save import save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written. The message is one line."""
-
-
-class UnreadableError(CheckpointError):
-    """A checkpoint cannot be read, but it may be intact."""
-
-
-class NewerFormatError(CheckpointError):
-    """A complete checkpoint was written by a newer version of the code."""
 
 
 def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
@@ -231,19 +220,14 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
 
     Raises CheckpointError if the checkpoint is damaged or was not written by this project.
     """
-    try:
-        info = read_info_file(folder)
-        if info["format_version"] > FORMAT_VERSION:
-            raise NewerFormatError(
-                f"{folder}: written by a newer release (format {info['format_version']}, but this"
-                f" release reads formats up to {FORMAT_VERSION}): update the code"
-            )
-        if verify:
-            check_files(folder, info)
-    except UnreadableCheckpoint as error:
-        raise UnreadableError(str(error)) from None
-    except DamagedCheckpoint as error:
-        raise CheckpointError(str(error)) from None
+    info = read_info_file(folder)
+    if info["format_version"] > FORMAT_VERSION:
+        raise UnreadableCheckpoint(
+            f"{folder}: written by a newer release (format {info['format_version']}, but this"
+            f" release reads formats up to {FORMAT_VERSION}): update the code"
+        )
+    if verify:
+        check_files(folder, info)
     return info
 
 
@@ -257,10 +241,11 @@ def newest_checkpoint(
     damaged. The error is repeated at each start until a user acts, because an automatic restart
     must not start the run over.
     """
-    try:
-        candidates, has_one = _listed(run_dir)
-    except UnreadableCheckpoint as error:
-        raise UnreadableError(str(error)) from None
+    with reading(run_dir / CHECKPOINTS):
+        # For a folder without permission, `listdir` raises an error, but `glob` would return
+        # nothing.
+        names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
+        candidates = complete_checkpoints(run_dir)
     for folder in candidates:
         try:
             return folder, read_info(folder, verify)
@@ -268,27 +253,15 @@ def newest_checkpoint(
             if not folder.exists():  # a live run has replaced it with a newer checkpoint
                 return newest_checkpoint(run_dir, verify, say)
             # The checkpoint is not damaged, so do not rename it.
-            if not verify or isinstance(error, (NewerFormatError, UnreadableError)):
+            if not verify or isinstance(error, UnreadableCheckpoint):
                 raise
             say(f"{error}; set aside as {_set_aside(folder).name}, trying the previous checkpoint")
-    if candidates or (verify and has_one):
+    if candidates or (verify and Path(LATEST_FILE).name in names):
         raise CheckpointError(
             f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or missing; restore a good one,"
             " or remove this folder and run the same command to start over"
         )
     return None
-
-
-def _listed(run_dir: Path) -> tuple[list[Path], bool]:
-    """Return the complete checkpoints of a run, newest first, and whether it ever had one.
-
-    Raises UnreadableCheckpoint.
-    """
-    with reading(run_dir / CHECKPOINTS):
-        # For a folder without permission, `listdir` raises an error, but `glob` would return
-        # nothing.
-        names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
-        return complete_checkpoints(run_dir), Path(LATEST_FILE).name in names
 
 
 def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
@@ -307,9 +280,7 @@ def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
 
 def state_of(info: dict[str, Any]) -> RunState:
     """Return the state in the content of `checkpoint.json`."""
-    # Fields that the checkpoint is too old to contain get their defaults.
-    names = {field.name for field in fields(RunState)} & info.keys()
-    return RunState(**{name: info[name] for name in names})
+    return RunState(**{field.name: info[field.name] for field in fields(RunState)})
 
 
 def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
@@ -334,9 +305,8 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
         if list(shapes[name]) != target_shape:
             wrong.append(f"has {name} as {list(shapes[name])}, the run as {target_shape}")
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}"
+            f"{folder}: does not fit this model and optimizer: it {few(wrong, limit=3)}"
         )
 
 

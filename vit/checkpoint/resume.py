@@ -26,10 +26,6 @@ from vit.run_folder import CHECKPOINTS, weights_file
 from vit.system.urls import bare
 from vit.training.plan import Plan
 
-BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
-"""Values that the code used before a setting existed, if they differ from its default."""
-
-
 _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
 """Facts that decide the bits of `train.exact_over_ranks`, with their text in messages."""
 
@@ -66,8 +62,14 @@ def find_checkpoint(
     """
 
     def read_newest() -> tuple[str, dict] | None:
-        newest = _newest_of_this_run(folder, settings, facts, allowed)
-        return None if newest is None else (newest[0].name, newest[1])
+        newest = checkpoints.newest_checkpoint(
+            folder, verify=True, say=lambda text: print(text, file=sys.stderr)
+        )
+        if newest is None:
+            return None
+        path, info = newest
+        check_belongs(path, info, settings, facts, allowed)
+        return path.name, info
 
     newest = world.broadcast_from_main(read_newest)
     if newest is None:
@@ -187,19 +189,6 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
     world.broadcast_from_main(report)
 
 
-def _newest_of_this_run(
-    folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str]
-) -> tuple[Path, dict] | None:
-    """Return the newest undamaged checkpoint. Raises ValueError if it belongs to another run."""
-    newest = checkpoints.newest_checkpoint(
-        folder, verify=True, say=lambda text: print(text, file=sys.stderr)
-    )
-    if newest is not None:
-        path, info = newest
-        check_belongs(path, info, settings, facts, allowed)
-    return newest
-
-
 def check_belongs(
     path: Path,
     info: dict[str, Any],
@@ -233,11 +222,7 @@ def _changed_settings(
     stored: dict[str, Any], source: str, settings: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that changed although they must not: dotted key -> (old, new)."""
-    # `from_dict` sets settings that the checkpoint is too old to contain to their defaults.
     old_values = config_io.to_dict(config_io.from_dict(stored, source))
-    for (section, key), value in BEFORE_IT_EXISTED.items():
-        if key not in stored.get(section, {}) and settings["train"]["ema_decay"] is not None:
-            old_values[section][key] = value
     return {
         key: (old, new)
         for key, (old, new) in config_io.differences(old_values, settings).items()

@@ -19,6 +19,12 @@ LISTS: dict[str, type[Section]] = {
     "schedule.image_sizes": ImageSizeStage,
 }
 """Settings that are lists of sections."""
+_EXPECTED = {
+    "too_long": "at most {max_length} values",
+    "string_pattern_mismatch": "a name of letters, digits, _ and -",
+    "model_type": "a mapping of keys",
+}
+"""The allowed values in words, by Pydantic's type of error."""
 _REQUIRED_HINTS = {"data": ": set data.root", "train": ": set train.epochs or train.steps"}
 
 
@@ -119,12 +125,8 @@ def _expected(item: Mapping[str, Any]) -> str:
     context = item.get("ctx", {})
     if item["type"] == "missing":
         return f"at least {len(item['input']) + 1} values"
-    if item["type"] == "too_long":
-        return f"at most {context['max_length']} values"
     if item["type"] == "union_tag_invalid":
         return str(context["expected_tags"]).replace(", ", " or ")
-    if item["type"] == "string_pattern_mismatch":
-        return "a name of letters, digits, _ and -"
-    if item["type"] == "model_type":
-        return "a mapping of keys"
+    if item["type"] in _EXPECTED:
+        return _EXPECTED[item["type"]].format(**context)
     return re.sub(r"^(Input should be )?(a )?(valid )?", "", item["msg"])

@@ -41,10 +41,6 @@ _ALTERNATIVE: dict[Key, Key] = {
 }
 
 
-MOST_FILES = 8
-"""An error lists at most this many files; if there are more, it lists only the nearest."""
-
-
 class ConfigError(ValueError):
     """The problems of a configuration, one line each."""
 
@@ -184,10 +180,8 @@ def _read(path: Path) -> str:
             problem = "neither a file nor a recipe has this name"
             names = sorted(str(recipe_name(file)) for file in recipes_folder().rglob("*.yaml"))
             owner = f"recipes in {recipes_folder()}"
-        hint = f"; there are: {', '.join(names)}" if names else ""
-        if len(names) > MOST_FILES:
-            close = difflib.get_close_matches(str(path.with_suffix("")), names, n=3, cutoff=0)
-            hint = f"; nearest of the {len(names)} {owner}: {', '.join(close)}"
+        close = difflib.get_close_matches(str(path.with_suffix("")), names, n=3, cutoff=0)
+        hint = f"; nearest of the {len(names)} {owner}: {', '.join(close)}" if names else ""
         raise ConfigError(f"{path}: {problem}{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file: expected YAML in UTF-8") from None

@@ -22,6 +22,7 @@ from vit.data.decode.image_files import (
     is_image,
     read_image,
 )
+from vit.system.spelling import few
 from vit.system.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
@@ -77,12 +78,11 @@ class Inputs:
         if not self.skipped:
             return ""
         kinds = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
-        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:5])
-        more = f" and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
+        counts = few([f"{count:,} {suffix}" for suffix, count in kinds])
         photos = next((suffix.lower() for suffix, _ in kinds if suffix.lower() in NOT_READ), "")
         remedy = f"; {how_to_convert(photos)}" if photos else ""
         total = self.skipped.total()
-        return f"{total:,} other file{'s' if total > 1 else ''} skipped: {counts}{more}{remedy}"
+        return f"{total:,} other file{'s' if total > 1 else ''} skipped: {counts}{remedy}"
 
 
 def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
@@ -108,23 +108,20 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
                 _add(argument, inputs)
                 if len(inputs.places) == before:
                     kind = "folder" if os.path.isdir(argument) else "tar"
-                    raise ValueError(f"{argument}: a {kind} without images ({_suffixes()})")
+                    raise ValueError(
+                        f"{argument}: a {kind} without images ({' '.join(EXTENSIONS)})"
+                    )
         except OSError as error:
             problems.append(f"{error.filename or argument}: cannot be read ({error.strerror})")
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
-        raise ValueError("; ".join(problems[:10]) + more)
+        raise ValueError(few(problems, limit=10))
     if not inputs.places:
         raise ValueError(
             "no images given: pass files, folders or tars, or - to read a list of names from stdin"
         )
     return inputs
-
-
-def _suffixes() -> str:
-    return " ".join(EXTENSIONS)
 
 
 def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
@@ -169,7 +166,7 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
         try:
             with os.scandir(current) as entries:
                 visible = sorted(
-                    (entry.name, _is_folder(entry))
+                    (entry.name, os.path.isdir(entry) if entry.is_symlink() else entry.is_dir())
                     for entry in entries
                     if not entry.name.startswith(".") and entry.name != "__MACOSX"
                 )
@@ -191,13 +188,6 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
             else:
                 inputs.skipped[os.path.splitext(path)[1] or "without a suffix"] += 1
         pending += [(path, parents | {real_path}) for path in reversed(below)]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a symbolic link to itself
-        return False
 
 
 def _add_tar(path: str, inputs: Inputs) -> None:

@@ -64,22 +64,19 @@ class Preprocess:
 
         Raises ValueError if the image cannot be read or decoded.
         """
-        if isinstance(image, bytes):
-            return self._decoded(image)
+        form = self.image_format
         try:
-            return self._decoded(Path(image).read_bytes())
+            data = image if isinstance(image, bytes) else Path(image).read_bytes()
+            return decode_center(data, form.size, self.view, form.interpolation, form.channels)
         except OSError as error:
-            raise ValueError(f"{os.fspath(image)}: cannot be read ({error.strerror})") from None
+            raise ValueError(f"{image!s}: cannot be read ({error.strerror})") from None
         except ValueError as error:
-            raise ValueError(f"{os.fspath(image)}: {error}") from None
+            source = "" if isinstance(image, bytes) else f"{os.fspath(image)}: "
+            raise ValueError(f"{source}{error}") from None
 
     def normalize(self, pixels: Tensor) -> Tensor:
         """Return (B, C, H, W) uint8 as normalized float32 on the model's device."""
         return self.augment.normalize(pixels.to(self.augment.scale.device, non_blocking=True))
-
-    def _decoded(self, data: bytes) -> Tensor:
-        form = self.image_format
-        return decode_center(data, form.size, self.view, form.interpolation, form.channels)
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,7 @@ def is_shared(kind: str) -> bool:
 
 def process_state(pid: int | None) -> str:
     """Return a process state to append to messages, such as ", stopped"; "" if unknown."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    letter = text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2][:1]
     return f", {_STATES[letter]}" if letter in _STATES else ""
 
 
@@ -199,10 +196,7 @@ def text_of(path: Path) -> str:
 
 def cpu_name(root: Path = Path("/")) -> str:
     """Return the model name of the CPU, or its architecture. `root`: the folder of `proc`."""
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", (root / "proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        match = None
+    match = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.M)
     return match[1].strip() if match else platform.machine()
 
 

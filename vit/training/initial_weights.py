@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vit.config import io as config_io
 from vit.config.schema import Config, InitConfig, ModelConfig
@@ -25,6 +25,7 @@ from vit.system.files import WeightsError
 from vit.training.run_data import RunData
 from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
+from vit.weights.save import bytes_of
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
 """Name endings of settings that do not change shapes."""
@@ -41,7 +42,8 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
     described = world.broadcast_from_main(lambda: {} if loaded is None else _describe(loaded))
     if loaded is None:
         loaded = _like(described)
-    world.broadcast_(_bytes_of(tensor) for tensor in loaded.weights.values())
+    # Backends cannot broadcast every dtype of weights, but they can broadcast bytes.
+    world.broadcast_(bytes_of(tensor) for tensor in loaded.weights.values())
     return loaded
 
 
@@ -68,14 +70,6 @@ def _like(described: dict[str, Any]) -> LoadedWeights:
     for name in ("grid_size", "notes"):  # JSON has no tuples
         values[name] = None if values[name] is None else tuple(values[name])
     return LoadedWeights(Path(described["path"]), weights, **values)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return (nbytes,) uint8: the memory of a contiguous tensor, or a copy.
-
-    Backends cannot broadcast every dtype of weights, but they can broadcast bytes.
-    """
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def load_initial_weights(
@@ -129,18 +123,10 @@ def _load(
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
     """Return the settings that differ between `model` and the config in the weights, or "".
 
-    If the weights have no config, return the settings that change a named timm model. Settings that
-    do not change shapes, such as image size and drop path, are omitted.
+    Settings that do not change shapes, such as image size and drop path, are omitted.
     """
     if not loaded.config:
-        fields = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
-        lines = [f"model.{key}" for key in fields if not key.endswith(_OF_NO_SHAPE)]
-        if not lines or not model.name.startswith("timm/"):
-            return ""
-        return (
-            f"; the config's {', '.join(lines)} override the settings of {model.name}: to use that"
-            f" model unchanged, set {' '.join(f'{line}=null' for line in lines)}"
-        )
+        return ""
     stored = {"model": loaded.config.get("model", {})}
     current = {"model": model.model_dump(mode="json")}
     lines = [

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from vit.config.schema import LossConfig
 from vit.data.sources import TrainSet, images_by_class
-
-MAX_NAMED = 3
+from vit.system.spelling import few
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A loss function: logits (B, classes), soft targets (B, classes) -> (B,) float32."""
@@ -46,11 +45,10 @@ def choose_class_weights(
     if not counts.all():
         missing = np.flatnonzero(counts == 0).tolist()
         names = train_set.split.class_names
-        shown = [repr(names[i]) if i < len(names) else str(i) for i in missing[:MAX_NAMED]]
-        more = ", ..." if len(missing) > MAX_NAMED else ""
+        shown = [repr(names[i]) if i < len(names) else str(i) for i in missing]
         raise ValueError(
             f"loss.class_weights=balanced: {len(missing):,} of {num_classes:,} classes have no"
-            f" training images ({', '.join(shown)}{more}): give the weights as numbers, or choose"
+            f" training images ({few(shown)}): give the weights as numbers, or choose"
             " images of all classes"
         )
     # The formula of sklearn/utils/class_weight.py, compute_class_weight.

@@ -8,6 +8,7 @@ The forward pass runs on the meta device, so it computes and allocates nothing.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -123,21 +124,17 @@ def print_shapes(model: Any, name: str) -> None:
 def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
     """Make forward passes print a line for each stage and each part of the first block."""
 
-    def watch(name: str, module: nn.Module) -> RemovableHandle:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            before, after = (
-                f"({', '.join(map(str, ('B', *tensor.shape[1:])))})"
-                for tensor in (inputs[0], output)
-            )
-            print(
-                f"{name:<20} {type(module).__name__:<18} {before:<20} -> {after:<20}"
-                f" {count_parameters(module):>12,}"
-            )
-
-        return module.register_forward_hook(hook)
+    def report(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        before, after = (
+            f"({', '.join(map(str, ('B', *tensor.shape[1:])))})" for tensor in (inputs[0], output)
+        )
+        print(
+            f"{name:<20} {type(module).__name__:<18} {before:<20} -> {after:<20}"
+            f" {count_parameters(module):>12,}"
+        )
 
     return [
-        watch(name, module)
+        module.register_forward_hook(partial(report, name))
         for name, module in model.named_modules()
         if name
         and ("." not in name or name.startswith("blocks.0."))

@@ -1,14 +1,13 @@
 """The objective of training: `vit.step` calls it to compute losses.
 
-`Supervised` compares logits with labels. `vit.training.teacher.Distilled` also compares them with
-the logits of a teacher. To add an objective, such as masked autoencoding, write a class with the
-methods of `Objective`.
+`Objective` compares logits with labels. `vit.training.teacher.Distilled` also compares them with
+the logits of a teacher. To add an objective, such as masked autoencoding, write a subclass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,15 +21,22 @@ Forward = Callable[[Tensor], Any]
 """A function from inputs to the model's logits under autocast, or to the logits of two heads."""
 
 
-class Objective(Protocol):
-    """Computes the loss of each row of a micro-batch, between augmentation and backward pass."""
+class Objective:
+    """Computes the loss of each row of a micro-batch, between augmentation and backward pass.
 
-    models: Sequence[nn.Module]
+    This class compares logits with labels. Other objectives are subclasses.
+    """
+
+    models: Sequence[nn.Module] = ()
     """Additional models that are compiled together with the trained model."""
+
+    def __init__(self, loss: Loss):
+        self.loss = loss
 
     @property
     def notes(self) -> Notes:
         """Notes and facts for the start of a run."""
+        return Notes(record={"teacher": None})
 
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
         """Prepare `model` for training. mark_teacher: marks the start of `StepPhase.TEACHER`."""
@@ -42,24 +48,6 @@ class Objective(Protocol):
 
         inputs: (B, C, H, W) float32. targets: (B, classes), mixed. labels: (B,), not mixed.
         """
-
-
-class Supervised:
-    """The objective that compares logits with labels."""
-
-    models: Sequence[nn.Module] = ()
-    notes = Notes(record={"teacher": None})
-
-    def __init__(self, loss: Loss):
-        self.loss = loss
-
-    def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
-        """Do nothing."""
-
-    def __call__(
-        self, forward: Forward, inputs: Tensor, targets: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """See `Objective`."""
         outputs = forward(inputs)
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         return self.loss(logits, targets), margins(logits.detach(), labels)
@@ -72,4 +60,4 @@ def supervised(config: Config, data: RunData, world: World) -> Objective:
     """
     if config.distill.teacher is not None:
         raise ValueError("distill.teacher: build this run with vit.extras.compose.build_run")
-    return Supervised(create_loss(config.loss, data.class_weights, world.device))
+    return Objective(create_loss(config.loss, data.class_weights, world.device))

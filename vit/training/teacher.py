@@ -32,7 +32,7 @@ from vit.training.initial_weights import read_once
 from vit.training.loss import Loss, create_loss, hard_distillation, soft_distillation
 from vit.training.metrics import margins
 from vit.training.model_summary import count_parameters, flops_per_image
-from vit.training.objective import Forward
+from vit.training.objective import Forward, Objective
 from vit.training.run_data import Notes, RunData
 from vit.weights.class_names import namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
@@ -109,36 +109,28 @@ class Teacher:
         return config.task_loss_weight * task_losses + config.distill_loss_weight * losses
 
     @property
-    def sha256(self) -> str:
-        """The hash of the teacher's weights."""
-        assert self.identity is not None, "only loaded teachers are trained with"
-        return self.identity.sha256
-
-    def in_record(self) -> dict[str, Any]:
-        """Return the teacher's identity and cost for metrics.jsonl."""
-        assert self.identity is not None, "only loaded teachers are recorded"
-        return {
-            **asdict(self.identity),
+    def notes(self) -> Notes:
+        """The hash, identity and cost of a loaded teacher."""
+        identity = self.identity
+        assert identity is not None, "only loaded teachers are trained with"
+        record = {
+            **asdict(identity),
             "parameters": count_parameters(self.model),
             "gflop_per_image": round(flops_per_image(self.model) / 1e9, 4),
             "precision": self.precision,
         }
-
-    def lines(self) -> list[str]:
-        """Return the lines about the teacher to log before the first step."""
-        identity = self.identity
-        assert identity is not None, "only loaded teachers are reported"
         step = "" if identity.step is None else f" (step {identity.step:,})"
         size = "x".join(map(str, identity.image_size))
         cost = _cost(self.model, identity.model, size, self.precision)
         kind = "hard"
         if self.config.distill_type == "soft":
             kind = f"soft at temperature {self.config.temperature:g}"
-        return [
+        lines = (
             f"teacher: {identity.path}{step}: {cost}, not counted in MFU; {kind}; sha256"
             f" {identity.sha256[:SHOWN_DIGITS]}",
             *(f"note: teacher: {note}" for note in identity.notes),
-        ]
+        )
+        return Notes({"teacher_sha256": identity.sha256}, {"teacher": record}, lines)
 
 
 def _renormalization(
@@ -161,24 +153,19 @@ def _renormalization(
     return shift, scale
 
 
-class Distilled:
+class Distilled(Objective):
     """The objective that combines the loss of the labels with the loss against a teacher."""
 
     def __init__(self, loss: Loss, teacher: Teacher):
-        self.loss = loss
+        super().__init__(loss)
         self.teacher = teacher
-        self.models: Sequence[nn.Module] = (teacher.model,)
+        self.models = (teacher.model,)
         self._mark_teacher: Callable[[], object] = lambda: None
 
     @property
     def notes(self) -> Notes:
         """The hash, identity and cost of the teacher."""
-        teacher = self.teacher
-        return Notes(
-            {"teacher_sha256": teacher.sha256},
-            {"teacher": teacher.in_record()},
-            tuple(teacher.lines()),
-        )
+        return self.teacher.notes
 
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
         """Make a `model` with two heads return the logits of both."""

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ from vit.layers.parts import grid_size, head_prefixes
 from vit.run_folder import (
     INFO_FILE,
     METRICS_FILE,
-    DamagedCheckpoint,
+    CheckpointError,
     checked_info,
     complete_checkpoints,
     local_copy,
@@ -43,12 +42,14 @@ from vit.system.spelling import few
 from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours
-from vit.weights.positions import fit_posemb, fold_prefix_positions
-from vit.weights.save import HUB_FILES
-from vit.weights.transformers_config import norm_notes
+from vit.weights.positions import fit_posemb
+from vit.weights.save import HUB_FILES, bytes_of
+from vit.weights.transformers_config import norm_notes, read_settings
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """The suffixes of weights files in a folder. The content decides the format."""
+RUN_FACTS = {"config", "num_classes", "grid_size", "averaged", "step", "class_names"}
+"""The metadata that all weights of this project's runs have."""
 
 
 def load_weights(
@@ -60,8 +61,7 @@ def load_weights(
     """Copy weights into a model that is not wrapped or compiled yet.
 
     Positions are resampled to the model's grid. If only the model has positions for prefix tokens
-    (the source is DeiT III), they are zero. If only the source has them (the model has
-    `no_embed_class`), they are added to the tokens. Neither changes the output of the network. DeiT
+    (the source is DeiT III), they are zero, which does not change the output of the network. DeiT
     III's names of LayerScale become timm's. Values are cast to the model's dtype, and `state_dict`
     does not change.
 
@@ -97,7 +97,6 @@ def load_weights(
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
     if "pos_embed" in source and "pos_embed" in target:
-        notes += fold_prefix_positions(source, target, grid_size(model), grid)
         source["pos_embed"], posemb_notes = fit_posemb(
             source["pos_embed"], target["pos_embed"], grid_size(model), grid
         )
@@ -105,7 +104,7 @@ def load_weights(
     expected = {
         name: value for name, value in target.items() if not (reset_head and name.startswith(head))
     }
-    problems = _differences(source, expected, head) or _rounded(source, expected)
+    problems = _differences(source, expected, head)
     if problems:
         if family := family_of(source.keys() - target.keys()):
             problems.insert(0, f"they are probably the weights of {family}")
@@ -142,23 +141,15 @@ def _differences(
             for name, (shape, target_shape) in shapes.items()
         ]
         problems.append(f"{len(shapes)} of a different shape: {few(texts)}")
-    return problems
-
-
-def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list[str]:
-    """List integer weights of parameters that are floating-point in the model.
-
-    Integer weights are quantized, and their scales would not be applied.
-    """
-    kinds = {
-        name: str(source[name].dtype).removeprefix("torch.")
+    # Integer weights are quantized, and their scales would not be applied.
+    integers = [
+        f"{name} {str(source[name].dtype).removeprefix('torch.')}"
         for name, value in target.items()
         if name in source and value.is_floating_point() != source[name].is_floating_point()
-    }
-    if not kinds:
-        return []
-    texts = [f"{name} {kind}" for name, kind in kinds.items()]
-    return [f"{len(kinds)} are not floating-point numbers ({few(texts)}): convert them"]
+    ]
+    if integers:
+        problems.append(f"{len(integers)} are not floating-point numbers ({few(integers)})")
+    return problems
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -166,9 +157,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        digest.update(bytes_of(tensor).numpy().data)
     return digest.hexdigest()
 
 
@@ -320,7 +309,7 @@ def _read(path: Path) -> LoadedWeights:
         return _from_checkpoint(path)
     content = read_content(path)
     metadata = content.metadata
-    if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
+    if RUN_FACTS - metadata.keys():
         layout = layout_of(content.tensors)
         weights, notes = to_ours(layout, content.tensors) if layout else (content.tensors, [])
         settings = path.with_name("config.json")
@@ -339,7 +328,7 @@ def _read(path: Path) -> LoadedWeights:
             num_classes=int(metadata["num_classes"]),
             grid_size=json.loads(metadata["grid_size"]),
             step=int(metadata["step"]),
-            class_names=json.loads(metadata.get("class_names", "[]")),
+            class_names=json.loads(metadata["class_names"]),
         )
     except (ValueError, TypeError):
         raise WeightsError(
@@ -352,15 +341,15 @@ def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]
 
     Without the config, 49 positions could be 7x7 patches, or 6x8 patches and a class token.
     """
+    content = read_settings(config)
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
         size = (content.get("model_args") or {}).get("img_size") or content.get("image_size")
         size = size or (content.get("pretrained_cfg") or content)["input_size"][1:]
         sides = (size, size) if isinstance(size, int) else tuple(size)
         patch = weights["patch_embed.proj.weight"].shape[2:]
         grid = sides[0] // patch[0], sides[1] // patch[1]
         length = weights["pos_embed"].shape[1]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         return None  # The file is missing, or of another program.
     other_tokens = ("dist_token", "reg_token")
     prefix = 1 + sum(weights[name].shape[1] for name in other_tokens if name in weights)
@@ -408,9 +397,9 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
             num_classes=facts["num_classes"],
             grid_size=facts["grid_size"],
             step=info["step"],
-            class_names=facts.get("class_names", []),  # the first checkpoints had none
+            class_names=facts["class_names"],
         )
-    except DamagedCheckpoint as error:
+    except CheckpointError as error:
         raise WeightsError(str(error)) from None
     except (ValueError, KeyError, TypeError):
         raise WeightsError(f"{folder}: {INFO_FILE} is damaged") from None

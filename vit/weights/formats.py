@@ -41,15 +41,10 @@ PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
 KINDS = "safetensors, a file of torch.save (.pth, .pt, .bin), .npz, or an .index.json of parts"
-OTHER_KINDS = {
-    b"<": "a web page (HTML), perhaps the answer to a download that needs a login or a click:"
-    " download it again",
-    b"version https://git-lfs": "a pointer of Git LFS, not the file itself: run `git lfs pull`",
-    b"\x89HDF": "HDF5, in which Keras keeps weights: save them as .npz or safetensors",
-    b"GGUF": "GGUF: use the safetensors file that it was made from",
-    b"\x08": "perhaps ONNX, whose weights have no names to match: use what it was exported from",
-}
-"""The first bytes of other files that users mistake for weights; a description with a remedy."""
+WEB_PAGE = (
+    "a web page (HTML), perhaps the answer to a download that needs a login or a click: download it"
+    " again"
+)
 
 
 @contextmanager
@@ -92,7 +87,8 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     with readable(path):
         if not path.is_file():
             raise WeightsError(
-                f"{path} {_instead_of_a_file(path)}: expected a file of weights, or a run's folder"
+                f"{path} {'is not a regular file' if path.exists() else 'does not exist'}: expected"
+                " a file of weights, or a run's folder"
             )
         with path.open("rb") as file:
             head = file.read(64)
@@ -100,7 +96,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
         return _open_parts(path)
     opened, metadata = _open(path, head)
     notes: list[str] = []
-    tensors = _bare_names(_unpack(opened, path, notes), path)
+    tensors = _bare_names(_unpack(opened, path, notes))
     return Content(tensors, metadata, notes, _arch(opened))
 
 
@@ -112,38 +108,19 @@ def _arch(content: Mapping[str, Any]) -> str:
     return next((name for name in names if isinstance(name, str)), "")
 
 
-def _instead_of_a_file(path: Path) -> str:
-    """Return a phrase for messages about `path`, which is not a file."""
-    if path.is_dir():
-        return "is a folder"
-    if path.exists():
-        return "is not a regular file"  # a pipe would block
-    return "is a broken link" if path.is_symlink() else "does not exist"
-
-
 def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
     """Return the unpickled or parsed content, and the metadata of a safetensors file."""
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         return _open_safetensors(path)
     if head.startswith(b"PK"):
         return _open_zip(path), {}
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     # A pickle may begin with any letter, but torch.save always writes the protocol first.
-    if not head.startswith(b"\x80"):
-        kind = next((kind for start, kind in OTHER_KINDS.items() if text.startswith(start)), "")
-        if not kind and path.suffix == ".safetensors":
-            return _open_safetensors(path)  # raises the library's reason
-        if not head:
-            raise WeightsError(
-                f"{path} is truncated or not a checkpoint (it is empty): copy it again"
-            )
-        if not kind:
-            raise WeightsError(
-                f"{path} is truncated or not a checkpoint (it begins with {head[:8]!r}): expected"
-                f" {KINDS}"
-            )
-        raise WeightsError(f"{path} is not a checkpoint but {kind}")
-    return _open_torch(path, mapped=False), {}  # before torch 1.6
+    if head.startswith(b"\x80"):
+        return _open_torch(path, mapped=False), {}  # before torch 1.6
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+        raise WeightsError(f"{path} is not a checkpoint but {WEB_PAGE}")
+    begin = f"begins with {head[:8]!r}" if head else "is empty"
+    raise WeightsError(f"{path} is truncated or not a checkpoint (it {begin}): expected {KINDS}")
 
 
 def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -193,23 +170,17 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except ValueError as error:
-        if "allow_pickle" not in str(error):
-            raise WeightsError(
-                f"{path} is truncated or damaged ({error}): copy it again"
-            ) from error
         raise WeightsError(
             f"{path} is refused, because it contains pickled objects (numpy's object arrays), which"
             " can run code: save only arrays of numbers"
         ) from error
     except (zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
         raise WeightsError(f"{path} is truncated or damaged ({error}): copy it again") from error
-    tensors = {}
-    for name, array in arrays.items():
-        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, as JAX writes it
-            tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        elif array.dtype.kind in "fiub":
-            tensors[name] = torch.from_numpy(array)
-    return tensors
+    return {
+        name: torch.from_numpy(array)
+        for name, array in arrays.items()
+        if array.dtype.kind in "fiub"
+    }
 
 
 def _open_torch(path: Path, mapped: bool) -> Any:
@@ -220,9 +191,8 @@ def _open_torch(path: Path, mapped: bool) -> Any:
         with (
             torch.serialization.safe_globals([argparse.Namespace]),
             path.open("rb") as file,
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="ignore"),  # about refused or harmless content
         ):
-            warnings.simplefilter("ignore")  # torch warns about refused or harmless content.
             return torch.load(
                 file if misnamed else path,
                 map_location="cpu",
@@ -245,27 +215,14 @@ def _open_torch(path: Path, mapped: bool) -> Any:
                 " which can run code: if you trust it, open it with"
                 " torch.load(weights_only=False) and save only its state dict"
             ) from error
-        protocol = 2 if mapped else _protocol_of(path)
-        if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
-            raise WeightsError(
-                f"{path} is refused, because it is a pickle of protocol {protocol}, which can run"
-                " code and which torch.save never writes: if you trust it, open it with Python's"
-                " pickle and save its tensors with torch.save or as safetensors"
-            ) from error
         # Keep only the first sentence, because the rest of torch's message is for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
         if isinstance(error, pickle.UnpicklingError):
-            reason = "not a pickle"  # torch's message recommends an unsafe way to load the file.
+            reason = "not what torch.save writes"  # torch's message recommends an unsafe way.
         raise WeightsError(
             f"{path} is truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it"
             " again"
         ) from error
-
-
-def _protocol_of(path: Path) -> int:
-    """Return the protocol number at the beginning of a pickle of protocol 2 or later."""
-    with path.open("rb") as file:
-        return (file.read(2) + b"\0\0")[1]
 
 
 def _open_parts(index: Path) -> Content:
@@ -287,11 +244,6 @@ def _open_parts(index: Path) -> Content:
         )
     parts = [read_content(index.parent / file) for file in files]
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    if missing := [name for name in file_of if name not in tensors]:
-        raise WeightsError(
-            f"{index} lists {len(file_of)} weights, but its parts lack {few(missing)}: copy the"
-            " index and the parts again"
-        )
     notes = [f"read from {len(files)} parts", *(note for part in parts for note in part.notes)]
     return Content(tensors, parts[0].metadata, notes)
 
@@ -322,15 +274,9 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     return content
 
 
-def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _bare_names(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `content` without the wrapper prefixes in its names."""
-    weights = {
+    return {
         ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
         for name, tensor in content.items()
     }
-    if len(weights) < len(content):
-        raise WeightsError(
-            f"{path} contains a weight twice after prefixes are removed: {len(content)} names"
-            f" become {len(weights)}"
-        )
-    return weights

@@ -18,7 +18,7 @@ the bits of each value are preserved. A weight without a row cannot be exported 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,41 @@ from vit.system.spelling import few
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A change of the memory layout of a weight, in both directions.
+
+    Flax stores inputs before outputs, and has a separate dimension for attention heads.
+    """
+
+    forth: Callable[[Tensor, int], Tensor]
+    """(weight of this project, number of heads) -> weight of the other program."""
+    back: Callable[[Tensor], Tensor]
+
+
+TURNS = {
+    "same": Turn(lambda ours, heads: ours, lambda theirs: theirs),
+    "linear": Turn(lambda ours, heads: ours.t(), lambda theirs: theirs.t()),
+    "conv": Turn(
+        lambda ours, heads: ours.permute(2, 3, 1, 0), lambda theirs: theirs.permute(3, 2, 0, 1)
+    ),
+    # (H*d, D) -> (D, H, d); a bias (H*d,) -> (H, d)
+    "to_heads": Turn(
+        lambda ours, heads: ours.t().unflatten(-1, (heads, -1)),
+        lambda theirs: theirs.flatten(-2).t(),
+    ),
+    # (D, H*d) -> (H, d, D)
+    "from_heads": Turn(
+        lambda ours, heads: ours.t().unflatten(0, (heads, -1)),
+        lambda theirs: theirs.flatten(0, 1).t(),
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Row:
     """The names and the layout of one weight of this project in another program.
 
-    theirs: one name, or the names of query, key and value. turn: the change of layout (`_turn`).
+    theirs: one name, or the names of query, key and value. turn: a key of `TURNS`.
     """
 
     theirs: tuple[str, ...]
@@ -189,20 +220,19 @@ FAMILIES = {
 
 def family_of(names: Iterable[str]) -> str:
     """Return the other model family that uses such names, or "" if unknown."""
-    names = list(names)
-    for sign, family in FAMILIES.items():
-        if any(re.fullmatch(sign, name) for name in names):
-            return family
-    return ""
+    return FAMILIES.get(_first_sign(FAMILIES, names), "")
 
 
 def layout_of(names: Iterable[str]) -> Layout | None:
     """Return the layout that uses such names; None for timm's or unknown names."""
-    names = list(names)
-    for layout in LAYOUTS.values():
-        if any(re.fullmatch(layout.sign, name) for name in names):
-            return layout
-    return None
+    by_sign = {layout.sign: layout for layout in LAYOUTS.values()}
+    return by_sign.get(_first_sign(by_sign, names))
+
+
+def _first_sign(signs: Iterable[str], names: Iterable[str]) -> str:
+    """Return the first of the patterns `signs` that matches one of `names`, or ""."""
+    text = "\n".join(names)
+    return next((sign for sign in signs if re.search(rf"(?m)^(?:{sign})$", text)), "")
 
 
 def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -218,7 +248,7 @@ def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Te
     ours: dict[str, Tensor] = {}
     for name, row in _each(layout, source, layout.block):
         if all(theirs in source for theirs in row.theirs):
-            pieces = [_turn_back(source.pop(theirs), row.turn) for theirs in row.theirs]
+            pieces = [TURNS[row.turn].back(source.pop(theirs)) for theirs in row.theirs]
             ours[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     dropped = [name for name in source if layout.dropped and name.startswith(layout.dropped)]
     notes = [f"dropped, not used for classification: {few(dropped)}"] if dropped else []
@@ -235,7 +265,7 @@ def from_ours(
         if name in remaining:
             pieces = remaining.pop(name).chunk(len(row.theirs))
             for their_name, piece in zip(row.theirs, pieces, strict=True):
-                theirs[their_name] = _turn(piece, row.turn, num_heads).contiguous()
+                theirs[their_name] = TURNS[row.turn].forth(piece, num_heads).contiguous()
     return theirs, list(remaining)
 
 
@@ -259,31 +289,3 @@ def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[st
             for part in ("weight", "bias") if "{p}" in ours else ("",):
                 theirs = tuple(name.format(n=number, p=part) for name in row.theirs)
                 yield ours.format(n=number, p=part), Row(theirs, row.turn)
-
-
-def _turn(ours: Tensor, turn: str, num_heads: int) -> Tensor:
-    """Return a weight in the other program's layout.
-
-    Flax stores inputs before outputs, and has a separate dimension for attention heads.
-    """
-    if turn == "linear":
-        return ours.t()
-    if turn == "conv":
-        return ours.permute(2, 3, 1, 0)
-    if turn == "to_heads":  # (H*d, D) -> (D, H, d); a bias (H*d,) -> (H, d)
-        return ours.t().unflatten(-1, (num_heads, -1))
-    if turn == "from_heads":  # (D, H*d) -> (H, d, D)
-        return ours.t().unflatten(0, (num_heads, -1))
-    return ours
-
-
-def _turn_back(theirs: Tensor, turn: str) -> Tensor:
-    if turn == "linear":
-        return theirs.t()
-    if turn == "conv":
-        return theirs.permute(3, 2, 0, 1)
-    if turn == "to_heads":
-        return theirs.flatten(-2).t()
-    if turn == "from_heads":
-        return theirs.flatten(0, 1).t()
-    return theirs

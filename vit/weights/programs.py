@@ -15,7 +15,6 @@ module lists the feature.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 from vit.config.schema import Config, ModelConfig
 from vit.layers.norm import EPS
 from vit.layers.presets import PRESETS, SIZES
+from vit.weights.transformers_config import crop_pct_of
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ class View:
         crop_pct = view.crop_pct
         if view.resize_px is not None:
             cover = view.resize_px, view.resize_px
-            crop_pct = height / view.resize_px
-            while int(height / crop_pct) < view.resize_px:  # timm truncates the quotient.
-                crop_pct = math.nextafter(crop_pct, 0)
+            crop_pct = crop_pct_of((height, width), cover)
         data = config.data
         channels = config.model.in_chans  # A single mean or std applies to all channels.
         return cls(

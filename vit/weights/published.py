@@ -19,7 +19,6 @@ This module downloads nothing. For models that are not in the table
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -41,7 +40,7 @@ from vit.weights.published_models import (
     own_model,
 )
 from vit.weights.save import HUB_FILES
-from vit.weights.transformers_config import class_names_in, from_transformers
+from vit.weights.transformers_config import class_names_in, from_transformers, read_settings
 
 SEVERAL_TAGS = ("vit_", "deit3_")
 """Prefixes of names that are ambiguous without a tag, because several weights share them."""
@@ -64,8 +63,7 @@ def identify(path: str | Path, name: str | None = None, arch: str = "") -> Known
     if name is not None:
         return _by_name(name, or_defaults=True)
     file = find_weights(path)
-    settings = file.parent / "config.json"
-    if settings.is_file() and (model := _by_settings(settings)):
+    if model := _by_settings(file.parent / "config.json"):
         return model
     with suppress(ValueError):  # `arch` may be another program's name, or a Python class
         model = _by_name(arch, or_defaults=True)
@@ -111,17 +109,12 @@ def _with_tag_note(model: KnownModel, name: str) -> KnownModel:
 
 def _by_settings(path: Path) -> KnownModel | None:
     """Return the model that a `config.json` describes; None for another program's file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error}): copy it again, or give --model NAME"
-        ) from None
-    if not isinstance(content, dict) or not {"architecture", "architectures"} & content.keys():
-        return None
-    if "architecture" not in content:
+    content = read_settings(path)
+    if "architectures" in content and "architecture" not in content:
         return from_transformers(content, path)
-    architecture = content["architecture"]
+    architecture = content.get("architecture")
+    if architecture is None:
+        return None
     settings = content.get("pretrained_cfg") or content
     made_with = content.get("model_args") or {}
     if content.get("global_pool") == "avg" and own_model(architecture):

@@ -111,7 +111,7 @@ def save_weights(
         with replacing(path) as file:
             file.write(header)
             for name in names:
-                data = _bytes_of(tensors[name])
+                data = bytes_of(tensors[name]).numpy().data
                 for begin in range(0, len(data), PIECE_BYTES):
                     piece = data[begin : begin + PIECE_BYTES]
                     digest.update(piece)
@@ -154,7 +154,9 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order. A GPU tensor is copied first."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in row-major order, (nbytes,) uint8 on the CPU.
+
+    A contiguous tensor on the CPU shares its memory with the result.
+    """
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -23,6 +23,22 @@ MAX_NORM_EPS = 1e-5
 differ only slightly from those of this project's model."""
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`; {} if the file is missing or contains anything else.
+
+    Raises WeightsError if the file cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{path}: cannot be read ({error}): copy it again, or give --model NAME"
+        ) from None
+    return content if isinstance(content, dict) else {}
+
+
 def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
     """Return the model that `config`, the content of `path`, describes.
 
@@ -60,12 +76,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
     """Return the preprocessing fields of `KnownModel`, or transformers' defaults without a file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        content = {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
+    content = read_settings(path)
     try:
         resample = content.get("resample", 2)
         if resample not in _RESAMPLE:
@@ -82,7 +93,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             "interpolation": _RESAMPLE[resample],
             "crop_mode": "center" if shortest else "squash",
             "apply_exif": content.get("apply_exif") is True,
-            "crop_pct": _crop_pct(size, (shortest, shortest) if shortest else sides),
+            "crop_pct": crop_pct_of(size, (shortest, shortest) if shortest else sides),
         }
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
@@ -90,7 +101,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         ) from None
 
 
-def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
+def crop_pct_of(size: tuple[int, int], cover: tuple[int, int]) -> float:
     """Return timm's crop_pct, for which `size` / crop_pct, truncated, is `cover`."""
     crop_pct = min(*(side / covered for side, covered in zip(size, cover, strict=True)), 1.0)
     while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
@@ -103,14 +114,9 @@ def norm_notes(path: Path) -> list[str]:
 
     Raises WeightsError if it exceeds `MAX_NORM_EPS`, because outputs would then differ.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not content["model_type"].startswith("vit"):
-            return []
-        eps = float(content.get("layer_norm_eps", 1e-12))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []  # The file is missing, or of another program.
-    if eps == EPS:
+    content = read_settings(path)
+    eps = content.get("layer_norm_eps", 1e-12)
+    if not str(content.get("model_type")).startswith("vit") or eps == EPS:
         return []
     text = f"its norms use epsilon {eps:g} (layer_norm_eps), this project's {EPS:g}"
     if eps > MAX_NORM_EPS:
@@ -122,19 +128,13 @@ def norm_notes(path: Path) -> list[str]:
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:
     """Return the class names in timm's or transformers' `config.json`; [] if it has none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    names = content.get("label_names") if isinstance(content, dict) else None
-    if names is None and isinstance(content, dict):
-        by_number = content.get("id2label") or {}
-        names = [by_number.get(str(n)) for n in range(num_classes)]
-    if not isinstance(names, list) or len(names) != num_classes:
-        return []
+    content = read_settings(path)
+    by_number = content.get("id2label") or {}
+    names = content.get("label_names") or [by_number.get(str(n)) for n in range(num_classes)]
     # If classes have no names, transformers writes these placeholders.
     unnamed = [f"LABEL_{n}" for n in range(num_classes)]
-    return names if names != unnamed and all(isinstance(name, str) for name in names) else []
+    is_complete = len(names) == num_classes and all(isinstance(name, str) for name in names)
+    return names if is_complete and names != unnamed else []
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -54,7 +54,7 @@ from vit.optim.optimizer import create_optimizer
 from vit.distributed.process_group import World
 from vit.training.compiling import checkpoint_activations
 from vit.training.loss import cross_entropy
-from vit.training.objective import Supervised
+from vit.training.objective import Objective
 from vit.training.reduce import DataParallel
 from vit.step import TrainStep
 
@@ -68,7 +68,7 @@ checkpoint_activations(model, config.train.activation_checkpointing)
 step = TrainStep(
     model, create_optimizer(model, config.optim),
     create_augment(AugmentConfig(), config.data, 1000, device),
-    Supervised(cross_entropy), DataParallel(model, World(0, 1, device)),
+    Objective(cross_entropy), DataParallel(model, World(0, 1, device)),
     lr_at=lambda step: 1e-3, micro_batch_size=ROWS, precision=config.train.precision,
 )
 def batch(rows):

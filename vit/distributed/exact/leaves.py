@@ -71,15 +71,14 @@ def check_leaves(model: nn.Module) -> None:
 
 
 def _num_threads() -> int:
-    """Return OMP_NUM_THREADS, or the first number of its list; 1 if it is not set."""
+    """Return OMP_NUM_THREADS; 1 if it is not set."""
     variable = os.environ.get("OMP_NUM_THREADS", "1")
-    number = variable.partition(",")[0].strip()
-    if not number.isdecimal() or not int(number):
+    if not variable.isdecimal() or not int(variable):
         raise ValueError(
             f"train.exact_over_ranks: OMP_NUM_THREADS={variable!r}, expected a number of threads:"
             " unset it for one thread"
         )
-    return int(number)
+    return int(variable)
 
 
 class Leaves:

@@ -38,7 +38,7 @@ from vit.training.compiling import checkpoint_activations
 from vit.training.freeze import create_trained_model
 from vit.training.loss import cross_entropy
 from vit.training.norm_probes import create_probes
-from vit.training.objective import Supervised
+from vit.training.objective import Objective
 from vit.training.plan import Plan
 from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher, find_teacher
@@ -137,7 +137,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             model,
             optimizer,
             augment,
-            Supervised(cross_entropy) if teacher is None else Distilled(cross_entropy, teacher),
+            Objective(cross_entropy) if teacher is None else Distilled(cross_entropy, teacher),
             DataParallel(model, World(0, 1, device)),
             lr_at=lambda step: optim.lr,
             micro_batch_size=plan.micro_batch_size,

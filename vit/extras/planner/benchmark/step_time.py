@@ -32,7 +32,7 @@ from vit.step import TrainStep
 from vit.system.device_memory import now_s, release_memory
 from vit.training.freeze import create_trained_model
 from vit.training.loss import create_loss
-from vit.training.objective import Objective, Supervised
+from vit.training.objective import Objective
 from vit.training.plan import Plan
 from vit.training.reduce import DataParallel
 from vit.training.step_result import StepPhase, StepResult
@@ -77,7 +77,7 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
     # The values of class weights do not affect the time.
     weights = None if config.loss.class_weights is None else (1.0,) * num_classes
     loss = create_loss(config.loss, weights, world.device)
-    objective: Objective = Supervised(loss)
+    objective = Objective(loss)
     if (teacher := find_teacher(config, num_classes)) is not None:
         teacher_model, settings = teacher
         objective = Distilled(loss, Teacher(teacher_model.to(world.device), settings, config))
