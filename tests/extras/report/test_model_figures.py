@@ -110,7 +110,8 @@ def test_attention_distance_equals_a_loop_over_all_pairs(num_prefix_tokens):
 def test_distances_are_averaged_over_images():
     model = small_model()
     images = some_images(3)
-    distances = model_figures.mean_distances(model, lambda part: part, images)
+    shown = model_figures.Images(lambda part: part, images, [])
+    distances = model_figures.mean_distances(model, shown)
     maps = attention_maps(model, images).blocks
     expected = attention_distance(maps, (4, 3), (8, 8), 1).mean(0)
     torch.testing.assert_close(distances, expected)
@@ -271,7 +272,8 @@ def test_the_suffix_determines_the_format_of_a_picture(tmp_path):
     images = (some_images(3).clamp(-1, 1) * 127 + 128).to(torch.uint8)
     for suffix, magic in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
         path = tmp_path / f"distance.{suffix}"
-        model_figures.draw_distance(model, lambda part: part.float() / 255, images, path)
+        shown = model_figures.Images(lambda part: part.float() / 255, images, [])
+        model_figures.draw_distance(model, shown, path)
         assert path.read_bytes().startswith(magic)
     with pytest.raises(ValueError, match="out of png, pdf, svg"), drawing(tmp_path / "a.gif", 1):
         pass

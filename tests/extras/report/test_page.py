@@ -348,7 +348,7 @@ def test_a_timm_model_without_attention_has_a_page(shards, tmp_path):
     assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
     assert ("No validation image was misclassified." in page.text) is not mistaken
     assert "Not drawn. Attention rollout needs a grid of patches (this model has None)" in page.text
-    assert "Not drawn. timm/resnet10t has no position embeddings to compare." in page.text
+    assert "Not drawn. ResNet has no position embeddings to compare." in page.text
 
 
 @pytest.mark.slow

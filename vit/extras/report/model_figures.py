@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ from vit.layers.parts import grid_size
 
 Normalize = Callable[[Tensor], Tensor]
 """A function that converts (B, C, H, W) uint8 on the host to inputs on the model's device."""
+
+
+class Images(NamedTuple):
+    """The images that a figure shows, and their conversion to inputs of the model."""
+
+    normalize: Normalize
+    pixels: Tensor
+    """(B, C, H, W) uint8."""
+    names: Sequence[str]
+    """The caption of each image."""
 
 
 def patch_size_of(model: Any) -> tuple[int, int]:
@@ -62,55 +72,41 @@ def draw_positions(model: Any, picture: Path) -> str:
     return "Cosine similarity of each position embedding with all others (Figure 7 center)."
 
 
-def draw_distance(
-    model: Any,
-    normalize: Normalize,
-    pixels: Tensor,
-    picture: Path,
-    on_image: Callable[[int], None] = lambda done: None,
-) -> str:
+def draw_distance(model: Any, images: Images, picture: Path) -> str:
     """Draw the mean attention distance of all heads over the images, and return the caption."""
-    distances = mean_distances(model, normalize, pixels, on_image)
+    distances = mean_distances(model, images)
     grid = grid_size(model)
     assert grid is not None, "otherwise there are no distances"
     uniform_px = float(patch_distances(grid, patch_size_of(model)).mean())
     inside_plots.plot_distance(distances.numpy(), uniform_px, tuple(model.image_size), picture)
     return (
-        f"Mean distance between a patch and the patches that it attends to, over {len(pixels)}"
-        " images (Dosovitskiy et al. 2021, Figure 7 right). Heads with small distances act like"
-        " convolutions."
+        "Mean distance between a patch and the patches that it attends to, over"
+        f" {len(images.pixels)} images (Dosovitskiy et al. 2021, Figure 7 right). Heads with small"
+        " distances act like convolutions."
     )
 
 
-def mean_distances(
-    model: Any,
-    normalize: Normalize,
-    pixels: Tensor,
-    on_image: Callable[[int], None] = lambda done: None,
-) -> Tensor:
+def mean_distances(model: Any, images: Images) -> Tensor:
     """Return `attention_distance` averaged over the images, (layers, heads) float32 on the CPU."""
     grid = grid_size(model)
     patch_size = patch_size_of(model)
     assert grid is not None, "otherwise there is no patch size"
     added = torch.zeros(())
     # Images are processed one by one, because ViT-H at 518 pixels needs 4 GB per image.
-    for done, image in enumerate(pixels.split(1), 1):
-        maps = attention_maps(model, normalize(image)).blocks
+    for image in images.pixels.split(1):
+        maps = attention_maps(model, images.normalize(image)).blocks
         added = added + attention_distance(maps, grid, patch_size, model.num_prefix_tokens).cpu()
-        on_image(done)
-    return added[0] / len(pixels)
+    return added[0] / len(images.pixels)
 
 
-def draw_tokens(
-    model: Any, normalize: Normalize, pixels: Tensor, captions: Sequence[str], picture: Path
-) -> str:
+def draw_tokens(model: Any, images: Images, picture: Path) -> str:
     """Draw the features of patches as colors, and return the caption."""
     grid = grid_size(model)
     if grid is None or not hasattr(model, "num_prefix_tokens"):
         raise ValueError(f"{type(model).__name__} has no grid of patches")
-    features = torch.cat([token_features(model, normalize(part)).cpu() for part in pixels.split(8)])
-    colors, shares = token_colors(features, grid)
-    inside_plots.plot_tokens(pixels, colors, shares.tolist(), captions, picture)
+    parts = [token_features(model, images.normalize(part)) for part in images.pixels.split(8)]
+    colors, shares = token_colors(torch.cat([part.cpu() for part in parts]), grid)
+    inside_plots.plot_tokens(images.pixels, colors, shares.tolist(), images.names, picture)
     return (
         "The first three principal components of patch features after the last block, as red,"
         " green and blue. Equal colors mean similar features, across all images."
