@@ -25,9 +25,8 @@ import check_versions  # noqa: F401
 import torch
 from rich.console import Console
 
-from vit.distributed import process_group
 from vit.distributed.exit import leave, run_command
-from vit.distributed.process_group import World, world_size
+from vit.distributed.process_group import World, join_world, world_size
 from vit.inference.inputs import FROM_STDIN, Inputs, find_inputs
 from vit.inference.output import Summary, csv_file, image_table, printable, write_rows
 from vit.inference.predict import predict
@@ -50,7 +49,7 @@ NAMED_PROBLEMS = 20
 def main() -> World:
     """Run the command line and return the joined process group."""
     args = read_command_line()
-    world = process_group.join_world(args.device or "auto", "--device ")
+    world = join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
     names = read_names(args.classes) if args.classes else ()
     trained = load(
@@ -142,9 +141,7 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     heading += f", classes by {trained.config.model.name}"
     if overlays is not None:
         heading += ", attention rollout"
-    plot_predictions = by_name.load(
-        "vit.extras.report.prediction_sheet:plot_predictions", "--sheet"
-    )
+    plot_predictions = by_name.load("vit.extras.report.model_plots:plot_predictions", "--sheet")
     plot_predictions(
         pixels, names, classes=classes, heading=heading, picture=args.sheet, overlays=overlays
     )

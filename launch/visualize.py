@@ -27,15 +27,13 @@ from vit.config import io as config_io
 from vit.config.hints import setting_for
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.distributed import process_group
 from vit.distributed.exit import run_command
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, join_world
 from vit.extras.report import model_figures
 from vit.extras.report.confusion import plot_confusion
 from vit.extras.report.contact_sheet import make_contact_sheet
 from vit.extras.report.curves import plot_learning_curves
 from vit.extras.report.example_images import Samples, samples_of_files, samples_of_split
-from vit.extras.report.inside_plots import plot_heads, plot_patches, save_heads
 from vit.extras.report.model_comparison import compare, plot_comparison
 from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
@@ -61,7 +59,7 @@ class Command(NamedTuple):
 def main() -> World:
     """Run the command line and return the joined process group."""
     args = read_command_line()
-    world = process_group.join_world(args.device, "--device ")
+    world = join_world(args.device, "--device ")
     COMMANDS[args.command].run(args, world)
     return world
 
@@ -126,7 +124,7 @@ def patches(args: Namespace, world: World) -> None:
     pixels = _samples(args, trained).pixels(trained)
     size = model_figures.patch_size_of(trained.model)
     for path, image in _numbered(_out(args, trained), pixels):
-        print(plot_patches(image, size, path))
+        print(model_figures.plot_patches(image, size, path))
 
 
 def figure(args: Namespace, world: World) -> None:
@@ -157,12 +155,12 @@ def attention(args: Namespace, world: World) -> None:
             name = Path(samples.names[number]).name
             if args.separate:
                 folder = args.separate / f"{number}_{Path(name).stem or name}"
-                written.append(save_heads(image, heads, folder)[0].parent)
+                written.append(model_figures.save_heads(image, heads, folder)[0].parent)
             else:
                 has_pool = getattr(trained.model, "global_pool", "") == "map"
                 title = f"Attention: {name}"
                 written.append(
-                    plot_heads(
+                    model_figures.plot_heads(
                         image, heads, rollout=rollout, title=title, picture=path, has_pool=has_pool
                     )
                 )
@@ -358,8 +356,9 @@ def _check(args: Namespace) -> None:
     least, most = {"augment": (0, 0), "curves": (0, 99), "compare": (2, 2)}.get(
         args.command, (0, 1)
     )
-    if not least <= (count := len(getattr(args, "runs", ()))) <= most:
-        raise ValueError(f"{args.command}: {count} runs or files, expected {least} to {most}")
+    runs = getattr(args, "runs", ())
+    if not least <= len(runs) <= most:
+        raise ValueError(f"{args.command}: {len(runs)} runs or files, expected {least} to {most}")
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         raise ValueError("--image-size takes a side, or height and width, in pixels")
     for flag in ("images", "draws", "samples", "num_classes"):

@@ -61,7 +61,7 @@ def parts_of(config: Config) -> Parts:
     parts: dict[str, Any] = {"create_reduce": create_reduce_of(config)}
     if is_url(config.run.dir):
         parts["open_place"] = load(
-            "vit.extras.remote_runs.opening:open_place", f"run.dir={config.run.dir}"
+            "vit.extras.remote_runs.store:open_place", f"run.dir={config.run.dir}"
         )
     if config.distill.teacher is not None:
         parts["create_objective"] = load("vit.training.teacher:distilled", "distill.teacher")

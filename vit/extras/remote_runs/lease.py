@@ -18,9 +18,7 @@ dead.
 
 A holder that was suspended or disconnected for too long may find another job's token in the file.
 The holder has then lost the lease and stops. A holder reads the lease before each upload or
-removal, unless it has just renewed the lease. If the holder was suspended during a renewal, its
-late write replaces the new lease. The new holder recognizes the previous token and writes its own
-token again. A holder that wrote late waits for this write, and then reads the lease again.
+removal, unless it has just renewed the lease.
 """
 
 from __future__ import annotations
@@ -73,8 +71,6 @@ class Lease:
         self._problem = ""
         self._confirmed_s = 0.0
         """The `steady_s` time just before the last read that found this job's token."""
-        self._followed = ""
-        """The token of the previous holder, from which this job took over."""
 
     @property
     def is_lost(self) -> bool:
@@ -98,7 +94,6 @@ class Lease:
             looked_s = time.monotonic()
             lease = watch.look()
             if lease is None or lease["place"] == self._place or watch.has_expired():
-                self._followed = lease["token"] if lease is not None else self._followed
                 if lease is not None and lease["place"] != self._place:
                     print(
                         f"{self._store}: {lease['holder']} has not renewed its lease for"
@@ -162,28 +157,22 @@ class Lease:
                 raise LeaseLost(self._problem)
 
     def _renew(self, store: ObjectStore) -> None:
-        is_late = True
-        while is_late:
-            looked_s = steady_s()
-            lease = read_lease(store)
-            if lease is None:
-                self._problem = (
-                    f"{store}: the lease is gone, because the run was removed, or another job took"
-                    " over the run and exited: this job stops without saving more to the URL"
-                )
-                return
-            if lease["token"] not in (self._token, self._followed):
-                self._problem = (
-                    f"{store}: {lease['holder']} has taken over the run, because this job did not"
-                    f" reach the store for {self._lease_s:g} s: this job stops without saving more"
-                    " to the URL"
-                )
-                return
+        looked_s = steady_s()
+        lease = read_lease(store)
+        if lease is None:
+            self._problem = (
+                f"{store}: the lease is gone, because the run was removed, or another job took"
+                " over the run and exited: this job stops without saving more to the URL"
+            )
+        elif lease["token"] != self._token:
+            self._problem = (
+                f"{store}: {lease['holder']} has taken over the run, because this job did not"
+                f" reach the store for {self._lease_s:g} s: this job stops without saving more"
+                " to the URL"
+            )
+        else:
             store.write(LEASE_FILE, self._content(), in_use=True)
-            is_late = steady_s() - looked_s > self._lease_s / 2
-            if is_late:  # this write may have replaced another holder's lease: wait until it renews
-                time.sleep(self._lease_s / 2)
-        self._confirmed_s = looked_s
+            self._confirmed_s = looked_s
 
     def release(self) -> None:
         """Release the lease. Errors are ignored, because a lease that is not removed expires."""

@@ -1,7 +1,7 @@
 """Plot the curves of a run: loss, accuracy, learning rate and throughput over steps.
 
-The four panels are written to one PNG file, or returned as SVG for an HTML page. Long curves are
-averaged. The loss and accuracy of several runs are plotted over epochs.
+The four panels are one picture. Long curves are averaged. Other pictures show the loss and accuracy
+of several runs over epochs, and the norms of a run by depth and step (`log.norms_every_steps`).
 
 Training accuracy is computed from the recorded margins of augmented images
 (`vit.hooks.sample_losses`). Mixed inputs do not have a single correct class, so epochs with mixing
@@ -11,10 +11,8 @@ have no training accuracy.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import StringIO
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,27 +25,29 @@ from vit.config.schema import AugmentConfig
 from vit.data.augment.draw import mixes
 from vit.extras.report.history import History, read_history, set_names
 from vit.hooks.sample_losses import epoch_files, read_epoch
+from vit.optim.norms import GRADIENT, LARGEST_LOGIT, RATIO, WEIGHT
 from vit.run_folder import CONFIG_FILE, METRICS_FILE
-from vit.system.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    SMALL_PT,
-    drawing,
-    report_style,
-)
+from vit.system.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, SMALL_PT, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 PLAIN_LOSS = "cross-entropy"
 MOST_INSIDE = 4
 """The largest number of legend entries inside the axes. A longer legend is placed below the
 axes."""
+USUAL_RATIO = 1e-3
+"""The usual ratio of the norms of update and weights (karpathy/cs231n, neural-networks-3, "Ratio of
+weights:updates")."""
+NORM_PANELS = {
+    GRADIENT: "Gradient, before clipping",
+    WEIGHT: "Weights, relative to the first",
+    RATIO: "Update / weights",
+    LARGEST_LOGIT: "Largest attention logit",
+}
+MAX_LABELS = 9
 SET_LINES = (
     (PURPLE, "^-."),
     (SKY, "v-."),
@@ -163,7 +163,7 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
 
 def _draw_faults(axes: Axes, history: History) -> None:
     """Mark skipped updates with crosses, and batches skipped after a rewind with bands."""
-    across = {"markersize": 6, "transform": axes.get_xaxis_transform()}
+    across: dict[str, Any] = {"markersize": 6, "transform": axes.get_xaxis_transform()}
     steps = [line["step"] for line in history.of_kind("fault")]
     if steps:
         label = f"{len(steps):,} updates skipped"
@@ -259,7 +259,11 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
     for i, step in enumerate(resumed):
         label = "resumed" if i == 0 else None
         axes.axvline(step, color=GREY, linestyle=":", linewidth=1.5, label=label)
-    bottom = {"color": GREY, "fontsize": SMALL_PT, "transform": axes.get_xaxis_transform()}
+    bottom: dict[str, Any] = {
+        "color": GREY,
+        "fontsize": SMALL_PT,
+        "transform": axes.get_xaxis_transform(),
+    }
     for step, size in history.image_sizes():
         axes.axvline(step, color=GREY, linewidth=0.8)
         axes.text(step, 0.02, f" {size} px", **bottom)
@@ -372,43 +376,78 @@ def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> ND
         return (sums[last] - sums[first]) / (counts[last] - counts[first])
 
 
-# --- for a page -----------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------------------
 
 
-def curve_panels(metrics: Path) -> dict[str, str]:
-    """Return the panels of `plot_curves` by name, as SVG elements for an HTML page.
+def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
+    """Plot gradients, weights, updates and attention logits by depth and step. Returns `picture`.
 
-    Text is converted to outlines, ids begin with the panel's name, and style sheets are removed,
-    because they would affect the rest of the page.
+    lines: the `norms` lines of metrics.jsonl. A column extends from the previous measurement to its
+    own step. Values that are not finite are gray. Raises ValueError if `lines` is empty.
     """
-    history = _read_curves(metrics)
-    panels = dict[str, str]()
-    with report_style():
-        from matplotlib.figure import Figure
+    if not lines:
+        raise ValueError("No norms were measured: set log.norms_every_steps")
+    layers = list(lines[-1][WEIGHT])
+    edges = np.array([0, *(line["step"] for line in lines)])
+    height_in = 2 * max(2.6, 0.9 + 0.11 * len(layers))
+    with drawing(picture, height_in, layout="constrained") as figure:
+        for axes, (key, title) in zip(figure.subplots(2, 2).flat, NORM_PANELS.items(), strict=True):
+            rows = [layer for layer in layers if key != LARGEST_LOGIT or _has_logits(lines, layer)]
+            read = [[line.get(key, {}).get(layer) for line in lines] for layer in rows]
+            values = np.array(read, dtype=float).reshape(len(rows), len(lines))
+            if key == WEIGHT:
+                # Absolute norms depend on the size of a layer, so they are divided by the first
+                # value.
+                values = values / np.where(values[:, :1] > 0, values[:, :1], np.nan)
+            axes.set_title(title)
+            if rows:
+                _draw_norms(figure, axes, key=key, layers=rows, edges=edges, values=values)
+            else:
+                note = "unknown for this\ntype of attention"
+                axes.text(0.5, 0.5, note, ha="center", color=GREY, transform=axes.transAxes)
+    return picture
 
-        for name in PANELS:
-            figure = Figure((5.0, 3.2), layout="constrained")
-            svg = StringIO()
-            _draw_panel(figure.subplots(), history, name)
-            figure.savefig(
-                svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            )
-            panels[name] = _inline(svg.getvalue(), name, figure.axes[0].get_title(loc="left"))
-    return panels
+
+def _has_logits(lines: list[dict[str, Any]], layer: str) -> bool:
+    return any(layer in line.get(LARGEST_LOGIT, {}) for line in lines)
 
 
-def _inline(document: str, name: str, title: str) -> str:
-    """Return the <svg> element of matplotlib's document, with ids that are unique on the page."""
-    body = re.sub(
-        r"<(metadata|style)\b.*?</\1>\s*",
-        "",
-        document[document.index("<svg") :].strip(),
-        flags=re.DOTALL,
+def _draw_norms(
+    figure: Figure,
+    axes: Axes,
+    key: str,
+    layers: list[str],
+    edges: NDArray[np.int64],
+    values: NDArray[np.float64],
+) -> None:
+    """Plot `values` (layers, steps) with the first layer at the bottom. Gray marks values <= 0."""
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    shown = np.ma.masked_where(~(values > 0), values)  # also NaN
+    low, high = (shown.min(), shown.max()) if shown.count() else (1.0, 1.0)
+    spans_decades = high > 10 * low
+    colors = "viridis"
+    if key == RATIO:
+        spans_decades = True
+        low, high = USUAL_RATIO / 1e2, USUAL_RATIO * 1e2
+        colors = "RdBu_r"  # white is the usual ratio
+    norm: Normalize = LogNorm(low, high) if spans_decades else Normalize(low, high)
+    axes.set_facecolor("#bbbbbb")
+    mesh = axes.pcolormesh(
+        edges, np.arange(len(layers) + 1), shown, norm=norm, cmap=colors, rasterized=True
     )
-    root, rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body).split(">", 1)
-    root = re.sub(r'\s(?:width|height)="[^"]*"', "", root)
-    # These attributes replace matplotlib's style sheet.
-    return (
-        f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap:'
-        f' butt">{rest}'
-    )
+    subs = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    ticks = LogLocator(subs=subs, numticks=6) if spans_decades else MaxNLocator(4)
+    bar = figure.colorbar(mesh, ax=axes, ticks=ticks, extend="both" if key == RATIO else "neither")
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    bar.ax.tick_params(labelsize=SMALL_PT)
+    every = math.ceil(len(layers) / MAX_LABELS)
+    places = [n for n in range(len(layers)) if n % every == 0 or n == len(layers) - 1]
+    if len(places) > 1 and places[-1] - places[-2] < every / 2:
+        del places[-2]
+    axes.set_yticks([n + 0.5 for n in places], [layers[n] for n in places], size=SMALL_PT)
+    axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    axes.set_xlabel("step")

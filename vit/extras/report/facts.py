@@ -102,8 +102,6 @@ def config_facts(
     rows += [("data", data), ("recipe", f"{length}; {optimizer}")]
     if config.distill.teacher is not None:
         rows.append(("teacher", _teacher(config.distill, history)))
-    if config.train.exact_over_ranks:
-        rows.append(("weights", _exact_weights(history)))
     return rows
 
 
@@ -117,17 +115,8 @@ def _teacher(distill: DistillConfig, history: History) -> str:
     return f"{text}; {distill.distill_type} targets{at}"
 
 
-def _exact_weights(history: History) -> str:
-    """Return the guarantee of `train.exact_over_ranks`, and the last hash to verify it."""
-    saved = [line for line in history.of_kind("checkpoint") if line.get("sha256")]
-    text = "exact over ranks: equal bit for bit on any number of ranks"
-    if not saved:
-        return text
-    return f"{text}; sha256 {saved[-1]['sha256'][:16]}… at step {saved[-1]['step']:,}"
-
-
 def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
-    """Return the hardware and the config file of the last attempt."""
+    """Return the hardware of the last attempt."""
     if not history.attempts:
         return []
     start = history.attempts[-1].start
@@ -137,8 +126,7 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
     hardware += f" ({start.get('host', '?')})"
     if precision:
         hardware += f", {precision}"
-    file = re.search(r"--config[ =](\S+)", str(start.get("command", "")))
-    return [("hardware", hardware), *([("config", file[1])] if file else [])]
+    return [("hardware", hardware)]
 
 
 def evaluation_rows(

@@ -2,7 +2,7 @@
 
 Attempts, tables, faults and curves come from metrics.jsonl, even if the file is damaged. Settings
 come from the config. Pictures, or the reasons why they are missing, come from
-`vit.extras.report.pictures`. Pictures are embedded as data URIs, and curves as inline SVG.
+`vit.extras.report.pictures`, and are embedded as data URIs.
 
 All content of a run is escaped, because it is untrusted. The content security policy of the page
 blocks all external resources, and allows only one script, which is identified by its hash.
@@ -28,7 +28,6 @@ from markupsafe import Markup, escape
 
 from vit.config.base import VAL
 from vit.extras.report import facts
-from vit.extras.report.curves import curve_panels
 from vit.extras.report.history import History, read_history
 from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
 from vit.extras.report.source import ReportSource, as_sentence
@@ -40,17 +39,6 @@ from vit.training.metrics import TOP5_CLASSES, format_interval, interval95
 
 PAGE_FILE = f"{REPORT_FOLDER}/index.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-THEME = {
-    "#ffffff": "card",
-    "#000000": "ink",
-    "#b0b0b0": "soft",
-    "#cccccc": "rule",
-    "#666666": "soft",
-    "#0072b2": "blue",
-    "#d55e00": "orange",
-    "#009e73": "green",
-}
-"""The CSS variable for each color of the curves. The variables differ in dark mode."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +115,7 @@ def page_template(name: str) -> jinja2.Template:
 def _page_values(source: ReportSource, history: History, pictures: Pictures) -> dict[str, Any]:
     run_dir = source.run_dir
     made_s = time.time()
-    plans = [attempt.start.get("plan") for attempt in history.attempts]
-    plan = next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
+    plan = history.plan
     config = None
     config_problem = config_text = ""
     config_facts = []
@@ -162,7 +149,6 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "best_by": best_by,
         "reference": facts.reference_facts(history, evaluations),
         "sets": facts.set_rows(history),
-        "curves": _curves(run_dir),
         "has_norms": bool(history.of_kind("norms")),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},
         "confused_pairs": pictures.confused_pairs,
@@ -185,20 +171,6 @@ def _script_hash() -> str:
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _curves(run_dir: Path) -> dict[str, Any]:
-    """Return the panels as inline SVG, or the reason why they cannot be drawn."""
-    try:
-        panels = curve_panels(run_dir / METRICS_FILE)
-    except Exception as error:
-        return {"panels": {}, "reason": as_sentence(error)}
-    themed = {
-        # Not escaped, because this package generated the SVG from numbers.
-        name: Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))
-        for name, svg in panels.items()
-    }
-    return {"panels": themed, "reason": ""}
 
 
 def _picture(pictures: Pictures, name: str) -> dict[str, str]:

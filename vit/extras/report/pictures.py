@@ -27,10 +27,9 @@ from vit.data.order import divisors
 from vit.extras.report import model_figures, model_plots
 from vit.extras.report.attention import check_rollout, rollouts
 from vit.extras.report.confusion import most_confused, plot_confusion, plot_most_confused
-from vit.extras.report.curves import plot_curves
+from vit.extras.report.curves import plot_curves, plot_norms
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.history import read_history
-from vit.extras.report.norms import plot_norms
 from vit.extras.report.source import ReportSource, as_sentence
 from vit.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import remove_leftovers

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from vit.data.augment.draw import draw_mix, mixes
 from vit.data.augment.table import LAMBDA, table_layout
 from vit.extras.report.source import ReportSource
-from vit.extras.report.training_images.doubles import Duplicates
-from vit.extras.report.training_images.near_doubles import NearDoubles
+from vit.extras.report.training_images.doubles import Duplicates, NearDoubles
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, told
 
