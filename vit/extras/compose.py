@@ -91,7 +91,7 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
     if config.eval.reference is not None:
         hooks.append(load("vit.extras.recipes.reference:ReferenceCurve", "eval.reference")())
     if config.log.report:
-        hooks.append(load("vit.extras.report.hook:Report", "log.report=true")())
+        hooks.append(load("vit.extras.report.page:ReportHook", "log.report=true")())
     hooks.append(MemoryAdvice())
     return tuple(hooks)
 

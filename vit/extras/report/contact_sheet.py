@@ -23,7 +23,7 @@ from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.open_data import choose_num_classes, open_split, open_train_set
-from vit.data.order import Share, make_order
+from vit.data.order import make_order
 from vit.system.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
 
 CAPTION_PT = 7.5
@@ -38,16 +38,13 @@ def make_contact_sheet(
     mixing. With mixing, the number of rows is rounded up to a multiple of `augment.mix_group_size`.
     Raises ShardError if the data cannot be read, and ValueError if the split has too few images.
     """
-    data = config.data
-    shares: tuple[Share, ...] = ()
-    if data.reader == "index":
-        val_split = open_split(data, data.val_split)
-        train = open_train_set(data, val_split, num_classes=config.model.num_classes)
-        split = train.split
-        shares = train.shares[:1]
-    else:
-        split = open_split(data, data.train_split)
-    num_available = shares[0].num_samples if shares else split.num_samples
+    # A stream has no fixed samples, so its shards are read by their index.
+    data = config.data.model_copy(update={"reader": "index"})
+    val_split = open_split(data, data.val_split)
+    train = open_train_set(data, val_split, num_classes=config.model.num_classes)
+    split = train.split
+    share = train.shares[0]
+    num_available = share.num_samples
     does_mix = mixes(config.augment)
     group = config.augment.mix_group_size if does_mix else 1
     num_rows = math.ceil(num_images / group) * group
@@ -56,7 +53,7 @@ def make_contact_sheet(
             f"{num_rows} images are requested, but {data.root} has {num_available} training images:"
             " request fewer"
         )
-    shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
+    shares = (replace(share, num_draws=num_rows, num_samples=num_rows),)
     num_classes = choose_num_classes(config.model, data, split)
     form = ImageFormat.from_config(config.model, data)
     # An epoch is one batch, so all batches contain the same images.

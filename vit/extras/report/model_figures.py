@@ -198,7 +198,7 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
     with drawing(picture, 0.5 + tall + 0.4) as figure:
         heading = f"{rows * columns} patches of {patch_size[1]} × {patch_size[0]} pixels"
         sheet = new_sheet(figure, heading)
-        place(sheet, pixels, GAP_IN, 0.5, side, tall)
+        place(sheet, pixels, at=(GAP_IN, 0.5), size=(side, tall))
         left = side + 3 * GAP_IN
         for y, x in np.ndindex(rows, columns):
             patch = pixels[
@@ -206,7 +206,7 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
                 x * patch_size[1] : (x + 1) * patch_size[1],
             ]
             at = left + x * (patch_w + gap), 0.5 + y * (patch_h + gap)
-            place(sheet, patch, *at, patch_w, patch_h)
+            place(sheet, patch, at=at, size=(patch_w, patch_h))
             if patch_w > 0.3:
                 number = str(y * columns + x + 1)
                 box = {"facecolor": "white", "alpha": 0.7, "pad": 1, "linewidth": 0}
@@ -243,9 +243,9 @@ def plot_heads(
     values = values / values.amax((2, 3), keepdim=True).clamp(min=1e-12)
     with drawing(picture, top + num_layers * row + 0.1) as figure:
         sheet = new_sheet(figure, title)
-        place(sheet, to_pixels(image), 0.1, 0.5, image_in, tall)
+        place(sheet, to_pixels(image), at=(0.1, 0.5), size=(image_in, tall))
         over = overlaid(image[None], rollout[None])[0]
-        place(sheet, to_pixels(over), 0.2 + image_in, 0.5, image_in, tall)
+        place(sheet, to_pixels(over), at=(0.2 + image_in, 0.5), size=(image_in, tall))
         notes = (
             "Left: the model's input, and attention rollout over all blocks.",
             "Below: one row per block and one column per head.",

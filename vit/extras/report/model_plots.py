@@ -106,8 +106,9 @@ def plot_attention(
             )
             taken_for = f"{mark} predicted: {name if predicted >= 0 else 'NaN'}"
             sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
-            place(sheet, to_pixels(images[i]), left, top + head, side, tall)
-            place(sheet, to_pixels(overlays[i]), left + side + 0.06, top + head, side, tall)
+            place(sheet, to_pixels(images[i]), at=(left, top + head), size=(side, tall))
+            right = left + side + 0.06
+            place(sheet, to_pixels(overlays[i]), at=(right, top + head), size=(side, tall))
     return picture
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jinja2
@@ -27,10 +28,18 @@ import torch
 from markupsafe import Markup, escape
 
 from vit.config.base import VAL
+from vit.distributed.outcome import Outcome
 from vit.extras.report import facts
 from vit.extras.report.history import History, read_history
-from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
+from vit.extras.report.pictures import (
+    PAINTERS,
+    ClassAccuracy,
+    ConfusedPair,
+    Pictures,
+    draw_pictures,
+)
 from vit.extras.report.source import ReportSource, as_sentence
+from vit.run import Hook, Run
 from vit.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import replacing
 from vit.system.meter import duration
@@ -54,7 +63,7 @@ def make_report(
     device: torch.device,
     *,
     in_use: bool | None = None,
-    on_picture: Callable[[int, int, str], None] | None = None,
+    on_picture: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> Report:
     """Draw all pictures of a run and write its report.
 
@@ -64,6 +73,34 @@ def make_report(
     """
     pictures = draw_pictures(run_dir, device, on_picture)
     return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
+
+
+class ReportHook(Hook):
+    """A hook that writes the report of a finished run and logs its pictures to W&B.
+
+    A stopped run gets no report, because its process may be killed within seconds.
+    """
+
+    def ended(self, run: Run, outcome: Outcome) -> None:
+        """See `Hook`."""
+        if outcome != "finished":
+            return
+        run.signals.release_interrupt()
+        try:
+            report = make_report(run.folder, run.world.device, in_use=False)
+        except (Exception, KeyboardInterrupt) as error:  # the run's outcome must not change
+            run.record.say(
+                f"no report ({type(error).__name__}: {error}); to try again, run python"
+                f" launch/report.py {quote(str(run.folder))}"
+            )
+            return
+        pictures = report.pictures
+        pairs = [list(pair) for pair in pictures.confused_pairs]
+        classes = [list(row) for row in pictures.class_accuracies]
+        run.record.log_pictures(pictures.paths)
+        run.record.log_table("most_confused", list(ConfusedPair._fields), pairs)
+        run.record.log_table("classes", list(ClassAccuracy._fields), classes)
+        run.record.say(f"report: {report.page}")
 
 
 def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:
@@ -127,7 +164,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         if (run_dir / CONFIG_FILE).is_file():
             config_text = shown((run_dir / CONFIG_FILE).read_text(errors="replace"))
     else:
-        config_facts = facts.config_facts(source, config, history, plan)
+        config_facts = facts.config_facts(source, config, plan)
         settings = facts.setting_rows(config)
     best_by = config.eval.best_by if config else VAL
     evaluations = facts.evaluation_rows(history, plan, best_by)

@@ -84,7 +84,9 @@ class Pictures:
 
 
 def draw_pictures(
-    run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None
+    run_dir: Path,
+    device: torch.device,
+    on_picture: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> Pictures:
     """Draw all pictures of a run into `run_dir`/report/, with the model on `device`.
 
@@ -109,8 +111,7 @@ def draw_pictures(
                 pictures.paths[name] = path
             except Exception as error:  # a failure must not affect other pictures or the run
                 pictures.reasons[name] = as_sentence(error)
-            if on_picture is not None:
-                on_picture(number, len(PAINTERS), name)
+            on_picture(number, len(PAINTERS), name)
     with suppress(Exception):  # the confusion matrix already reports the same reason
         pictures.confused_pairs = _confused_pairs(source)
         pictures.class_accuracies = _class_accuracies(source)

@@ -79,7 +79,7 @@ class SampleCurves:
 
 
 def read_curves(
-    source: ReportSource, on_epoch: Callable[[int, int], None] | None = None
+    source: ReportSource, on_epoch: Callable[[int, int], None] = lambda done, total: None
 ) -> SampleCurves:
     """Read the losses of a run. `on_epoch(done, total)` is called after each epoch.
 
@@ -114,8 +114,7 @@ def read_curves(
         if number % every == 0:
             with np.errstate(invalid="ignore"):
                 margins.append((margin / np.where(seen, weight, np.nan)).astype(np.float16))
-        if on_epoch is not None:
-            on_epoch(number + 1, len(files))
+        on_epoch(number + 1, len(files))
     total = np.where(sums[0] > 0, sums[0], np.nan)
     return SampleCurves(
         list(files),
