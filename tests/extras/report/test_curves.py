@@ -1,4 +1,4 @@
-"""Test that the curves of a run are drawn from its metrics."""
+"""Test that the curves and norms of a run are drawn from its metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from decoding import pixels, places
 from matplotlib.figure import Figure
+from PIL import Image
 
 from vit.extras.report import curves
 from vit.system import drawing
@@ -268,3 +269,43 @@ def test_several_runs_are_drawn_over_their_epochs(tmp_path, monkeypatch):
 
 
 WHAT = ("training, augmented", "validation")
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def norms_line(step: int, **changes) -> dict:
+    layers = ("embed", "blocks.0", "blocks.1", "head")
+    values = {key: dict.fromkeys(layers, 1.0) for key in curves.NORM_PANELS}
+    values["max_attn_logit"] = {"blocks.0": 3.0, "blocks.1": 40.0}
+    return {"step": step, "update_norm": dict.fromkeys(layers, 1e-3), **values, **changes}
+
+
+def test_each_column_ends_at_its_step_and_gaps_are_grey(tmp_path, monkeypatch):
+    drawn = {}
+    plain = Figure.colorbar
+
+    def colorbar(figure, mesh, ax, **options):
+        drawn[ax.get_title(loc="left")] = mesh
+        return plain(figure, mesh, ax=ax, **options)
+
+    monkeypatch.setattr(Figure, "colorbar", colorbar)
+    weights = {"embed": 2.0, "blocks.0": 4.0, "blocks.1": None, "head": 0.5}
+    lines = [norms_line(10), norms_line(20, weight_norm=weights), norms_line(25)]
+    picture = curves.plot_norms(lines, tmp_path / "norms.png")
+    assert list(drawn) == list(curves.NORM_PANELS.values())
+    growth = drawn[curves.NORM_PANELS[curves.WEIGHT]]
+    assert growth.get_coordinates()[0, :, 0].tolist() == [0, 10, 20, 25]
+    expected = [[1, 2, 1], [1, 4, 1], [1, np.nan, 1], [1, 0.5, 1]]
+    np.testing.assert_array_equal(growth.get_array().filled(np.nan), expected)
+    logits = drawn[curves.NORM_PANELS[curves.LARGEST_LOGIT]]
+    assert logits.get_array().tolist() == [[3.0] * 3, [40.0] * 3]
+    with Image.open(picture) as image:
+        assert image.width == 1400
+
+
+def test_other_attention_and_missing_measurements_are_stated(tmp_path):
+    lines = [{k: v for k, v in norms_line(10).items() if k != "max_attn_logit"}]
+    assert curves.plot_norms(lines, tmp_path / "norms.png").is_file()
+    with pytest.raises(ValueError, match=r"log\.norms_every_steps"):
+        curves.plot_norms([], tmp_path / "none.png")

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -626,3 +627,13 @@ def test_the_smaller_loss_decides_between_equal_accuracies():
         for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))
     ]
     assert facts.headline(rows)["best"]["step"] == 8
+
+
+def test_picking_images_of_large_classes_is_fast():
+    labels = np.arange(300_000) % 2
+    began = time.process_time()
+    assert len(pick_images(labels, labels[::-1].copy(), 12, 4)) == 4, (
+        "all chosen images must be mistakes"
+    )
+    assert len(pick_images(labels, labels, 12, 4)) == 12
+    assert time.process_time() - began < 3

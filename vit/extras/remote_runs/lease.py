@@ -30,6 +30,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,7 @@ class Lease:
         self._count = 0
         self._is_held = False
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._lock = threading.Lock()
         self._problem = ""
         self._confirmed_s = 0.0
@@ -118,7 +119,6 @@ class Lease:
                 )
             time.sleep(min(1.0, lease["lease_s"] / 20))
         self._is_held = True
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
     def _take(self, replaces: bool, looked_s: float) -> bool:
@@ -129,12 +129,12 @@ class Lease:
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
         # A late write is not valid, because it may have replaced the lease of another job.
         is_in_time = time.monotonic() - looked_s < settle_s
-        time.sleep(settle_s)
         if is_written and not is_in_time:
             print(
                 f"{self._store}: the store answers slowly: acquiring the lease again",
                 file=sys.stderr,
             )
+        time.sleep(settle_s)
         lease = read_lease(self._store)
         return is_in_time and lease is not None and lease["token"] == self._token
 
@@ -177,28 +177,21 @@ class Lease:
     def release(self) -> None:
         """Release the lease. Errors are ignored, because a lease that is not removed expires."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
         if not self._is_held:
             return
+        self._thread.join()
         self._is_held = False
         once = ObjectStore(self._store.url, replace(self._store.retry, limit_s=0.0))
-        try:
+        with suppress(ValueError, OSError):
             lease = read_lease(once)
             if lease is not None and lease["token"] == self._token:
                 once.remove(LEASE_FILE)
-        except (ValueError, OSError):
-            return
 
     def _keep(self) -> None:
-        while not self._ended.wait(self._lease_s / RENEWALS):
-            try:
+        while not self.is_lost and not self._ended.wait(self._lease_s / RENEWALS):
+            # The next save raises LeaseLost, and uploads report an unreachable store.
+            with suppress(ValueError, OSError):
                 self.confirm()
-            except LeaseLost:
-                return  # the next save raises the error
-            except (ValueError, OSError):
-                continue  # uploads report an unreachable store
 
     def _content(self) -> bytes:
         self._count += 1
@@ -226,13 +219,9 @@ class _WatchedLease:
         """Read the lease. Return None if no job holds it."""
         lease = read_lease(self._store)
         if lease is None or lease != self._lease:
-            now_s = time.monotonic()
-            age_s = 0.0
-            if self._lease is None and lease is not None:
-                age_s = _age_s(self._store)
-            elif lease is not None:
-                self.is_renewed = True
-            self._changed_s = now_s - age_s
+            is_first = self._lease is None and lease is not None
+            self.is_renewed |= self._lease is not None and lease is not None
+            self._changed_s = time.monotonic() - (_age_s(self._store) if is_first else 0.0)
             self._lease = lease
         return lease
 
