@@ -43,8 +43,8 @@ def make_contact_sheet(
     val_split = open_split(data, data.val_split)
     train = open_train_set(data, val_split, num_classes=config.model.num_classes)
     split = train.split
-    share = train.shares[0]
-    num_available = share.num_samples
+    shares = train.shares[:1]
+    num_available = shares[0].num_samples if shares else split.num_samples
     does_mix = mixes(config.augment)
     group = config.augment.mix_group_size if does_mix else 1
     num_rows = math.ceil(num_images / group) * group
@@ -53,7 +53,7 @@ def make_contact_sheet(
             f"{num_rows} images are requested, but {data.root} has {num_available} training images:"
             " request fewer"
         )
-    shares = (replace(share, num_draws=num_rows, num_samples=num_rows),)
+    shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
     num_classes = choose_num_classes(config.model, data, split)
     form = ImageFormat.from_config(config.model, data)
     # An epoch is one batch, so all batches contain the same images.
