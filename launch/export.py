@@ -22,9 +22,8 @@ from typing import Any
 
 import check_versions  # noqa: F401
 
-from vit.distributed import process_group
 from vit.distributed.exit import run_command
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, join_world
 from vit.extras.export.export import check_holds, export, read_subject
 from vit.extras.export.model_card import Origin
 from vit.loggers.lines import read_metrics
@@ -39,7 +38,7 @@ from vit.weights.programs import PROGRAMS
 def main() -> World:
     """Run the command line and return the joined process group."""
     args = read_command_line()
-    world = process_group.join_world("cpu")
+    world = join_world("cpu")
     subject, loaded, published = read_subject(args.path, args.model)
     check_holds(args.to, subject)
     run_dir = _run_of(loaded)

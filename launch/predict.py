@@ -19,15 +19,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import check_versions  # noqa: F401
 import torch
 from rich.console import Console
 
-from vit.distributed import process_group
 from vit.distributed.exit import leave, run_command
-from vit.distributed.process_group import World, world_size
+from vit.distributed.process_group import World, join_world, world_size
 from vit.inference.inputs import FROM_STDIN, Inputs, find_inputs
 from vit.inference.output import Summary, csv_file, image_table, write_rows
 from vit.inference.predict import predict
@@ -51,12 +49,11 @@ NAMED_PROBLEMS = 20
 def main() -> World:
     """Run the command line and return the joined process group."""
     args = read_command_line()
-    world = process_group.join_world(args.device or "auto", "--device ")
+    world = join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
     names = read_names(args.classes) if args.classes else ()
-    trained = load(
-        path, name=args.model, device=world.device, settings=settings_of(args), class_names=names
-    )
+    settings = {key: value for key, value in model_settings(args).items() if value is not None}
+    trained = load(path, name=args.model, device=world.device, settings=settings, class_names=names)
     if args.attention:
         by_name.load("vit.extras.report.attention:check_rollout", "--attention")(trained.model)
     inputs = find_inputs(args.images, sys.stdin.buffer if FROM_STDIN in args.images else None)
@@ -111,12 +108,11 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
         console.print(image_table(summary.examples) if is_listed else summary.class_table())
     if args.sheet and summary.examples:
         draw_sheet(summary, trained, args)
+    skipped = ""
     if summary.num_problems:
         more = summary.num_problems - NAMED_PROBLEMS
         unnamed = f" ({more:,} of them not named)" if more > 0 else ""
         skipped = f"; {summary.num_problems:,} could not be read and were skipped{unnamed}"
-    else:
-        skipped = ""
     kind = f" ({trained.weights.which()})" if trained.weights.which() else ""
     print(
         f"{num_good:,} of {summary.num_done:,} images predicted by {trained.weights.path}{kind}"
@@ -129,13 +125,13 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
 
 def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     """Draw the examples, with attention if `--attention` is set."""
+    plots = by_name.load("vit.extras.report.model_plots", "--sheet")
     pixels = torch.stack(summary.pixels)
     overlays = None
     if args.attention:
         rollouts = by_name.load("vit.extras.report.attention:rollouts", "--attention")
-        overlaid = by_name.load("vit.extras.report.model_plots:overlaid", "--attention")
         relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
-        overlays = overlaid(pixels, relevance)
+        overlays = plots.overlaid(pixels, relevance)
     names = [escape_unprinted(Path(name).name) for name, _ in summary.examples]
     classes = [prediction for _, prediction in summary.examples]
     shown = len(names)
@@ -143,10 +139,7 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     heading += f", classes by {trained.config.model.name}"
     if overlays is not None:
         heading += ", attention rollout"
-    plot_predictions = by_name.load(
-        "vit.extras.report.prediction_sheet:plot_predictions", "--sheet"
-    )
-    plot_predictions(
+    plots.plot_predictions(
         pixels, names, classes=classes, heading=heading, picture=args.sheet, overlays=overlays
     )
 
@@ -159,11 +152,6 @@ def read_names(path: Path) -> list[str]:
         raise ValueError(
             f"--classes {path}: cannot be read ({error}): pass a text file with one name per line"
         ) from None
-
-
-def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the flags as settings: dotted key -> value, without unset flags."""
-    return {key: value for key, value in model_settings(args).items() if value is not None}
 
 
 def _create_parser() -> Parser:

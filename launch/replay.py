@@ -18,9 +18,8 @@ from pathlib import Path
 import check_versions  # noqa: F401
 
 from vit.config.hints import setting_for
-from vit.distributed import process_group
 from vit.distributed.exit import run_command
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, join_world
 from vit.extras.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.extras.report.source import ReportSource
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER, local_copy, newest_run
@@ -34,7 +33,7 @@ def main() -> World:
     """Run the command line and return the joined process group."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
-    world = process_group.join_world(args.device, "--device ")
+    world = join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
     replay = Replay(source, args.step, args.rank)
     for line in table(replay):

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 
 import check_versions  # noqa: F401
 
-from vit.distributed import process_group
 from vit.distributed.exit import run_command
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, join_world
 from vit.extras.report.page import make_report
 from vit.extras.report.pictures import PAINTERS
 from vit.loggers.wandb_upload import ToWandb
@@ -41,7 +40,7 @@ def main() -> World:
     to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
     # A running training may use all memory of the GPU.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
-    world = process_group.join_world(device, "--device ")
+    world = join_world(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
         report = make_report(
             run_dir,

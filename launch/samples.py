@@ -19,14 +19,13 @@ from pathlib import Path
 import check_versions  # noqa: F401
 
 from vit.config.hints import setting_for
-from vit.distributed import process_group
 from vit.distributed.exit import run_command
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, join_world
 from vit.extras.report.source import ReportSource
 from vit.extras.report.training_images.curves import read_curves, write_keys, write_table
-from vit.extras.report.training_images.doubles import find_duplicates
-from vit.extras.report.training_images.near_doubles import (
+from vit.extras.report.training_images.doubles import (
     THRESHOLD,
+    find_duplicates,
     find_near_doubles,
     pooled_features,
 )
@@ -41,7 +40,7 @@ def main() -> World:
     """Run the command line and return the joined process group."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
-    world = process_group.join_world(args.device, "--device ")
+    world = join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
     with Meter("reading losses", len(epoch_files(run_dir)), "epochs") as meter:
         curves = read_curves(source, lambda done, total: meter.update(done))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import check_versions  # noqa: F401
 import yaml
 
+from vit.config.io import differences
 from vit.loggers.lines import read_metrics
 from vit.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.system.command_line import Parser
@@ -66,7 +67,8 @@ def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
 
 def read_run(folder: Path) -> Row:
     """Read the settings and the metrics of a run."""
-    settings = dict(flatten(yaml.safe_load((folder / CONFIG_FILE).read_text())))
+    tree = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    settings = {key: value for key, (_, value) in differences({}, tree).items()}
     lines = read_metrics(folder / METRICS_FILE)
     evaluations = [line for line in lines if line["kind"] == "eval" and "top1" in line]
     ends = [line for line in lines if line["kind"] == "end"]
@@ -81,15 +83,6 @@ def read_run(folder: Path) -> Row:
         loss=evaluations[-1]["loss"] if evaluations else None,
         hours=(ends[-1]["elapsed_s"] if ends else 0.0) / 3600,
     )
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (section.key, value) of nested settings."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def table(rows: Sequence[Row]) -> list[str]:

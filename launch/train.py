@@ -24,10 +24,9 @@ import check_versions  # noqa: F401
 from vit.config.command_line import training_parser
 from vit.config.hints import all_keys, nearest
 from vit.config.io import load_with_origins
-from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.outcome import tell_outcome
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, is_main_process, world_size
 from vit.extras.compose import fit, join_for
 from vit.system.by_name import load
 
@@ -47,13 +46,13 @@ def main() -> World | None:
             load("vit.extras.recipes.reference:read_reference", "eval.reference")(
                 config.eval.reference
             )
-        if process_group.is_main_process():
+        if is_main_process():
             describe = load("vit.training.print_config:describe", "--print-config")
             sentences = None
             if args.verbose:
                 settings = load("vit.config.reference:settings", "--verbose")()
                 sentences = {key: setting.sentence for key, setting in settings.items()}
-            print(describe(config, origins, process_group.world_size(), sentences), end="")
+            print(describe(config, origins, world_size(), sentences), end="")
         return None
     check = load("vit.extras.planner.check.all_checks:check", "--check") if args.check else None
     limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else None

@@ -27,15 +27,13 @@ from vit.config import io as config_io
 from vit.config.hints import setting_for
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.distributed import process_group
 from vit.distributed.exit import run_command
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, join_world
 from vit.extras.report import model_figures
 from vit.extras.report.confusion import plot_confusion
 from vit.extras.report.contact_sheet import make_contact_sheet
 from vit.extras.report.curves import plot_learning_curves
 from vit.extras.report.example_images import Samples, samples_of_files, samples_of_split
-from vit.extras.report.inside_plots import plot_heads, plot_patches, save_heads
 from vit.extras.report.model_comparison import compare, plot_comparison
 from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
@@ -52,32 +50,35 @@ class Command(NamedTuple):
 
     run: Callable[[Namespace, World], None]
     description: str
+    flags: tuple[str, ...]
+    """The arguments of the command, out of `FLAGS`."""
     num_samples: int | None = None
     """The default number of images, or None for a command without images."""
-    takes_name: bool = False
-    """True if the command needs no weights, and so accepts a config or a model's name."""
 
 
 def main() -> World:
     """Run the command line and return the joined process group."""
     args = read_command_line()
-    if args.command == "augment":
-        config = load_config(args.config, args.overrides)
-        world = process_group.join_world(config.train.device)
-        out = args.out or Path(f"augment_{Path(args.config).stem}.png")
-        print(make_contact_sheet(config, args.images, args.draws, out, world.device))
-        return world
-    world = process_group.join_world(args.device, "--device ")
-    if args.command == "curves":
-        runs = args.runs or [newest_run("RUN", METRICS_FILE)]
-        names = "_".join(run.resolve().name for run in runs)
-        print(plot_learning_curves(runs, args.out or Path(f"curves_{names}.png"), args.smooth))
-        return world
+    world = join_world(args.device, "--device ")
     COMMANDS[args.command].run(args, world)
     return world
 
 
 # ---- without weights -----------------------------------------------------------------------------
+
+
+def augment(args: Namespace, world: World) -> None:
+    """Draw some training images, their augmented versions with operations, and a mixed version."""
+    config = load_config(args.config, args.overrides)
+    out = args.out or Path(f"augment_{Path(args.config).stem}.png")
+    print(make_contact_sheet(config, args.images, args.draws, out, world.device))
+
+
+def curves(args: Namespace, world: World) -> None:
+    """Draw loss and accuracy over the epochs."""
+    runs = [Path(run) for run in args.runs] or [newest_run("RUN", METRICS_FILE)]
+    names = "_".join(run.resolve().name for run in runs)
+    print(plot_learning_curves(runs, args.out or Path(f"curves_{names}.png"), args.smooth))
 
 
 def shapes(args: Namespace, world: World) -> None:
@@ -120,24 +121,25 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
 def patches(args: Namespace, world: World) -> None:
     """Draw images cut into patches."""
     trained = _load(args, world)
-    samples = _samples(args, trained)
+    pixels = _samples(args, trained).pixels(trained)
     size = model_figures.patch_size_of(trained.model)
-    for path, pixels in _numbered(_out(args, trained), samples.pixels(trained)):
-        print(plot_patches(pixels, size, path))
+    for path, image in _numbered(_out(args, trained), pixels):
+        print(model_figures.plot_patches(image, size, path))
 
 
-def filters(args: Namespace, world: World) -> None:
-    """Draw the principal components of the patch embedding."""
+def figure(args: Namespace, world: World) -> None:
+    """Draw a figure of `vit.extras.report.model_figures`, and print its caption and its path."""
     trained = _load(args, world)
+    draw = getattr(model_figures, f"draw_{args.command}")
+    images = []
+    if COMMANDS[args.command].num_samples is not None:
+        samples = _samples(args, trained)
+        names = [Path(name).name or name for name in samples.names]
+        normalize = trained.preprocess.normalize
+        images = [model_figures.Images(normalize, samples.pixels(trained), names)]
     out = _out(args, trained)
-    _print_picture(model_figures.draw_filters(trained.model, out), out)
-
-
-def positions(args: Namespace, world: World) -> None:
-    """Draw the similarity of position embeddings."""
-    trained = _load(args, world)
-    out = _out(args, trained)
-    _print_picture(model_figures.draw_positions(trained.model, out), out)
+    print(draw(trained.model, *images, out), file=sys.stderr)
+    print(out)
 
 
 def attention(args: Namespace, world: World) -> None:
@@ -153,40 +155,18 @@ def attention(args: Namespace, world: World) -> None:
             name = Path(samples.names[number]).name
             if args.separate:
                 folder = args.separate / f"{number}_{Path(name).stem or name}"
-                written.append(save_heads(image, heads, folder)[0].parent)
+                written.append(model_figures.save_heads(image, heads, folder)[0].parent)
             else:
                 has_pool = getattr(trained.model, "global_pool", "") == "map"
                 title = f"Attention: {name}"
                 written.append(
-                    plot_heads(
+                    model_figures.plot_heads(
                         image, heads, rollout=rollout, title=title, picture=path, has_pool=has_pool
                     )
                 )
             meter.update(number + 1)
     for path in written:
         print(path)
-
-
-def distance(args: Namespace, world: World) -> None:
-    """Draw the mean attention distance of each head."""
-    trained = _load(args, world)
-    pixels = _samples(args, trained).pixels(trained)
-    out = _out(args, trained)
-    with Meter("looking at", len(pixels), "images") as meter:
-        normalize = trained.preprocess.normalize
-        caption = model_figures.draw_distance(trained.model, normalize, pixels, out, meter.update)
-    _print_picture(caption, out)
-
-
-def tokens(args: Namespace, world: World) -> None:
-    """Draw the patch features as colors."""
-    trained = _load(args, world)
-    samples = _samples(args, trained)
-    pixels = samples.pixels(trained)
-    out = _out(args, trained)
-    names = [Path(name).name or name for name in samples.names]
-    normalize = trained.preprocess.normalize
-    _print_picture(model_figures.draw_tokens(trained.model, normalize, pixels, names, out), out)
 
 
 def confusion(args: Namespace, world: World) -> None:
@@ -210,20 +190,6 @@ def compared(args: Namespace, world: World) -> None:
     print("\n".join(comparison.lines()))
     default = "_".join(["compare", *(_name_of(trained) for trained in models)])
     print(plot_comparison(models, samples, comparison, args.out or Path(f"{default}.png")))
-
-
-COMMANDS = {
-    "shapes": Command(shapes, "shapes at each stage, as text", takes_name=True),
-    "summary": Command(summary, "layers, parameters, GFLOP and memory, as text", takes_name=True),
-    "patches": Command(patches, "images cut into patches", 1),
-    "filters": Command(filters, "principal components of the patch embedding"),
-    "attention": Command(attention, "attention maps of each layer and head, and rollout", 4),
-    "positions": Command(positions, "similarity of position embeddings"),
-    "distance": Command(distance, "mean attention distance by depth and head", 128),
-    "tokens": Command(tokens, "patch features as colors", 12),
-    "confusion": Command(confusion, "confusion matrix of a run's newest evaluation"),
-    "compare": Command(compared, "comparison of two runs on the same samples", 500),
-}
 
 
 def _newest() -> Path:
@@ -263,12 +229,97 @@ def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]
     ]
 
 
-def _print_picture(caption: str, out: Path) -> None:
-    print(caption, file=sys.stderr)
-    print(out)
-
-
 # ---- the command line ----------------------------------------------------------------------------
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "runs": {
+        "nargs": "*",
+        "metavar": "RUN_OR_FILE",
+        "help": "run folder, checkpoint or weights file (default: the newest run); curves takes"
+        " several run folders, compare takes two",
+    },
+    "overrides": {
+        "nargs": "*",
+        "metavar": "section.key=value",
+        "help": "settings that override the file",
+    },
+    "--config": {"required": True, "metavar": "FILE", "help": "YAML file of a recipe"},
+    "--images": {
+        "type": int,
+        "default": 6,
+        "metavar": "N",
+        "help": "rows of the sheet (default: 6; whole groups if images are mixed)",
+    },
+    "--draws": {
+        "type": int,
+        "default": 4,
+        "metavar": "N",
+        "help": "augmented versions per image (default: 4)",
+    },
+    "--smooth": {
+        "type": float,
+        "metavar": "EPOCHS",
+        "help": "epochs to average training curves over (default: 1 or less; 0: none)",
+    },
+    "--image-size": {
+        "type": int,
+        "nargs": "+",
+        "metavar": "PIXELS",
+        "help": "side, or height and width (default: as trained)",
+    },
+    "--num-classes": {"type": int, "metavar": "N", "help": "(default: 1000)"},
+    "--model": {"metavar": "NAME", "help": "timm's name of weights from another program"},
+    "--separate": {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "write the input and one picture per layer and head to this folder instead",
+    },
+    "--samples": {
+        "type": int,
+        "metavar": "N",
+        "help": "maximum number of images (default: %(default)s)",
+    },
+    "--image": {"nargs": "+", "metavar": "FILE", "help": "files, folders or tars instead"},
+    "--data": {"metavar": "ROOT", "help": "shards (default: the run's data.root)"},
+    "--split": {"help": "split (default: the run's data.val_split)"},
+    "--out": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "picture to write, .png, .pdf or .svg (default: <command>_<name>.png)",
+    },
+    "--device": {"choices": ["auto", "cpu", "cuda"], "default": "auto"},
+}
+UNSET: dict[str, Any] = {"device": "cpu", "out": None, "image_size": None, "smooth": None}
+"""The values of arguments that a command does not have."""
+OF_NAME = ("runs", "--image-size", "--num-classes", "--device")
+OF_WEIGHTS = ("runs", "--image-size", "--model", "--out", "--device")
+OF_DATA = (*OF_WEIGHTS, "--samples", "--data", "--split")
+OF_IMAGES = (*OF_DATA, "--image")
+COMMANDS = {
+    "augment": Command(
+        augment,
+        "contact sheet of the augmentation",
+        ("overrides", "--config", "--images", "--draws", "--out", "--device"),
+    ),
+    "curves": Command(
+        curves, "loss and accuracy of one or more runs", ("runs", "--smooth", "--out")
+    ),
+    "shapes": Command(shapes, "shapes at each stage, of a run, config or model's name", OF_NAME),
+    "summary": Command(summary, "layers, parameters, GFLOP and memory, of the same", OF_NAME),
+    "patches": Command(patches, "images cut into patches", OF_IMAGES, 1),
+    "filters": Command(figure, "principal components of the patch embedding", OF_WEIGHTS),
+    "attention": Command(
+        attention,
+        "attention maps of each layer and head, and rollout",
+        (*OF_IMAGES, "--separate"),
+        4,
+    ),
+    "positions": Command(figure, "similarity of position embeddings", OF_WEIGHTS),
+    "distance": Command(figure, "mean attention distance by depth and head", OF_IMAGES, 128),
+    "tokens": Command(figure, "patch features as colors", OF_IMAGES, 12),
+    "confusion": Command(confusion, "confusion matrix of a run's newest evaluation", OF_WEIGHTS),
+    "compare": Command(compared, "comparison of two runs on the same samples", OF_DATA, 500),
+}
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
@@ -282,140 +333,42 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command and its flags. `augment` also takes settings. Raises ValueError."""
     remaining = list(sys.argv[1:] if arguments is None else arguments)
-    descriptions = {"augment": "contact sheet of the augmentation"}
-    descriptions |= {"curves": "loss and accuracy of one or more runs over their epochs"}
-    descriptions |= {name: command.description for name, command in COMMANDS.items()}
-    parser = Parser("python launch/visualize.py", _with_commands(descriptions), setting_for)
-    parser.add_argument("command", choices=list(descriptions))
-    if not remaining or remaining[0].startswith("-") or remaining[0] not in descriptions:
+    if not remaining or remaining[0] not in COMMANDS:
+        listed = [f"  {name:10} {command.description}" for name, command in COMMANDS.items()]
+        text = "\n".join([__doc__ or "", *listed, "", "Each command has --help."])
+        parser = Parser("python launch/visualize.py", text, setting_for)
+        parser.add_argument("command", choices=list(COMMANDS))
         parser.parse_args(remaining[:1] or ["--help"])
-    command = remaining.pop(0)
-    readers = {"augment": _read_augment, "curves": _read_curves}
-    args = readers[command](remaining) if command in readers else _read_flags(command, remaining)
-    args.command = command
-    return args
-
-
-def _with_commands(descriptions: dict[str, str]) -> str:
-    lines = [f"  {name:10} {text}" for name, text in descriptions.items()]
-    return "\n".join([__doc__ or "", *lines, "", "Each command has --help."])
-
-
-def _read_augment(arguments: Sequence[str]) -> Namespace:
-    parser = Parser(
-        "python launch/visualize.py augment",
-        "Draw some training images: the original, several augmented versions with their operations,"
-        "\nand one version with mixing.",
-        setting_for,
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
-    _add_out(parser, "augment_<name of the config>")
-    parser.add_argument(
-        "--images",
-        type=int,
-        default=6,
-        metavar="N",
-        help="rows of the sheet (default: 6; whole groups if images are mixed)",
-    )
-    parser.add_argument(
-        "--draws",
-        type=int,
-        default=4,
-        metavar="N",
-        help="augmented versions per image (default: 4)",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
-    )
-    args = parser.parse_intermixed_args(arguments)
-    for name, count in (("images", args.images), ("draws", args.draws)):
-        if not 1 <= count <= 64:
-            raise ValueError(f"--{name} {count}: expected a number from 1 to 64")
-    return args
-
-
-def _read_curves(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("python launch/visualize.py curves", "Draw loss and accuracy over the epochs.")
-    parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="run folders (default: the newest run)"
-    )
-    description = "epochs to average training curves over (default: 1 or less; 0: none)"
-    parser.add_argument("--smooth", type=float, metavar="EPOCHS", help=description)
-    _add_out(parser, "curves_<runs>")
-    args = parser.parse_intermixed_args(arguments)
-    if not (args.smooth or 0) >= 0:
-        raise ValueError(f"--smooth {args.smooth}: expected a number of epochs, or 0")
-    args.device = "cpu"
-    return args
-
-
-def _read_flags(name: str, arguments: Sequence[str]) -> Namespace:
+    name, *remaining = remaining
     command = COMMANDS[name]
-    parser = Parser(f"python launch/visualize.py {name}", command.description.capitalize() + ".")
-    accepted = "run folder, checkpoint or weights file"
-    if command.takes_name:
-        accepted += ", config, or a model's name"
-    parser.add_argument(
-        "runs",
-        nargs=2 if name == "compare" else "?",
-        metavar="RUN_OR_FILE",
-        help=f"{accepted} (default: the newest run)" if name != "compare" else accepted,
+    title = f"{command.description.capitalize()}."
+    parser = Parser(f"python launch/visualize.py {name}", title, setting_for)
+    parser.set_defaults(command=name, samples=command.num_samples, **UNSET)
+    for flag in command.flags:
+        parser.add_argument(flag, **FLAGS[flag])
+    args = parser.parse_intermixed_args(remaining)
+    _check(args)
+    return args
+
+
+def _check(args: Namespace) -> None:
+    """Raise ValueError for a wrong number of runs, a wrong size or count, or an unknown format."""
+    least, most = {"augment": (0, 0), "curves": (0, 99), "compare": (2, 2)}.get(
+        args.command, (0, 1)
     )
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help="side, or height and width (default: as trained)",
-    )
-    if command.takes_name:
-        parser.add_argument("--num-classes", type=int, metavar="N", help="(default: 1000)")
-    else:
-        parser.add_argument(
-            "--model", metavar="NAME", help="timm's name of weights from another program"
-        )
-        _add_out(parser, f"{name}_<run>")
-    if name == "attention":
-        parser.add_argument(
-            "--separate",
-            type=Path,
-            metavar="FOLDER",
-            help="write the input and one picture per layer and head to this folder instead",
-        )
-    if command.num_samples is not None:
-        parser.add_argument(
-            "--samples",
-            type=int,
-            default=command.num_samples,
-            metavar="N",
-            help=f"maximum number of images (default: {command.num_samples})",
-        )
-        if name != "compare":
-            parser.add_argument(
-                "--image", nargs="+", metavar="FILE", help="files, folders or tars instead"
-            )
-        parser.add_argument("--data", metavar="ROOT", help="shards (default: the run's data.root)")
-        parser.add_argument("--split", help="split (default: the run's data.val_split)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    args = parser.parse_intermixed_args(arguments)
-    args.runs = [args.runs] if isinstance(args.runs, str) else args.runs
+    runs = getattr(args, "runs", ())
+    if not least <= len(runs) <= most:
+        raise ValueError(f"{args.command}: {len(runs)} runs or files, expected {least} to {most}")
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         raise ValueError("--image-size takes a side, or height and width, in pixels")
-    for flag in ("samples", "num_classes"):
-        if (count := getattr(args, flag, None)) is not None and count < 1:
+    for flag in ("images", "draws", "samples", "num_classes"):
+        count = getattr(args, flag, None)
+        if count is not None and count < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {count}: expected a positive number")
-    if getattr(args, "out", None):
+    if not (args.smooth or 0) >= 0:
+        raise ValueError(f"--smooth {args.smooth}: expected a number of epochs, or 0")
+    if args.out is not None:
         picture_format(args.out)
-    return args
-
-
-def _add_out(parser: Parser, default: str) -> None:
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=f"picture to write, .png, .pdf or .svg (default: {default}.png)",
-    )
 
 
 if __name__ == "__main__":

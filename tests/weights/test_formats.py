@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from vit.model import VisionTransformer
 from vit.system.files import WeightsError
-from vit.weights.files import read_weights
+from vit.weights.files import load_weights, read_weights
 from vit.weights.formats import read_content
 from vit.weights.save import save_weights
 

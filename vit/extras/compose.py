@@ -61,7 +61,7 @@ def parts_of(config: Config) -> Parts:
     parts: dict[str, Any] = {"create_reduce": create_reduce_of(config)}
     if is_url(config.run.dir):
         parts["open_place"] = load(
-            "vit.extras.remote_runs.opening:open_place", f"run.dir={config.run.dir}"
+            "vit.extras.remote_runs.store:open_place", f"run.dir={config.run.dir}"
         )
     if config.distill.teacher is not None:
         parts["create_objective"] = load("vit.training.teacher:distilled", "distill.teacher")
@@ -91,7 +91,7 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
     if config.eval.reference is not None:
         hooks.append(load("vit.extras.recipes.reference:ReferenceCurve", "eval.reference")())
     if config.log.report:
-        hooks.append(load("vit.extras.report.hook:Report", "log.report=true")())
+        hooks.append(load("vit.extras.report.page:ReportHook", "log.report=true")())
     hooks.append(MemoryAdvice())
     return tuple(hooks)
 

@@ -146,13 +146,16 @@ def new_sheet(figure: Figure, heading: str) -> Axes:
 
 
 def place(
-    sheet: Axes, pixels: NDArray, left: float, top: float, width: float, height: float
+    sheet: Axes, pixels: NDArray, *, at: tuple[float, float], size: tuple[float, float]
 ) -> None:
-    """Draw `pixels` (H, W, 3) centered in a box (in inches), as large as fits."""
-    scale = min(width / pixels.shape[1], height / pixels.shape[0])
+    """Draw `pixels` (H, W, 3) centered in a box, as large as fits.
+
+    at: left and top of the box. size: its width and height. All are in inches.
+    """
+    scale = min(size[0] / pixels.shape[1], size[1] / pixels.shape[0])
     half_w = pixels.shape[1] * scale / 2
     half_h = pixels.shape[0] * scale / 2
-    x, y = left + width / 2, top + height / 2
+    x, y = at[0] + size[0] / 2, at[1] + size[1] / 2
     sheet.imshow(pixels, extent=(x - half_w, x + half_w, y + half_h, y - half_h), aspect="auto")
 
 
@@ -197,7 +200,7 @@ def plot_cells(
             row, column = divmod(number, num_columns)
             left = GAP_IN + column * (side + GAP_IN)
             bottom = top + row * row_in + tall
-            place(sheet, to_pixels(cell.image), left, bottom - tall, side, tall)
+            place(sheet, to_pixels(cell.image), at=(left, bottom - tall), size=(side, tall))
             for n, line in enumerate(cell.caption, 1):
                 y = bottom + line_in * n
                 sheet.text(left + side / 2, y, line, ha="center", size=caption_pt)

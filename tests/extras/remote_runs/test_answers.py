@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import boto3
 import pytest
 
 from vit.data.storage.object_store import ObjectStore
 from vit.extras.remote_runs.lease import LEASE_FILE, Lease
-from vit.extras.remote_runs.record_parts import join_parts, part_name, read_record
 from vit.system.retry import RetryPolicy
 
 
@@ -82,18 +80,3 @@ def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path)
     store_of(url).download("weights", path)
     assert path.read_bytes() == two
     assert len(ranges) == 6, "the object must be requested twice"
-
-
-def test_a_reader_during_the_joining_of_parts_reads_each_line_once(tmp_path: Path):
-    store = ObjectStore(f"file://{tmp_path}")
-    lines = [b'{"step": %d}\n' % number for number in range(100)]
-    at = 0
-    for line in lines:
-        store.write(part_name(at), line)
-        at += len(line)
-    listing = store.list_below()
-    store.write(part_name(0), b"".join(lines))  # the first request of `join_parts`
-    assert read_record(store, listing) == b"".join(lines)
-    join_parts(store, listing, b"".join(lines))
-    assert read_record(store, store.list_below()) == b"".join(lines)
-    assert len(store.list_below()) == 1

@@ -5,6 +5,7 @@ The tests use a real S3 server, empty machines and faults on the network.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import boto3
@@ -20,9 +22,10 @@ from processes import TINY, Background, final_state, run, run_here, train, write
 from servers import forget_clients
 
 from vit.checkpoint.checkpoint import newest_checkpoint
+from vit.data.storage.object_store import ObjectStore
+from vit.extras.remote_runs.copying import parts_in, read_record
 from vit.extras.remote_runs.place import store_at
 from vit.extras.remote_runs.reading import local_run
-from vit.extras.remote_runs.record_parts import parts_in, read_record
 from vit.loggers.lines import read_metrics
 
 STEPS = 24
@@ -431,11 +434,8 @@ def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
 
 
 @pytest.mark.full
-def test_a_file_url_works_without_locks_and_its_many_parts_are_joined(
-    tmp_path, config, monkeypatch
-):
+def test_a_file_url_works_without_locks_and_keeps_its_parts(tmp_path, config):
     """A folder with a file:// URL needs no locks and no renames, as on a mounted bucket."""
-    monkeypatch.setattr("vit.extras.remote_runs.record_parts.JOIN_FROM", 3)
     url = f"file://{tmp_path}/mnt/run"
     for number, steps in enumerate((6, 9, 12)):
         change = ["--allow-change", "train.steps"] if number else []
@@ -443,6 +443,56 @@ def test_a_file_url_works_without_locks_and_its_many_parts_are_joined(
         train_here(config, url, local, f"train.steps={steps}", "eval.every_steps=100", *change)
     store = store_at(url, 60)
     listing = store.list_below()
-    assert len(parts_in(listing)) < 6, "each start must join the parts"
+    assert len(parts_in(listing)) >= 3, "each start must add a part"
     assert read_record(store, listing) == (tmp_path / "copy2" / "metrics.jsonl").read_bytes()
     assert_whole(url, tmp_path, 12)
+
+
+# --- the order of writes --------------------------------------------------------------------------
+
+
+def assert_saved_whole(bucket: Path) -> None:
+    """Assert that each listed checkpoint has its tensors and the metrics of all steps before it."""
+    record = b"".join(path.read_bytes() for path in sorted(bucket.glob("record/part_*")))
+    lines = [json.loads(line) for line in record.splitlines()]
+    trained = {line["step"] for line in lines if line["kind"] == "train"}
+    for path in bucket.glob("checkpoints/step_*/checkpoint.json"):
+        info = json.loads(path.read_text())
+        for name, expected in info["files"].items():
+            content = (path.parent / name).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == expected["sha256"]
+        assert trained >= set(range(1, info["step"] + 1))
+
+
+def test_the_run_is_complete_between_any_two_operations(tmp_path, config, monkeypatch):
+    bucket = tmp_path / "bucket"
+    done = list[str]()
+
+    def watched(name: str) -> None:
+        real = getattr(ObjectStore, name)
+
+        def operate(store: ObjectStore, *arguments, **options):
+            assert_saved_whole(bucket)
+            done.append(f"{name} {arguments[0] if name != 'upload' else arguments[1]}")
+            return real(store, *arguments, **options)
+
+        monkeypatch.setattr(ObjectStore, name, operate)
+
+    for name in ("upload", "write", "remove"):
+        watched(name)
+    run_here(
+        *("launch/train.py", "--config", config, *TINY, "train.steps=6", "checkpoint.keep_last=1"),
+        *(f"run.dir=file://{bucket}", f"run.local_dir={tmp_path / 'here'}", "run.lease_s=600"),
+    )
+    assert_saved_whole(bucket)
+    places = [number for number, each in enumerate(done) if each.endswith("/checkpoint.json")]
+    assert [done[number].split()[0] for number in places] == ["upload", "upload", "remove"]
+    for before, now in pairwise(done):
+        begins_save = now.startswith("upload") and before.startswith(
+            ("remove", "write checkpoints")
+        )
+        assert not begins_save, (
+            "the lease must be confirmed first, because another job may hold the run"
+        )
+        if now.startswith("upload checkpoints") and now.endswith(".json"):
+            assert before == "write lease.json", "the previous upload may have outlasted the lease"

@@ -89,7 +89,7 @@ def test_the_command_writes_a_picture(config, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--images", "0"], "--images 0: expected a number from 1 to 64"),
+        (["--images", "0"], "--images 0: expected a positive number"),
         (["--what"], "unknown: --what"),
     ],
 )

@@ -1,12 +1,8 @@
-"""Test that the curves of a run are drawn from its metrics, and that several panels fit on one
-page."""
+"""Test that the curves and norms of a run are drawn from its metrics."""
 
 from __future__ import annotations
 
 import json
-import re
-import xml.etree.ElementTree as ET
-from collections import Counter
 from pathlib import Path
 
 import matplotlib
@@ -14,11 +10,12 @@ import numpy as np
 import pytest
 from decoding import pixels, places
 from matplotlib.figure import Figure
+from PIL import Image
 
 from vit.extras.report import curves
 from vit.system import drawing
 
-PLAN = {"world_size": 2, "micro_batch_size": 3, "accumulation_steps": 2}
+PLAN = {"global_batch_size": 12}
 
 
 def record(folder: Path, *lines: dict) -> Path:
@@ -74,12 +71,7 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
         train_line(10),
         train_line(30, data_wait_s=4.0),
         train_line(50, data_wait_s=1.0),  # replaced by the restart
-        {
-            "kind": "start",
-            "step": 40,
-            "restarts": 1,
-            "plan": {**PLAN, "world_size": 1, "accumulation_steps": 4},
-        },
+        {"kind": "start", "step": 40, "restarts": 1, "plan": PLAN},
         train_line(50, data_wait_s=0.4),  # after the restart this line covers 10 steps, not 20
         train_line(60, data_wait_s=99.0),
         train_line(70, images_per_s=None),
@@ -92,15 +84,6 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
         record(tmp_path, {"kind": "start", "step": 0, "restarts": 0}, train_line(10))
     )
     assert "data_wait_percent" not in without_plan.of_kind("train")[0]
-
-
-def test_unequal_shares_of_ranks_add_up_to_the_batch(tmp_path):
-    """Three ranks have 3, 3 and 2 micro-batches, together the images of the global batch."""
-    plan = {"world_size": 3, "micro_batch_size": 2, "accumulation_steps": 3}
-    start = {"kind": "start", "step": 0, "restarts": 0, "plan": {**plan, "global_batch_size": 16}}
-    history = curves._read_curves(record(tmp_path, start, train_line(15)))
-    (line,) = history.of_kind("train")  # 15 steps of 16 images at 60 images/s take 4 s
-    assert line["data_wait_percent"] == pytest.approx(12.5)
 
 
 @pytest.mark.parametrize(
@@ -195,32 +178,6 @@ def test_a_weight_decay_that_changes_is_drawn_beside_the_rate(tmp_path):
     assert decay.get_lines()[0].get_xydata().tolist() == [[10, 0.1], [20, 0.2], [30, 0.3]]
 
 
-def test_several_panels_fit_on_one_page(tmp_path):
-    panels = curves.curve_panels(troubled_run(tmp_path))
-    assert list(panels) == ["loss", "accuracy", "learning_rate", "throughput"]
-    ids = Counter()
-    for panel in panels.values():
-        root = ET.fromstring(panel)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        assert "viewBox" in root.attrib
-        assert not {"width", "height"} & set(root.attrib), "CSS determines the size"
-        tags = {element.tag.split("}")[1] for element in root.iter()}
-        assert "path" in tags
-        assert not {"style", "text", "metadata"} & tags, (
-            "text must be drawn as paths, because the page's fonts would change it"
-        )
-        own = {element.get("id") for element in root.iter()} - {None}
-        references = set(re.findall(r"(?:href=\"|url\()#([^\")]+)", panel))
-        assert references
-        assert references <= own
-        ids.update(element.get("id") for element in root.iter() if element.get("id"))
-    assert set(ids.values()) == {1}
-    assert "best 77.70 %" in panels["accuracy"].split(">")[0]
-    assert panels == curves.curve_panels(tmp_path / "metrics.jsonl"), (
-        "the same metrics must give the same bytes"
-    )
-
-
 def test_a_users_matplotlib_settings_change_nothing(tmp_path):
     path = troubled_run(tmp_path)
     expected = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
@@ -312,3 +269,43 @@ def test_several_runs_are_drawn_over_their_epochs(tmp_path, monkeypatch):
 
 
 WHAT = ("training, augmented", "validation")
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def norms_line(step: int, **changes) -> dict:
+    layers = ("embed", "blocks.0", "blocks.1", "head")
+    values = {key: dict.fromkeys(layers, 1.0) for key in curves.NORM_PANELS}
+    values["max_attn_logit"] = {"blocks.0": 3.0, "blocks.1": 40.0}
+    return {"step": step, "update_norm": dict.fromkeys(layers, 1e-3), **values, **changes}
+
+
+def test_each_column_ends_at_its_step_and_gaps_are_grey(tmp_path, monkeypatch):
+    drawn = {}
+    plain = Figure.colorbar
+
+    def colorbar(figure, mesh, ax, **options):
+        drawn[ax.get_title(loc="left")] = mesh
+        return plain(figure, mesh, ax=ax, **options)
+
+    monkeypatch.setattr(Figure, "colorbar", colorbar)
+    weights = {"embed": 2.0, "blocks.0": 4.0, "blocks.1": None, "head": 0.5}
+    lines = [norms_line(10), norms_line(20, weight_norm=weights), norms_line(25)]
+    picture = curves.plot_norms(lines, tmp_path / "norms.png")
+    assert list(drawn) == list(curves.NORM_PANELS.values())
+    growth = drawn[curves.NORM_PANELS[curves.WEIGHT]]
+    assert growth.get_coordinates()[0, :, 0].tolist() == [0, 10, 20, 25]
+    expected = [[1, 2, 1], [1, 4, 1], [1, np.nan, 1], [1, 0.5, 1]]
+    np.testing.assert_array_equal(growth.get_array().filled(np.nan), expected)
+    logits = drawn[curves.NORM_PANELS[curves.LARGEST_LOGIT]]
+    assert logits.get_array().tolist() == [[3.0] * 3, [40.0] * 3]
+    with Image.open(picture) as image:
+        assert image.width == 1400
+
+
+def test_other_attention_and_missing_measurements_are_stated(tmp_path):
+    lines = [{k: v for k, v in norms_line(10).items() if k != "max_attn_logit"}]
+    assert curves.plot_norms(lines, tmp_path / "norms.png").is_file()
+    with pytest.raises(ValueError, match=r"log\.norms_every_steps"):
+        curves.plot_norms([], tmp_path / "none.png")

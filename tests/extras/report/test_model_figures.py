@@ -20,14 +20,16 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.config.io import load_config
-from vit.extras.report import inside_plots, model_figures
+from vit.extras.report import model_figures
 from vit.extras.report.attention import (
     attention_distance,
     attention_maps,
     even_reading,
+    filter_components,
     output_attention,
+    token_colors,
+    token_features,
 )
-from vit.extras.report.components import filter_components, token_colors, token_features
 from vit.extras.report.example_images import Samples, samples_of_split
 from vit.extras.report.model_comparison import Compared, _differing, compare
 from vit.model import VisionTransformer, create_model
@@ -110,7 +112,8 @@ def test_attention_distance_equals_a_loop_over_all_pairs(num_prefix_tokens):
 def test_distances_are_averaged_over_images():
     model = small_model()
     images = some_images(3)
-    distances = model_figures.mean_distances(model, lambda part: part, images)
+    shown = model_figures.Images(lambda part: part, images, [])
+    distances = model_figures.mean_distances(model, shown)
     maps = attention_maps(model, images).blocks
     expected = attention_distance(maps, (4, 3), (8, 8), 1).mean(0)
     torch.testing.assert_close(distances, expected)
@@ -258,7 +261,7 @@ def test_pictures_of_patches_show_the_image(tmp_path):
     image = torch.zeros(3, 4, 6, dtype=torch.uint8)
     image[0] = torch.arange(24).view(4, 6) * 10
     image[2] = 200
-    path = inside_plots.plot_patches(image, (2, 3), tmp_path / "patches.png")
+    path = model_figures.plot_patches(image, (2, 3), tmp_path / "patches.png")
     shown = pixels(path)
     left, right = shown[:, :700], shown[:, 700:]
     for value in range(0, 240, 10):
@@ -271,7 +274,8 @@ def test_the_suffix_determines_the_format_of_a_picture(tmp_path):
     images = (some_images(3).clamp(-1, 1) * 127 + 128).to(torch.uint8)
     for suffix, magic in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
         path = tmp_path / f"distance.{suffix}"
-        model_figures.draw_distance(model, lambda part: part.float() / 255, images, path)
+        shown = model_figures.Images(lambda part: part.float() / 255, images, [])
+        model_figures.draw_distance(model, shown, path)
         assert path.read_bytes().startswith(magic)
     with pytest.raises(ValueError, match="out of png, pdf, svg"), drawing(tmp_path / "a.gif", 1):
         pass
@@ -280,7 +284,7 @@ def test_the_suffix_determines_the_format_of_a_picture(tmp_path):
 def test_each_head_can_have_its_own_picture(tmp_path):
     image = torch.full((3, 32, 24), 100, dtype=torch.uint8)
     heads = torch.rand(2, 3, 4, 3)
-    written = inside_plots.save_heads(image, heads, tmp_path / "new")
+    written = model_figures.save_heads(image, heads, tmp_path / "new")
     names = [f"layer{layer:02d}_head{head:02d}.png" for layer in (1, 2) for head in (1, 2, 3)]
     assert [path.name for path in written] == ["input.png", *names]
     from PIL import Image
@@ -321,7 +325,7 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
     """With patches of 8x16 pixels, a grid of 4x3 must have the shape of an image of 32x48."""
     image = torch.zeros(3, 32, 48, dtype=torch.uint8)
     heads = torch.rand(1, 1, 4, 3)
-    inside_plots.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
+    model_figures.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
     drawn = np.array(Image.open(tmp_path / "x.png").convert("RGB")).astype(int)
     colours = (colormaps["viridis"]((heads[0, 0] / heads.max()).numpy())[..., :3] * 255).round()
     sizes = []

@@ -15,9 +15,9 @@ from processes import TINY, run_here, write_config
 
 from data_prep import imagefolder
 from vit.extras.report.source import ReportSource
-from vit.extras.report.training_images import near_doubles
-from vit.extras.report.training_images.doubles import find_duplicates
-from vit.extras.report.training_images.near_doubles import (
+from vit.extras.report.training_images import doubles as doubles_module
+from vit.extras.report.training_images.doubles import (
+    find_duplicates,
     find_near_doubles,
     nearest,
     pooled_features,
@@ -82,7 +82,9 @@ def planted(tmp_path_factory) -> Path:
 
 
 def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
-    monkeypatch.setattr(near_doubles, "BLOCK", 32)  # several blocks, the last one with both splits
+    monkeypatch.setattr(
+        doubles_module, "BLOCK", 32
+    )  # several blocks, the last one with both splits
     source = ReportSource(planted, CPU)
     train = source.train_set.split
     val = source.val_split
@@ -103,7 +105,7 @@ def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
 
 
 def test_similarities_equal_those_over_all_pairs(monkeypatch):
-    monkeypatch.setattr(near_doubles, "BLOCK", 7)
+    monkeypatch.setattr(doubles_module, "BLOCK", 7)
     torch.manual_seed(0)
     features = torch.nn.functional.normalize(torch.randn(31, 5), dim=1)
     similarity, neighbours = nearest(features, 23, CPU, ignore)
@@ -115,7 +117,7 @@ def test_similarities_equal_those_over_all_pairs(monkeypatch):
 
 
 def test_whitened_features_have_equal_variance(monkeypatch):
-    monkeypatch.setattr(near_doubles, "RIDGE", 0.0)
+    monkeypatch.setattr(doubles_module, "RIDGE", 0.0)
     monkeypatch.setattr(torch.nn.functional, "normalize", lambda rows, dim: rows)
     torch.manual_seed(0)
     features = torch.randn(500, 6) @ torch.randn(6, 6) * torch.tensor([9, 1, 1, 1, 1, 0.1]) + 5

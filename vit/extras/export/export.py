@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +150,7 @@ def _umask() -> int:
 
 
 def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
-    write = _WRITERS[program]
-    path, lines = write(subject, folder)
+    path, lines = (_write_onnx if program == "onnx" else _write_weights)(subject, folder, program)
     if not (folder / "config.json").exists():
         names = {"class_names": subject.labels or None}
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
@@ -167,36 +165,25 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
     return [*lines, *(f"sha256 of {name}: {sha256}" for name, sha256 in hashes.items())]
 
 
-def _write_timm(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
-    path = folder / "model.safetensors"
+def _write_weights(subject: Subject, folder: Path, program: str) -> tuple[Path, list[str]]:
+    """Write the weights and the config files of a program that reads names and tensors."""
     weights = subject.model.state_dict()
-    save_weights(path, weights, {"format": "pt"})
-    config = timm_config(subject)
-    assert config is not None, "`check_holds` accepts only models that timm has"
-    write_json(folder / "config.json", config)
-    return path, [f"{len(weights)} weights under their names in timm, which are ours"]
-
-
-def _write_torchvision(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+    line = f"{len(weights)} weights under their names in timm, which are ours"
+    if program != "timm":
+        weights, line = _renamed(program, subject)
+    if program == "npz":
+        path = folder / "model.npz"
+        np.savez(path, **{name: tensor.numpy() for name, tensor in weights.items()})
+        return path, [line]
     path = folder / "model.safetensors"
-    weights, line = _renamed("torchvision", subject)
     save_weights(path, weights, {"format": "pt"})
-    return path, [line]
-
-
-def _write_huggingface(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
-    path = folder / "model.safetensors"
-    weights, line = _renamed("huggingface", subject)
-    save_weights(path, weights, {"format": "pt"})
-    for name, content in huggingface_configs(subject).items():
+    configs: dict[str, Any] = {}
+    if program == "huggingface":
+        configs = huggingface_configs(subject)
+    if program == "timm":
+        configs = {"config.json": timm_config(subject)}
+    for name, content in configs.items():
         write_json(folder / name, content)
-    return path, [line]
-
-
-def _write_npz(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
-    path = folder / "model.npz"
-    weights, line = _renamed("npz", subject)
-    np.savez(path, **{name: tensor.numpy() for name, tensor in weights.items()})  # type: ignore[arg-type]
     return path, [line]
 
 
@@ -215,7 +202,7 @@ def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
     return theirs, f"{line} equal to the bit"
 
 
-def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+def _write_onnx(subject: Subject, folder: Path, program: str) -> tuple[Path, list[str]]:
     """Write a graph for batches of any size, and compare onnxruntime's logits with the model's."""
     try:
         import onnx
@@ -260,12 +247,3 @@ def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
         f"opset {opset}; logits of onnxruntime {onnxruntime.__version__} differ from the model's by"
         f" at most {largest:.1e} of the largest logit, on 2 and 3 images"
     ]
-
-
-_WRITERS: dict[str, Callable[[Subject, Path], tuple[Path, list[str]]]] = {
-    "timm": _write_timm,
-    "torchvision": _write_torchvision,
-    "huggingface": _write_huggingface,
-    "onnx": _write_onnx,
-    "npz": _write_npz,
-}

@@ -221,26 +221,33 @@ def opening_code(program: str, subject: Subject) -> str:
     if subject.view.apply_exif:
         code = code.replace("import Image\n", "import Image, ImageOps\n")
         photo = photo.replace(opened, f"ImageOps.exif_transpose({opened})")
-    values = {"PHOTO": photo, "NUM_CLASSES": str(subject.num_classes)}
     view = subject.view
+    values = {
+        "PHOTO": photo,
+        "NUM_CLASSES": subject.num_classes,
+        "RESIZED": list(view.cover) if view.squash else view.cover[0],
+        "INTERPOLATION": view.interpolation.upper(),
+        "COVER": view.cover,
+        "SIZE": view.size,
+        "SQUASH": view.squash,
+        "MEAN": view.mean,
+        "STD": view.std,
+        "CROP_PCT": view.crop_pct,
+    }
     if program in ("torchvision", "npz"):
         block = model.blocks[0]
         values |= {
-            "IMAGE_SIZE": str(model.image_size[0]),
-            "PATCH_SIZE": str(model.patch_size[0]),
-            "DEPTH": str(model.depth),
-            "HEADS": str(block.attn.num_heads),
-            "WIDTH": str(model.embed_dim),
-            "HIDDEN": str(block.mlp.fc1.out_features),
-            "MLP_RATIO": str(section.mlp_ratio or 4.0),
-            "REPRESENTATION": str(section.representation_size),
+            "IMAGE_SIZE": model.image_size[0],
+            "PATCH_SIZE": model.patch_size[0],
+            "DEPTH": model.depth,
+            "HEADS": block.attn.num_heads,
+            "WIDTH": model.embed_dim,
+            "HIDDEN": block.mlp.fc1.out_features,
+            "MLP_RATIO": section.mlp_ratio or 4.0,
+            "REPRESENTATION": section.representation_size,
         }
-    resized = f"{list(view.cover)}" if view.squash else f"{view.cover[0]}"
-    values |= {"RESIZED": resized, "INTERPOLATION": view.interpolation.upper()}
-    values |= {"COVER": str(view.cover), "SIZE": str(view.size), "SQUASH": str(view.squash)}
-    values |= {"MEAN": str(view.mean), "STD": str(view.std), "CROP_PCT": str(view.crop_pct)}
     for name, value in values.items():
-        code = code.replace(f"<{name}>", value)
+        code = code.replace(f"<{name}>", str(value))
     return code.strip() + "\n" + _TOP
 
 

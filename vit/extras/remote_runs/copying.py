@@ -3,14 +3,26 @@
 The file `.copy_of.json` in the local folder contains the URL, and the local size, the modification
 time and the remote version of each transferred file. With this list, the next job on this machine
 transfers only new files.
+
+metrics.jsonl is stored in immutable parts, each with the lines since the previous part:
+
+    record/part_000000000000.jsonl    the first lines
+    record/part_000000018231.jsonl    the lines of metrics.jsonl from byte 18,231
+    `cat record/part_*` is metrics.jsonl
+
+Object stores can replace objects but cannot append to them. Uploading the whole file at every save
+would take longer each time. Replacing only the last part could lose lines if the process is killed
+during the upload to a store that is not atomic.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +30,6 @@ from typing import Any
 from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.extras.remote_runs.lease import LEASE_FILE
-from vit.extras.remote_runs.record_parts import RECORD_FOLDER
 from vit.run_folder import CHECKPOINTS, INFO_FILE, METRICS_FILE, read_info_file
 from vit.system.files import flush, sha256_of, write_json
 from vit.system.meter import Meter
@@ -26,6 +37,8 @@ from vit.system.redact import shown
 from vit.system.urls import bare
 
 COPY_FILE = ".copy_of.json"
+RECORD_FOLDER = "record"
+NUM_THREADS = 8
 ONLY_HERE = (CHECKPOINTS, METRICS_FILE, "wandb", LEASE_FILE)
 """The names in a run folder that are not copied as plain files. Checkpoints and metrics.jsonl have
 a different format at the URL, and W&B syncs its own files (docs/resume.md)."""
@@ -59,9 +72,6 @@ class Copy:
                     " files: choose another run.local_dir"
                 ) from None
             self.save()
-            return
-        except (ValueError, KeyError, TypeError):
-            # A power failure damaged the list: compare all files again.
             return
         if saved_url != self._url:
             raise ValueError(
@@ -260,3 +270,45 @@ def remove_stale_checkpoints(folder: Path, current: Iterable[str]) -> None:
         if path.name not in current_names:
             with suppress(OSError):
                 shutil.rmtree(path)
+
+
+# --- metrics.jsonl --------------------------------------------------------------------------------
+
+
+def part_name(start: int) -> str:
+    """Return the name of the part that begins at byte `start` of metrics.jsonl."""
+    return f"{RECORD_FOLDER}/part_{start:012d}.jsonl"
+
+
+def parts_in(listing: Mapping[str, Version]) -> list[tuple[int, int, str]]:
+    """Return (start, stop, name) of the parts of metrics.jsonl, in order, up to a gap."""
+    used = []
+    end = 0
+    for name in sorted(listing):
+        match = re.fullmatch(RECORD_FOLDER + r"/part_(\d+)\.jsonl", name)
+        if match and int(match[1]) == end:
+            start, end = end, end + listing[name].size
+            used.append((start, end, name))
+    return used
+
+
+def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
+    """Return the content of metrics.jsonl at `store`, or b"" if it does not exist.
+
+    A run that a user copied to the store has a single file `metrics.jsonl`.
+    """
+    whole = [METRICS_FILE] if METRICS_FILE in listing else []
+    names = [name for _, _, name in parts_in(listing)] or whole
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        content = b"".join(pool.map(store.read_all, names))
+    return content[: content.rfind(b"\n") + 1]
+
+
+def new_lines(path: Path, start: int) -> bytes:
+    """Return the complete lines of the file at `path` from byte `start` on."""
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(start)
+        content = file.read()
+    return content[: content.rfind(b"\n") + 1]

@@ -28,12 +28,13 @@ from vit.extras.remote_runs.copying import (
     bring_checkpoint,
     complete_in,
     info_name,
+    parts_in,
     plain_names,
+    read_record,
     remove_stale_checkpoints,
 )
 from vit.extras.remote_runs.lease import LEASE_FILE
 from vit.extras.remote_runs.place import store_at
-from vit.extras.remote_runs.record_parts import parts_in, read_record
 from vit.run_folder import (
     CHECKPOINTS,
     INFO_FILE,

@@ -29,6 +29,8 @@ from pathlib import Path
 from vit.config.schema import Config
 from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
+from vit.distributed.exit import Interrupted
+from vit.distributed.process_group import World
 from vit.extras.remote_runs.copying import (
     Copy,
     bring,
@@ -37,17 +39,14 @@ from vit.extras.remote_runs.copying import (
     complete_in,
     files_below,
     info_name,
-    plain_names,
-)
-from vit.extras.remote_runs.lease import Lease, LeaseLost
-from vit.extras.remote_runs.place import store_at
-from vit.extras.remote_runs.record_parts import (
-    join_parts,
     new_lines,
     part_name,
     parts_in,
+    plain_names,
     read_record,
 )
+from vit.extras.remote_runs.lease import Lease, LeaseLost
+from vit.extras.remote_runs.place import store_at
 from vit.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -58,6 +57,7 @@ from vit.run_folder import (
     PREDICTIONS_FILE,
     SAMPLES_FOLDER,
     STOPPED_FILE,
+    Place,
     RunLock,
     complete_checkpoints,
     local_folder,
@@ -80,8 +80,10 @@ class UploadError(ValueError):
     """The error if a store refuses a request or does not answer."""
 
 
-class RunStore:
+class RunStore(Place):
     """The run at the URL `run.dir`, on the main rank. Raises ValueError for an invalid URL.
+
+    `folder` is the working copy.
 
     Methods that use the store raise ValueError if the store fails for `data.patience_s` seconds,
     and `vit.extras.remote_runs.lease.LeaseLost` if another job holds the lease.
@@ -90,8 +92,7 @@ class RunStore:
     def __init__(self, config: Config):
         assert config.run.dir is not None, "load_config sets run.dir"
         self._config = config
-        self.folder = local_folder(config.run)
-        """The working copy."""
+        super().__init__(local_folder(config.run))
         self._store = store_at(config.run.dir, config.data.patience_s)
         self._remote: dict[str, Version] = {}
         """The files at the URL. Valid while this process holds the lease."""
@@ -104,7 +105,7 @@ class RunStore:
         return str(self._store)
 
     @property
-    def is_lost(self) -> bool:
+    def is_lost(self) -> bool:  # type: ignore[override]
         """Whether the lease is lost. The next `push` then raises LeaseLost."""
         return self._lease.is_lost
 
@@ -113,10 +114,15 @@ class RunStore:
         if self.is_lost:
             self._lease.confirm()
 
+    def address(self) -> str:
+        """See `Place`."""
+        return str(self)
+
     # --- start ------------------------------------------------------------------------------------
 
-    def open(self, lock: RunLock) -> None:
+    def lock(self, lock: RunLock) -> None:
         """Lock the working copy, acquire the lease, and download the files for a resume."""
+        print(f"run folder: {self}, with its working copy in {self.folder}", file=sys.stderr)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -135,6 +141,7 @@ class RunStore:
             self._mend_record(record)
             self._bring(record)
             self._copy.save()
+        self.remove_unfinished()
 
     def _choose_copy(self, record: bytes) -> None:
         """Clear the working copy if it is outdated or belongs to another run."""
@@ -166,7 +173,6 @@ class RunStore:
             # The last part in a mounted folder is truncated after a kill.
             start, _, name = parts[-1]
             self._store.write(name, record[start:])
-        join_parts(self._store, self._remote, record)
 
     def _bring(self, record: bytes) -> None:
         path = self.folder / METRICS_FILE
@@ -283,15 +289,15 @@ class RunStore:
 
     # --- end --------------------------------------------------------------------------------------
 
-    def close(self, with_record: bool = False, at_once: bool = False) -> None:
+    def leave(self, error: BaseException | None) -> None:
         """Release the lease. Errors are ignored.
 
-        with_record: upload the last lines of metrics.jsonl, which contain the error that ended the
-        run. at_once: do not use the network.
+        If an `error` ended the run, the last lines of metrics.jsonl, which contain the error, are
+        uploaded first. After a second Ctrl-C, the network is not used.
         """
-        if at_once:
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
             return
-        if with_record and self._record_bytes and not self.is_lost:
+        if error is not None and self._record_bytes and not self.is_lost:
             once = ObjectStore(self._store.url, replace(self._store.retry, limit_s=0.0))
             with suppress(ValueError, OSError):
                 self._lease.confirm(once)
@@ -333,3 +339,16 @@ def _identity(folder: Path) -> str:
     except OSError:  # not on Linux: the next job then waits until the lease expires
         boot = os.urandom(8).hex()
     return hashlib.sha256(f"{boot} {status.st_dev} {status.st_ino}".encode()).hexdigest()[:16]
+
+
+def open_place(config: Config, world: World) -> Place:
+    """Open the run at the URL `run.dir`. Every rank must call this function.
+
+    The store is opened on rank 0, and other ranks only know the working copy. Raises ValueError if
+    the URL is invalid.
+    """
+    store = world.on_main(lambda: RunStore(config))
+    folder = world.broadcast_from_main(lambda: "" if store is None else str(store.folder))
+    place = store or Place(Path(folder))
+    place.setting = "run.local_dir"
+    return place

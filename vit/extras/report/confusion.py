@@ -174,5 +174,5 @@ def plot_most_confused(
             for j, image in enumerate(examples[i][:6]):
                 left = text_in + 0.25 + j * (thumb + 0.06)
                 sheet.barh(top + thumb / 2, thumb, thumb, left, color="#eeeeee", zorder=-1)
-                place(sheet, to_pixels(image), left, top, thumb, thumb)
+                place(sheet, to_pixels(image), at=(left, top), size=(thumb, thumb))
     return picture

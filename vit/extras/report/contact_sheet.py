@@ -23,7 +23,7 @@ from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.open_data import choose_num_classes, open_split, open_train_set
-from vit.data.order import Share, make_order
+from vit.data.order import make_order
 from vit.system.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
 
 CAPTION_PT = 7.5
@@ -38,15 +38,12 @@ def make_contact_sheet(
     mixing. With mixing, the number of rows is rounded up to a multiple of `augment.mix_group_size`.
     Raises ShardError if the data cannot be read, and ValueError if the split has too few images.
     """
-    data = config.data
-    shares: tuple[Share, ...] = ()
-    if data.reader == "index":
-        val_split = open_split(data, data.val_split)
-        train = open_train_set(data, val_split, num_classes=config.model.num_classes)
-        split = train.split
-        shares = train.shares[:1]
-    else:
-        split = open_split(data, data.train_split)
+    # A stream has no fixed samples, so its shards are read by their index.
+    data = config.data.model_copy(update={"reader": "index"})
+    val_split = open_split(data, data.val_split)
+    train = open_train_set(data, val_split, num_classes=config.model.num_classes)
+    split = train.split
+    shares = train.shares[:1]
     num_available = shares[0].num_samples if shares else split.num_samples
     does_mix = mixes(config.augment)
     group = config.augment.mix_group_size if does_mix else 1

@@ -1,7 +1,7 @@
 """Plot the curves of a run: loss, accuracy, learning rate and throughput over steps.
 
-The four panels are written to one PNG file, or returned as SVG for an HTML page. Long curves are
-averaged. The loss and accuracy of several runs are plotted over epochs.
+The four panels are one picture. Long curves are averaged. Other pictures show the loss and accuracy
+of several runs over epochs, and the norms of a run by depth and step (`log.norms_every_steps`).
 
 Training accuracy is computed from the recorded margins of augmented images
 (`vit.hooks.sample_losses`). Mixed inputs do not have a single correct class, so epochs with mixing
@@ -11,10 +11,9 @@ have no training accuracy.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import StringIO
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,31 +21,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.io import load_config
-from vit.config.schema import AugmentConfig, Config
+from vit.config.schema import AugmentConfig
 from vit.data.augment.draw import mixes
 from vit.extras.report.history import History, read_history, set_names
 from vit.hooks.sample_losses import epoch_files, read_epoch
+from vit.optim.norms import GRADIENT, LARGEST_LOGIT, RATIO, WEIGHT
 from vit.run_folder import CONFIG_FILE, METRICS_FILE
-from vit.system.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    SMALL_PT,
-    drawing,
-    report_style,
-)
+from vit.system.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, SMALL_PT, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 PLAIN_LOSS = "cross-entropy"
 MOST_INSIDE = 4
 """The largest number of legend entries inside the axes. A longer legend is placed below the
 axes."""
+USUAL_RATIO = 1e-3
+"""The usual ratio of the norms of update and weights (karpathy/cs231n, neural-networks-3, "Ratio of
+weights:updates")."""
+NORM_PANELS = {
+    GRADIENT: "Gradient, before clipping",
+    WEIGHT: "Weights, relative to the first",
+    RATIO: "Update / weights",
+    LARGEST_LOGIT: "Largest attention logit",
+}
+MAX_LABELS = 9
 SET_LINES = (
     (PURPLE, "^-."),
     (SKY, "v-."),
@@ -70,14 +71,10 @@ def _read_curves(metrics: Path) -> History:
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
     with suppress(ValueError):  # the config is missing or of a different version
         config = load_config(metrics.parent / CONFIG_FILE)
-        history.training_loss = _training_loss(config)
+        name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
+        history.training_loss = name if config.distill.teacher is None else f"{name} + teacher"
         _add_training_accuracy(metrics.parent, history, config.augment)
     return history
-
-
-def _training_loss(config: Config) -> str:
-    name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
-    return f"{name} + teacher" if config.distill.teacher is not None else name
 
 
 def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConfig) -> None:
@@ -85,11 +82,12 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
 
     The accuracy is unknown without log.sample_losses, and in epochs with mixing.
     """
-    plan = next((line["plan"] for line in reversed(history.lines) if line.get("plan")), None)
-    files = epoch_files(run_dir)
-    mixed = _mixed_epochs(augment)
-    files = {epoch: path for epoch, path in files.items() if epoch > mixed}
-    if plan is None or not files:
+    plan = history.plan
+    mixed: float = 0
+    if mixes(augment):
+        mixed = math.inf if augment.mixup_off_epoch is None else augment.mixup_off_epoch
+    files = {epoch: path for epoch, path in epoch_files(run_dir).items() if epoch > mixed}
+    if not files or not plan:
         return
     per_epoch = plan["steps_per_epoch"]
     right = np.zeros(max(files) * per_epoch + 1)
@@ -110,12 +108,6 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
             line["top1"] = 100.0 * float(right[steps].sum() / num_seen)
 
 
-def _mixed_epochs(augment: AugmentConfig) -> float:
-    if not mixes(augment):
-        return 0
-    return math.inf if augment.mixup_off_epoch is None else augment.mixup_off_epoch
-
-
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
     """Return the steps and values of `name`, (2, n), with NaN for null.
 
@@ -133,19 +125,25 @@ def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArr
     return (np.add.reduceat(points, edges) / np.diff([*edges, len(points)])[:, None]).T
 
 
-def _line(
-    axes: Axes,
-    lines: list[dict[str, Any]],
-    name: str,
-    style: str,
-    color: str,
-    label: str | None = None,
-) -> None:
+def _line(axes: Axes, lines: list[dict[str, Any]], name: str, *, style: str, **look: Any) -> None:
+    """Plot `name` over steps. style, look: the format and the arguments of matplotlib's `plot`."""
     steps, values = _points(lines, name)
     if len(steps):
         # A line through a single point is invisible.
         dot = "." if style == "-" and len(steps) < 20 else ""
-        axes.plot(steps, values, dot + style, color=color, markersize=4, label=label)
+        axes.plot(steps, values, dot + style, markersize=4, **look)
+
+
+def _draw_three(axes: Axes, history: History, name: str, *, training: str, validation: str) -> None:
+    """Plot `name` in training, in evaluations, of averaged weights and of the published curve.
+
+    training, validation: the labels of the first two.
+    """
+    evals = history.of_kind("eval")
+    _draw_reference(axes, history, name)
+    _line(axes, history.of_kind("train"), name, style="-", color=BLUE, label=training)
+    _line(axes, evals, name, style="o-", color=ORANGE, label=validation)
+    _line(axes, evals, f"{name}_ema", style="s--", color=GREEN, label="averaged weights")
 
 
 def _draw_reference(axes: Axes, history: History, name: str) -> None:
@@ -165,96 +163,68 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
 
 def _draw_faults(axes: Axes, history: History) -> None:
     """Mark skipped updates with crosses, and batches skipped after a rewind with bands."""
+    across: dict[str, Any] = {"markersize": 6, "transform": axes.get_xaxis_transform()}
     steps = [line["step"] for line in history.of_kind("fault")]
     if steps:
-        axes.plot(
-            steps,
-            [0.03] * len(steps),
-            "x",
-            color="black",
-            markersize=6,
-            label=f"{len(steps):,} updates skipped",
-            transform=axes.get_xaxis_transform(),
-        )
+        label = f"{len(steps):,} updates skipped"
+        axes.plot(steps, [0.03] * len(steps), "x", color="black", label=label, **across)
     rewinds = history.of_kind("rewind")
     if rewinds:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # space for the triangles above the curves
     for number, line in enumerate(rewinds):
-        label = f"skipped, {len(rewinds):,} rewinds" if not number else None
+        label = f"skipped, {len(rewinds):,} rewinds" if not number else "_"
         band = (line["first_passed_over"] - 1, line["last_passed_over"])
         axes.axvspan(*band, color=GREY, alpha=0.25, linewidth=0, label=label)
-        axes.plot(
-            [line["at_step"]],
-            [0.97],
-            "v",
-            color=ORANGE,
-            markersize=6,
-            transform=axes.get_xaxis_transform(),
-        )
+        axes.plot([line["at_step"]], [0.97], "v", color=ORANGE, **across)
 
 
 def _draw_loss(axes: Axes, history: History) -> None:
-    evals = history.of_kind("eval")
-    _draw_reference(axes, history, "loss")
     is_plain = history.training_loss == PLAIN_LOSS
     training = "training, augmented" if is_plain else f"training: {history.training_loss}"
-    _line(axes, history.of_kind("train"), "loss", "-", BLUE, training)
-    _line(
-        axes, evals, "loss", "o-", ORANGE, "validation" if is_plain else "validation: cross-entropy"
-    )
-    _line(axes, evals, "loss_ema", "s--", GREEN, "averaged weights")
+    validation = "validation" if is_plain else "validation: cross-entropy"
+    _draw_three(axes, history, "loss", training=training, validation=validation)
     axes.set(title="Cross-entropy" if is_plain else "Loss", ylim=(0, None))
     _draw_faults(axes, history)
 
 
 def _draw_accuracy(axes: Axes, history: History) -> None:
     evals = history.of_kind("eval")
-    _draw_reference(axes, history, "top1")
-    _line(axes, history.of_kind("train"), "top1", "-", BLUE, "training, augmented")
-    _line(axes, evals, "top1", "o-", ORANGE, "validation")
-    _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")
-    for number, name in enumerate(set_names(history)):
+    _draw_three(axes, history, "top1", training="training, augmented", validation="validation")
+    names = set_names(history)
+    for name, (color, style) in zip(names, cycle(SET_LINES), strict=False):
         # Each set has one line, which shows the averaged weights if they exist.
         averaged = any(f"{name}/top1_ema" in line for line in evals)
-        color, style = SET_LINES[number % len(SET_LINES)]
-        _line(axes, evals, f"{name}/top1{'_ema' if averaged else ''}", style, color, name)
+        key = f"{name}/top1{'_ema' if averaged else ''}"
+        _line(axes, evals, key, style=style, color=color, label=name)
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
         line.set_clip_on(False)  # without clipping, a marker at 100 is completely visible
-    values = [
-        value
-        for line in evals
-        for key in ("top1", "top1_ema")
-        if (value := line.get(key)) is not None
-    ]
-    if values:
-        axes.set(
-            title=f"Top-1 accuracy: best {max(values):.2f} %",
-            ylabel="% of images"
-            if set_names(history)
-            else f"% of {evals[-1]['num_images']:,} images",
-        )
-    else:
+    results = [line.get(key) for line in evals for key in ("top1", "top1_ema")]
+    best = max((top1 for top1 in results if top1 is not None), default=None)
+    if best is None:
         axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))
         axes.text(0.5, 0.5, "not evaluated yet", ha="center", color=GREY, transform=axes.transAxes)
+    else:
+        images = "images" if names else f"{evals[-1]['num_images']:,} images"
+        axes.set(title=f"Top-1 accuracy: best {best:.2f} %", ylabel=f"% of {images}")
 
 
 def _draw_learning_rate(axes: Axes, history: History) -> None:
     train = history.of_kind("train")
-    _line(axes, train, "lr", "-", BLUE)
+    _line(axes, train, "lr", style="-", color=BLUE)
     axes.set(title="Learning rate", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if any("weight_decay" in line for line in train):  # recorded only if it changes
         axes.set_title("Learning rate and weight decay")
         decay = _right_axis(axes, "weight decay (dashed)")
-        _line(decay, train, "weight_decay", "--", ORANGE)
+        _line(decay, train, "weight_decay", style="--", color=ORANGE)
         decay.set_ylim(0, None)
 
 
 def _draw_throughput(axes: Axes, history: History) -> None:
     train = history.of_kind("train")
-    _line(axes, train, "images_per_s", "-", BLUE)
+    _line(axes, train, "images_per_s", style="-", color=BLUE)
     axes.set(title="Throughput", ylabel="images / s", ylim=(0, 1.1 * axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     steps, percent = _points(train, "data_wait_percent")
@@ -287,19 +257,16 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
     PANELS[name](axes, history)
     resumed = [line["step"] for line in history.of_kind("start") if line.get("restarts")]
     for i, step in enumerate(resumed):
-        axes.axvline(
-            step, color=GREY, linestyle=":", linewidth=1.5, label="resumed" if i == 0 else None
-        )
+        label = "resumed" if i == 0 else None
+        axes.axvline(step, color=GREY, linestyle=":", linewidth=1.5, label=label)
+    bottom: dict[str, Any] = {
+        "color": GREY,
+        "fontsize": SMALL_PT,
+        "transform": axes.get_xaxis_transform(),
+    }
     for step, size in history.image_sizes():
         axes.axvline(step, color=GREY, linewidth=0.8)
-        axes.text(
-            step,
-            0.02,
-            f" {size} px",
-            color=GREY,
-            fontsize=SMALL_PT,
-            transform=axes.get_xaxis_transform(),
-        )
+        axes.text(step, 0.02, f" {size} px", **bottom)
     num_names = len(axes.get_legend_handles_labels()[0])
     if num_names > MOST_INSIDE:
         axes.legend(
@@ -315,10 +282,8 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
     axes.set_xlim(0, 1.02 * max(line["step"] for line in history.lines) or 1)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    epochs = [
-        line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")
-    ]
-    axes.set_xlabel(f"step ({epochs[-1]:,.0f} an epoch)" if epochs else "step")
+    per_epoch = history.steps_per_epoch
+    axes.set_xlabel(f"step ({per_epoch:,.0f} an epoch)" if per_epoch else "step")
 
 
 def plot_curves(metrics: Path, picture: Path) -> Path:
@@ -348,56 +313,46 @@ def plot_learning_curves(
     Evaluations are points, of the averaged weights if they exist. Raises ValueError for a folder
     without metrics.jsonl.
     """
-    histories = []
+    from matplotlib.ticker import MaxNLocator
+
+    histories = {}
     for run_dir in run_dirs:
-        if not (run_dir / METRICS_FILE).is_file():
+        metrics = run_dir / METRICS_FILE
+        if not metrics.is_file():
             raise ValueError(
                 f"{run_dir}: no {METRICS_FILE}: pass the folder of a run, such as runs/demo"
             )
-        histories.append(_read_curves(run_dir / METRICS_FILE))
-    names = [run_dir.resolve().name for run_dir in run_dirs]
-    from matplotlib.ticker import MaxNLocator
-
+        histories[run_dir.resolve().name] = _read_curves(metrics)
     with drawing(picture, 3.6, layout="constrained") as figure:
         loss, accuracy = figure.subplots(1, 2)
-        for number, (name, history) in enumerate(zip(names, histories, strict=True)):
-            for axes, key in ((loss, "loss"), (accuracy, "top1")):
-                _draw_run(
-                    axes,
-                    history,
-                    key=key,
-                    name=name,
-                    color=f"C{number}",
-                    smooth_epochs=smooth_epochs,
-                )
-        is_plain = all(history.training_loss == PLAIN_LOSS for history in histories)
-        loss.set(title="Cross-entropy" if is_plain else "Loss", ylim=(0, None))
-        accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))
-        for axes in (loss, accuracy):
+        for axes, key in ((loss, "loss"), (accuracy, "top1")):
+            for number, (name, history) in enumerate(histories.items()):
+                look = {"color": f"C{number}", "name": name}
+                _draw_run(axes, history, key, smooth_epochs, **look)
             axes.set_xlabel("epoch")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_xlim(0, None)
             axes.grid(True)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=SMALL_PT)
+        losses = {history.training_loss for history in histories.values()}
+        loss.set(title="Cross-entropy" if losses <= {PLAIN_LOSS} else "Loss", ylim=(0, None))
+        accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))
     return picture
 
 
 def _draw_run(
-    axes: Axes, history: History, key: str, name: str, color: str, smooth_epochs: float | None
+    axes: Axes, history: History, key: str, smooth_epochs: float | None, *, color: str, name: str
 ) -> None:
-    per_epoch = next(
-        (line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")), 1
-    )
+    per_epoch = history.steps_per_epoch or 1
     steps, values = _points(history.of_kind("train"), key)
     if len(steps):
         epochs = steps / per_epoch
         width = min(1.0, epochs[-1] / 20) if smooth_epochs is None else smooth_epochs
         if width:
             axes.plot(epochs, values, "-", color=color, alpha=0.25, linewidth=0.8)
-        label = f"{name}: training, augmented"
-        if key == "loss" and history.training_loss != PLAIN_LOSS:
-            label = f"{name}: training, {history.training_loss}"
+        loss = history.training_loss if key == "loss" else PLAIN_LOSS
+        label = f"{name}: training, {'augmented' if loss == PLAIN_LOSS else loss}"
         axes.plot(epochs, smoothed(epochs, values, width), ":", color=color, label=label)
     evals = history.of_kind("eval")
     averaged = f"{key}_ema" if any(f"{key}_ema" in line for line in evals) else key
@@ -421,43 +376,78 @@ def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> ND
         return (sums[last] - sums[first]) / (counts[last] - counts[first])
 
 
-# --- for a page -----------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------------------
 
 
-def curve_panels(metrics: Path) -> dict[str, str]:
-    """Return the panels of `plot_curves` by name, as SVG elements for an HTML page.
+def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
+    """Plot gradients, weights, updates and attention logits by depth and step. Returns `picture`.
 
-    Text is converted to outlines, ids begin with the panel's name, and style sheets are removed,
-    because they would affect the rest of the page.
+    lines: the `norms` lines of metrics.jsonl. A column extends from the previous measurement to its
+    own step. Values that are not finite are gray. Raises ValueError if `lines` is empty.
     """
-    history = _read_curves(metrics)
-    panels = dict[str, str]()
-    with report_style():
-        from matplotlib.figure import Figure
+    if not lines:
+        raise ValueError("No norms were measured: set log.norms_every_steps")
+    layers = list(lines[-1][WEIGHT])
+    edges = np.array([0, *(line["step"] for line in lines)])
+    height_in = 2 * max(2.6, 0.9 + 0.11 * len(layers))
+    with drawing(picture, height_in, layout="constrained") as figure:
+        for axes, (key, title) in zip(figure.subplots(2, 2).flat, NORM_PANELS.items(), strict=True):
+            rows = [layer for layer in layers if key != LARGEST_LOGIT or _has_logits(lines, layer)]
+            read = [[line.get(key, {}).get(layer) for line in lines] for layer in rows]
+            values = np.array(read, dtype=float).reshape(len(rows), len(lines))
+            if key == WEIGHT:
+                # Absolute norms depend on the size of a layer, so they are divided by the first
+                # value.
+                values = values / np.where(values[:, :1] > 0, values[:, :1], np.nan)
+            axes.set_title(title)
+            if rows:
+                _draw_norms(figure, axes, key=key, layers=rows, edges=edges, values=values)
+            else:
+                note = "unknown for this\ntype of attention"
+                axes.text(0.5, 0.5, note, ha="center", color=GREY, transform=axes.transAxes)
+    return picture
 
-        for name in PANELS:
-            figure = Figure((5.0, 3.2), layout="constrained")
-            svg = StringIO()
-            _draw_panel(figure.subplots(), history, name)
-            figure.savefig(
-                svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            )
-            panels[name] = _inline(svg.getvalue(), name, figure.axes[0].get_title(loc="left"))
-    return panels
+
+def _has_logits(lines: list[dict[str, Any]], layer: str) -> bool:
+    return any(layer in line.get(LARGEST_LOGIT, {}) for line in lines)
 
 
-def _inline(document: str, name: str, title: str) -> str:
-    """Return the <svg> element of matplotlib's document, with ids that are unique on the page."""
-    body = re.sub(
-        r"<(metadata|style)\b.*?</\1>\s*",
-        "",
-        document[document.index("<svg") :].strip(),
-        flags=re.DOTALL,
+def _draw_norms(
+    figure: Figure,
+    axes: Axes,
+    key: str,
+    layers: list[str],
+    edges: NDArray[np.int64],
+    values: NDArray[np.float64],
+) -> None:
+    """Plot `values` (layers, steps) with the first layer at the bottom. Gray marks values <= 0."""
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    shown = np.ma.masked_where(~(values > 0), values)  # also NaN
+    low, high = (shown.min(), shown.max()) if shown.count() else (1.0, 1.0)
+    spans_decades = high > 10 * low
+    colors = "viridis"
+    if key == RATIO:
+        spans_decades = True
+        low, high = USUAL_RATIO / 1e2, USUAL_RATIO * 1e2
+        colors = "RdBu_r"  # white is the usual ratio
+    norm: Normalize = LogNorm(low, high) if spans_decades else Normalize(low, high)
+    axes.set_facecolor("#bbbbbb")
+    mesh = axes.pcolormesh(
+        edges, np.arange(len(layers) + 1), shown, norm=norm, cmap=colors, rasterized=True
     )
-    root, rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body).split(">", 1)
-    root = re.sub(r'\s(?:width|height)="[^"]*"', "", root)
-    # These attributes replace matplotlib's style sheet.
-    return (
-        f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap:'
-        f' butt">{rest}'
-    )
+    subs = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    ticks = LogLocator(subs=subs, numticks=6) if spans_decades else MaxNLocator(4)
+    bar = figure.colorbar(mesh, ax=axes, ticks=ticks, extend="both" if key == RATIO else "neither")
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    bar.ax.tick_params(labelsize=SMALL_PT)
+    every = math.ceil(len(layers) / MAX_LABELS)
+    places = [n for n in range(len(layers)) if n % every == 0 or n == len(layers) - 1]
+    if len(places) > 1 and places[-1] - places[-2] < every / 2:
+        del places[-2]
+    axes.set_yticks([n + 0.5 for n in places], [layers[n] for n in places], size=SMALL_PT)
+    axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    axes.set_xlabel("step")

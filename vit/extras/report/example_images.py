@@ -13,6 +13,7 @@ from torch import Tensor
 from vit.data.open_data import open_split
 from vit.inference.inputs import find_inputs
 from vit.inference.predictor import Trained
+from vit.system.drawing import display_name
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,11 @@ def samples_of_split(
     opened = open_split(data, split or data.val_split, root=root)
     labels = opened.index["label"].astype(np.int64)
     chosen = pick_images(labels, None, num, 0)
-    names = [_name_of(trained, opened.class_names, int(labels[sample])) for sample in chosen]
+    class_names = opened.class_names if any(opened.class_names) else trained.class_names
+    names = [display_name(class_names, int(labels[sample])) for sample in chosen]
     return Samples(
         [opened.read(sample) for sample in chosen], names, [int(labels[n]) for n in chosen]
     )
-
-
-def _name_of(trained: Trained, names: Sequence[str], label: int) -> str:
-    if label < len(names) and names[label]:
-        return names[label]
-    model_names = trained.class_names
-    return model_names[label] if label < len(model_names) else f"class {label}"
 
 
 def pick_images(

@@ -17,7 +17,7 @@ import torch
 from vit.checkpoint.state import rank
 from vit.config import io as config_io
 from vit.config.base import VAL
-from vit.config.schema import Config, DistillConfig
+from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
 from vit.extras.report.history import Attempt, History, median, set_names
 from vit.extras.report.source import ReportSource
@@ -71,7 +71,7 @@ def run_state(
 
 
 def config_facts(
-    source: ReportSource, config: Config, history: History, plan: dict[str, Any]
+    source: ReportSource, config: Config, plan: dict[str, Any]
 ) -> list[tuple[str, str]]:
     """Return facts about the config, each with a name and a short text."""
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
@@ -101,33 +101,13 @@ def config_facts(
     optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
     rows += [("data", data), ("recipe", f"{length}; {optimizer}")]
     if config.distill.teacher is not None:
-        rows.append(("teacher", _teacher(config.distill, history)))
-    if config.train.exact_over_ranks:
-        rows.append(("weights", _exact_weights(history)))
+        kind = f"{config.distill.distill_type} targets"
+        rows.append(("teacher", f"{shown(config.distill.teacher)}; {kind}"))
     return rows
 
 
-def _teacher(distill: DistillConfig, history: History) -> str:
-    recorded = history.attempts[-1].start.get("teacher") if history.attempts else None
-    text = shown(distill.teacher or "")
-    if isinstance(recorded, dict):
-        height, width = recorded["image_size"]
-        text = f"{recorded['model']} at {height} × {width} pixels, {text}"
-    at = f" at temperature {distill.temperature:g}" if distill.distill_type == "soft" else ""
-    return f"{text}; {distill.distill_type} targets{at}"
-
-
-def _exact_weights(history: History) -> str:
-    """Return the guarantee of `train.exact_over_ranks`, and the last hash to verify it."""
-    saved = [line for line in history.of_kind("checkpoint") if line.get("sha256")]
-    text = "exact over ranks: equal bit for bit on any number of ranks"
-    if not saved:
-        return text
-    return f"{text}; sha256 {saved[-1]['sha256'][:16]}… at step {saved[-1]['step']:,}"
-
-
 def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
-    """Return the hardware and the config file of the last attempt."""
+    """Return the hardware of the last attempt."""
     if not history.attempts:
         return []
     start = history.attempts[-1].start
@@ -137,8 +117,7 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
     hardware += f" ({start.get('host', '?')})"
     if precision:
         hardware += f", {precision}"
-    file = re.search(r"--config[ =](\S+)", str(start.get("command", "")))
-    return [("hardware", hardware), *([("config", file[1])] if file else [])]
+    return [("hardware", hardware)]
 
 
 def evaluation_rows(

@@ -57,6 +57,18 @@ class History:
     training_loss: str = "cross-entropy"
     """The name of the training loss, from the run's config."""
 
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan of the last attempt that has one, or {}."""
+        plans = [attempt.start.get("plan") for attempt in self.attempts]
+        return next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The number of steps of an epoch by the last train line, or None if unknown."""
+        lines = [line for line in self.of_kind("train") if line.get("epoch")]
+        return lines[-1]["step"] / lines[-1]["epoch"] if lines else None
+
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of one kind, such as "eval"."""
         return [line for line in self.lines if line["kind"] == kind]
@@ -85,13 +97,7 @@ class History:
         batch_size = math.nan
         for line in self.lines:
             if line["kind"] == "start":
-                plan = line.get("plan") or {}
-                # Old records have only the factors. Their product exceeds the batch if ranks have
-                # unequal shares (`train.exact_over_ranks`).
-                batch_size = plan.get("global_batch_size") or math.prod(
-                    plan.get(key, math.nan)
-                    for key in ("world_size", "micro_batch_size", "accumulation_steps")
-                )
+                batch_size = (line.get("plan") or {}).get("global_batch_size", math.nan)
                 step = line["step"]
             elif line["kind"] == "train":
                 before = passed_over

@@ -75,26 +75,19 @@ def compare(
         raise ValueError(
             "image files have no labels to compare with: compare on a split (--data ROOT)"
         )
-    outputs: list[tuple[Tensor, Tensor]] = []
+    count = len(samples.encoded)
+    shares, classes = torch.empty(2, count), torch.empty(2, count, dtype=torch.int64)
     for number, trained in enumerate(models):
-        predictions = []
-        probabilities = []
-        for start in range(0, len(samples.encoded), BATCH):
-            part = Samples(
-                samples.encoded[start : start + BATCH], samples.names[start : start + BATCH]
-            )
+        for start in range(0, count, BATCH):
+            rows = slice(start, start + BATCH)
+            part = Samples(samples.encoded[rows], samples.names[rows])
             inputs = trained.preprocess.normalize(part.pixels(trained))
-            values, classes = trained(inputs).float().softmax(1).max(1)
-            predictions.append(classes.cpu())
-            probabilities.append(values.cpu())
-            on_images(number * len(samples.encoded) + start + len(part.encoded))
-        outputs.append((torch.cat(predictions), torch.cat(probabilities)))
+            probabilities = trained(inputs).float().softmax(1).cpu()
+            shares[number, rows], classes[number, rows] = probabilities.max(1)
+            on_images(number * count + start + len(part.encoded))
     labels = torch.tensor(samples.labels)
-    (first_predicted, first_sure), (second_predicted, second_sure) = outputs
-    difference = paired_difference(first_predicted == labels, second_predicted == labels)
-    return Compared(
-        labels, (first_predicted, second_predicted), (first_sure, second_sure), difference
-    )
+    difference = paired_difference(classes[0] == labels, classes[1] == labels)
+    return Compared(labels, (classes[0], classes[1]), (shares[0], shares[1]), difference)
 
 
 def plot_comparison(

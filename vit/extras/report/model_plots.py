@@ -1,4 +1,4 @@
-"""Draw augmented inputs, attention rollout and the similarity of position embeddings."""
+"""Draw augmented inputs, predictions, attention rollout and similarities of position embeddings."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ from vit.system.drawing import (
     shorten,
     to_pixels,
 )
+
+NUM_COLUMNS = 6
+"""The number of pictures per row. With attention, each image has two pictures."""
+MAX_LINES = 3
+"""The largest number of classes in the caption of an image."""
 
 
 def plot_augmented(
@@ -101,8 +106,9 @@ def plot_attention(
             )
             taken_for = f"{mark} predicted: {name if predicted >= 0 else 'NaN'}"
             sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
-            place(sheet, to_pixels(images[i]), left, top + head, side, tall)
-            place(sheet, to_pixels(overlays[i]), left + side + 0.06, top + head, side, tall)
+            place(sheet, to_pixels(images[i]), at=(left, top + head), size=(side, tall))
+            right = left + side + 0.06
+            place(sheet, to_pixels(overlays[i]), at=(right, top + head), size=(side, tall))
     return picture
 
 
@@ -174,3 +180,30 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         axes.spines[:].set_visible(False)
         figure.colorbar(drawn, ax=axes, label="cosine similarity", shrink=0.8, aspect=30)
     return picture
+
+
+def plot_predictions(
+    images: Tensor,
+    names: Sequence[str],
+    classes: Sequence[Sequence[tuple[str, float]]],
+    heading: str,
+    picture: Path,
+    overlays: Tensor | None = None,
+) -> Path:
+    """Draw images with their names and most likely classes. Returns `picture`.
+
+    images: (B, 1 or 3, H, W) uint8. names: B file names. classes: the classes and probabilities of
+    each image, in descending order. overlays: (B, 3, H, W) in [0, 1], drawn next to the images.
+    """
+    num_columns = min(NUM_COLUMNS, max(3, len(images) * (1 if overlays is None else 2)))
+    side = cell_width_in(num_columns)
+    cells = []
+    for number, (name, likeliest) in enumerate(zip(names, classes, strict=True)):
+        caption = [shorten(name, side, SMALL_PT)]
+        for class_name, probability in likeliest[:MAX_LINES]:
+            share = f": {100 * probability:.0f} %"
+            caption.append(shorten(class_name, side - 0.45, SMALL_PT) + share)
+        cells.append(Cell(images[number], caption))
+        if overlays is not None:
+            cells.append(Cell(overlays[number], []))
+    return plot_cells(cells, num_columns, heading, picture)

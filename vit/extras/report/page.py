@@ -2,7 +2,7 @@
 
 Attempts, tables, faults and curves come from metrics.jsonl, even if the file is damaged. Settings
 come from the config. Pictures, or the reasons why they are missing, come from
-`vit.extras.report.pictures`. Pictures are embedded as data URIs, and curves as inline SVG.
+`vit.extras.report.pictures`, and are embedded as data URIs.
 
 All content of a run is escaped, because it is untrusted. The content security policy of the page
 blocks all external resources, and allows only one script, which is identified by its hash.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jinja2
@@ -27,11 +28,18 @@ import torch
 from markupsafe import Markup, escape
 
 from vit.config.base import VAL
+from vit.distributed.outcome import Outcome
 from vit.extras.report import facts
-from vit.extras.report.curves import curve_panels
 from vit.extras.report.history import History, read_history
-from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
+from vit.extras.report.pictures import (
+    PAINTERS,
+    ClassAccuracy,
+    ConfusedPair,
+    Pictures,
+    draw_pictures,
+)
 from vit.extras.report.source import ReportSource, as_sentence
+from vit.run import Hook, Run
 from vit.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import replacing
 from vit.system.meter import duration
@@ -40,17 +48,6 @@ from vit.training.metrics import TOP5_CLASSES, format_interval, interval95
 
 PAGE_FILE = f"{REPORT_FOLDER}/index.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-THEME = {
-    "#ffffff": "card",
-    "#000000": "ink",
-    "#b0b0b0": "soft",
-    "#cccccc": "rule",
-    "#666666": "soft",
-    "#0072b2": "blue",
-    "#d55e00": "orange",
-    "#009e73": "green",
-}
-"""The CSS variable for each color of the curves. The variables differ in dark mode."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def make_report(
     device: torch.device,
     *,
     in_use: bool | None = None,
-    on_picture: Callable[[int, int, str], None] | None = None,
+    on_picture: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> Report:
     """Draw all pictures of a run and write its report.
 
@@ -76,6 +73,34 @@ def make_report(
     """
     pictures = draw_pictures(run_dir, device, on_picture)
     return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
+
+
+class ReportHook(Hook):
+    """A hook that writes the report of a finished run and logs its pictures to W&B.
+
+    A stopped run gets no report, because its process may be killed within seconds.
+    """
+
+    def ended(self, run: Run, outcome: Outcome) -> None:
+        """See `Hook`."""
+        if outcome != "finished":
+            return
+        run.signals.release_interrupt()
+        try:
+            report = make_report(run.folder, run.world.device, in_use=False)
+        except (Exception, KeyboardInterrupt) as error:  # the run's outcome must not change
+            run.record.say(
+                f"no report ({type(error).__name__}: {error}); to try again, run python"
+                f" launch/report.py {quote(str(run.folder))}"
+            )
+            return
+        pictures = report.pictures
+        pairs = [list(pair) for pair in pictures.confused_pairs]
+        classes = [list(row) for row in pictures.class_accuracies]
+        run.record.log_pictures(pictures.paths)
+        run.record.log_table("most_confused", list(ConfusedPair._fields), pairs)
+        run.record.log_table("classes", list(ClassAccuracy._fields), classes)
+        run.record.say(f"report: {report.page}")
 
 
 def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:
@@ -127,8 +152,7 @@ def page_template(name: str) -> jinja2.Template:
 def _page_values(source: ReportSource, history: History, pictures: Pictures) -> dict[str, Any]:
     run_dir = source.run_dir
     made_s = time.time()
-    plans = [attempt.start.get("plan") for attempt in history.attempts]
-    plan = next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
+    plan = history.plan
     config = None
     config_problem = config_text = ""
     config_facts = []
@@ -140,7 +164,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         if (run_dir / CONFIG_FILE).is_file():
             config_text = shown((run_dir / CONFIG_FILE).read_text(errors="replace"))
     else:
-        config_facts = facts.config_facts(source, config, history, plan)
+        config_facts = facts.config_facts(source, config, plan)
         settings = facts.setting_rows(config)
     best_by = config.eval.best_by if config else VAL
     evaluations = facts.evaluation_rows(history, plan, best_by)
@@ -162,7 +186,6 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "best_by": best_by,
         "reference": facts.reference_facts(history, evaluations),
         "sets": facts.set_rows(history),
-        "curves": _curves(run_dir),
         "has_norms": bool(history.of_kind("norms")),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},
         "confused_pairs": pictures.confused_pairs,
@@ -185,20 +208,6 @@ def _script_hash() -> str:
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _curves(run_dir: Path) -> dict[str, Any]:
-    """Return the panels as inline SVG, or the reason why they cannot be drawn."""
-    try:
-        panels = curve_panels(run_dir / METRICS_FILE)
-    except Exception as error:
-        return {"panels": {}, "reason": as_sentence(error)}
-    themed = {
-        # Not escaped, because this package generated the SVG from numbers.
-        name: Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))
-        for name, svg in panels.items()
-    }
-    return {"panels": themed, "reason": ""}
 
 
 def _picture(pictures: Pictures, name: str) -> dict[str, str]:

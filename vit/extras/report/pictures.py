@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vit.data.augment.draw import mixes
 from vit.data.batches import TrainBatches
@@ -28,10 +27,9 @@ from vit.data.order import divisors
 from vit.extras.report import model_figures, model_plots
 from vit.extras.report.attention import check_rollout, rollouts
 from vit.extras.report.confusion import most_confused, plot_confusion, plot_most_confused
-from vit.extras.report.curves import plot_curves
+from vit.extras.report.curves import plot_curves, plot_norms
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.history import read_history
-from vit.extras.report.norms import plot_norms
 from vit.extras.report.source import ReportSource, as_sentence
 from vit.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import remove_leftovers
@@ -86,7 +84,9 @@ class Pictures:
 
 
 def draw_pictures(
-    run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None
+    run_dir: Path,
+    device: torch.device,
+    on_picture: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> Pictures:
     """Draw all pictures of a run into `run_dir`/report/, with the model on `device`.
 
@@ -111,8 +111,7 @@ def draw_pictures(
                 pictures.paths[name] = path
             except Exception as error:  # a failure must not affect other pictures or the run
                 pictures.reasons[name] = as_sentence(error)
-            if on_picture is not None:
-                on_picture(number, len(PAINTERS), name)
+            on_picture(number, len(PAINTERS), name)
     with suppress(Exception):  # the confusion matrix already reports the same reason
         pictures.confused_pairs = _confused_pairs(source)
         pictures.class_accuracies = _class_accuracies(source)
@@ -195,22 +194,6 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     )
 
 
-def _paint_positions(source: ReportSource, picture: Path) -> str:
-    name = source.config.model.name
-    positions = source.weights.weights.get("pos_embed")
-    grid = source.weights.grid_size
-    if positions is None:
-        raise ValueError(f"{name} has no position embeddings to compare")
-    if grid is None or positions.ndim != 3 or positions.shape[1] < math.prod(grid):
-        raise ValueError(f"Position embeddings of {name}, {tuple(positions.shape)}, are not a grid")
-    model_plots.plot_position_similarity(positions[0, -math.prod(grid) :].float(), grid, picture)
-    kind = "fixed" if source.config.model.pos_embed == "sincos2d" else "learned"
-    return (
-        f"Cosine similarity of each {kind} position embedding with all others, one small map for"
-        f" each of the {grid[0]} × {grid[1]} positions."
-    )
-
-
 def _paint_confusion(source: ReportSource, picture: Path) -> str:
     plot_confusion(source.confusion, source.class_names, picture)
     predictions, _, step = source.predictions
@@ -235,26 +218,13 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
     return f"The most frequent mistakes at step {step:,}, with example images."
 
 
-def _paint_filters(source: ReportSource, picture: Path) -> str:
-    return model_figures.draw_filters(source.model, picture)
-
-
-def _paint_distance(source: ReportSource, picture: Path) -> str:
-    _, images = _some_images(source, NUM_DISTANCE)
-    return model_figures.draw_distance(source.model, source.normalize, images, picture)
-
-
-def _paint_tokens(source: ReportSource, picture: Path) -> str:
-    labels, images = _some_images(source, NUM_ATTENTION)
-    names = [source.class_names[label] for label in labels]
-    return model_figures.draw_tokens(source.model, source.normalize, images, names, picture)
-
-
-def _some_images(source: ReportSource, num: int) -> tuple[list[int], Tensor]:
-    """Return labels and pixels, (B, C, H, W) uint8, of `num` validation images of many classes."""
+def _some_images(source: ReportSource, num: int) -> model_figures.Images:
+    """Return `num` validation images of many classes, with their class names."""
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, None, num, 0)
-    return labels[chosen].tolist(), torch.stack([source.eval_image(sample) for sample in chosen])
+    pixels = torch.stack([source.eval_image(sample) for sample in chosen])
+    names = [source.class_names[label] for label in labels[chosen]]
+    return model_figures.Images(source.normalize, pixels, names)
 
 
 PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
@@ -264,10 +234,14 @@ PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "confusion": _paint_confusion,
     "confused": _paint_confused,
     "augmented": _paint_augmented,
-    "positions": _paint_positions,
-    "filters": _paint_filters,
-    "distance": _paint_distance,
-    "tokens": _paint_tokens,
+    "positions": lambda source, picture: model_figures.draw_positions(source.model, picture),
+    "filters": lambda source, picture: model_figures.draw_filters(source.model, picture),
+    "distance": lambda source, picture: model_figures.draw_distance(
+        source.model, _some_images(source, NUM_DISTANCE), picture
+    ),
+    "tokens": lambda source, picture: model_figures.draw_tokens(
+        source.model, _some_images(source, NUM_ATTENTION), picture
+    ),
 }
 """The functions that draw each picture as a PNG file and return its caption."""
 

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from vit.data.augment.draw import draw_mix, mixes
 from vit.data.augment.table import LAMBDA, table_layout
 from vit.extras.report.source import ReportSource
-from vit.extras.report.training_images.doubles import Duplicates
-from vit.extras.report.training_images.near_doubles import NearDoubles
+from vit.extras.report.training_images.doubles import Duplicates, NearDoubles
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, told
 
@@ -80,7 +79,7 @@ class SampleCurves:
 
 
 def read_curves(
-    source: ReportSource, on_epoch: Callable[[int, int], None] | None = None
+    source: ReportSource, on_epoch: Callable[[int, int], None] = lambda done, total: None
 ) -> SampleCurves:
     """Read the losses of a run. `on_epoch(done, total)` is called after each epoch.
 
@@ -115,8 +114,7 @@ def read_curves(
         if number % every == 0:
             with np.errstate(invalid="ignore"):
                 margins.append((margin / np.where(seen, weight, np.nan)).astype(np.float16))
-        if on_epoch is not None:
-            on_epoch(number + 1, len(files))
+        on_epoch(number + 1, len(files))
     total = np.where(sums[0] > 0, sums[0], np.nan)
     return SampleCurves(
         list(files),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import io
 import time
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from vit.data.sources import Sources
 from vit.extras.report.page import page_template, write_html
 from vit.extras.report.source import ReportSource, as_sentence
 from vit.extras.report.training_images.curves import SampleCurves
-from vit.extras.report.training_images.doubles import Duplicates
-from vit.extras.report.training_images.near_doubles import NearDoubles
+from vit.extras.report.training_images.doubles import Duplicates, NearDoubles
 from vit.run_folder import REPORT_FOLDER
 
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
@@ -38,21 +36,6 @@ PICTURE_PX = 128
 """The longer side of a picture on the page, in pixels."""
 CURVE_WIDTH, CURVE_HEIGHT = 128, 36
 AT_ONCE = 32
-
-
-@dataclass(frozen=True)
-class Shown:
-    """An image on the page."""
-
-    key: str
-    label: str
-    uri: str
-    curve: Markup
-    notes: list[str]
-    predicted: str
-    """The prediction of the model, or "" if the model cannot run."""
-    differs: bool
-    """Whether the prediction differs from the label."""
 
 
 def write_samples_page(
@@ -143,8 +126,8 @@ def _shown(
     sample: int,
     prediction: tuple[int, float],
     curves: SampleCurves | None = None,
-) -> Shown:
-    """Return the image with its notes. curves: None for a validation image."""
+) -> dict[str, Any]:
+    """Return what the template shows of an image. curves: None for a validation image."""
     label = int(split.index[sample]["label"])
     notes = []
     if curves is None:
@@ -157,15 +140,15 @@ def _shown(
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
     name = source.class_names[label]
     predicted, share = prediction
-    return Shown(
-        split.key(sample),
-        name,
-        uri=_picture(split, sample),
-        curve=Markup("") if curves is None else _curve(curves, sample),
-        notes=notes,
-        predicted=f"{source.class_names[predicted]}, {share:.0%}" if predicted >= 0 else "",
-        differs=predicted != label,
-    )
+    return {
+        "key": split.key(sample),
+        "label": name,
+        "uri": _picture(split, sample),
+        "curve": Markup("") if curves is None else _curve(curves, sample),
+        "notes": notes,
+        "predicted": f"{source.class_names[predicted]}, {share:.0%}" if predicted >= 0 else "",
+        "differs": predicted != label,
+    }
 
 
 def _picture(split: Split | Sources, sample: int) -> str:
