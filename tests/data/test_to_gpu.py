@@ -65,7 +65,7 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Gpu` whose device memory is on the host. without: the wait to omit."""
+    """A `vit.data.to_gpu.Cuda` with device memory on the host. without: the wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.data.overlap import image_keys
-from vit.data.shards.index_file import has_checksums
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
 
@@ -30,12 +29,9 @@ class Duplicates:
 def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
     """Find identical images in the training data, and between training and validation data.
 
-    Images with equal checksums and sizes in the index are compared byte by byte. Returns no images
-    if the index has no checksums, as in earlier versions. Raises ShardError if an image cannot be
-    read.
+    Images with equal checksums and sizes in the index are compared byte by byte. Raises
+    ShardError if an image cannot be read.
     """
-    if not all(has_checksums(each.index) for each in [*split.splits, val_split]):
-        return Duplicates([], [])
     train = _names(split)
     evaluated = _names(val_split)
     labels = split.index["label"]
