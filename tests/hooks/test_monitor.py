@@ -14,9 +14,8 @@ import pytest
 import torch
 import warm_python
 from proc import children, environment_of
-from processes import TINY, Background, last_step, metrics
+from processes import TINY, Background, last_step, metrics, run_of
 
-from vit.checkpoint.state import RunState
 from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
@@ -63,9 +62,7 @@ def test_training_reports_waits_for_data_and_records_the_loaders_rate(
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     with Loader(Slow(), 0, num_steps) as loader:
         world = World(0, 1, torch.device("cpu"))
-        state = RunState(facts={})
-        arguments = ((), plan, world, state, record, loader, lambda step: 0.1)
-        monitor = Monitor(*arguments, Slow.layout.image_format)
+        monitor = Monitor(run_of(plan, world, record, Slow.layout.image_format), loader)
         monitor.start_clock()
         for step in range(num_steps):
             waited_before_s = loader.stats.wait_s
@@ -178,9 +175,7 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
     with Loader(Slow(), 0, ADVICE_STEPS) as loader:
-        state = RunState(facts={})
-        arguments = ((), plan, world, state, record, loader, lambda step: 0.1)
-        monitor = Monitor(*arguments, Slow.layout.image_format)
+        monitor = Monitor(run_of(plan, world, record, Slow.layout.image_format), loader)
         monitor.start_clock()
         for step in range(ADVICE_STEPS):
             next(loader)

@@ -88,7 +88,12 @@ def preflight(
     ranks = local_world_size()
     on_gpu = world.device.type == "cuda"
     ring = plan_ring(
-        train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
+        train.layout,
+        train.row_unit,
+        num_batches=plan.total_steps,
+        num_workers=workers,
+        prefetch_gib=data.prefetch_gib,
+        on_gpu=on_gpu,
     )
     # Three loaders exist at the same time: the training loader, the loader of `data.val_split`, and
     # the loader of another split during its evaluation.

@@ -208,11 +208,11 @@ class CachedTars:
     def _read_cached(self, block: CacheBlock, sample: int, start: int, stop: int) -> bytes | None:
         return self.cache.read(
             block.name,
-            block.num_bytes,
-            block.last - block.first,
-            sample - block.first,
-            start - block.start,
-            stop - block.start,
+            block_bytes=block.num_bytes,
+            num_parts=block.last - block.first,
+            part=sample - block.first,
+            start=start - block.start,
+            stop=stop - block.start,
         )
 
     def _fetch(self, block: CacheBlock) -> bytes | None:
