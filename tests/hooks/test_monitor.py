@@ -10,6 +10,7 @@ import socket
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import warm_python
@@ -25,10 +26,10 @@ from vit.hooks.monitor import (
     ADVICE_STEPS,
     Monitor,
     Waiting,
-    Waits,
     _collect_garbage,
     advice,
     collect_garbage_at_log_lines,
+    sum_up,
 )
 from vit.loggers.record import Record
 from vit.system.host import num_cores
@@ -123,20 +124,12 @@ def test_garbage_is_collected_at_log_lines_only():
 
 
 def test_waits_of_all_ranks_are_summed_up():
-    """Each step waits for its slowest rank. The message must name the rank that is slow most
-    often."""
-
-    def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
-        waits = Waits()
-        for of_ranks in waits_s:
-            waits.add(of_ranks)
-        return waits.sum_up()
-
-    waiting = sum_up([(0.0, 0.5, 0.25), (0.25, 0.0, 0.5), (0.0, 0.75, 0.0)])
+    """The message must name the rank that is slow most often."""
+    waiting = sum_up(1.75, np.array([0.25, 1.25, 0.75]))
     assert waiting == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
     assert waiting.is_uneven
-    assert not sum_up([(0.5, 0.75), (0.75, 0.5)]).is_uneven
-    assert not sum_up([(0.5,)]).is_uneven
+    assert not sum_up(1.5, np.array([1.25, 1.25])).is_uneven
+    assert not sum_up(0.5, np.array([0.5])).is_uneven
 
 
 @pytest.mark.parametrize("num_workers", [0, 1000])

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from vit.data.loader import Loader, LoaderStats
 from vit.distributed.process_group import World, local_world_size, peak_memory_gib
@@ -177,9 +177,11 @@ class Monitor:
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
         self.run.state.interval_losses.append(values.loss)
-        self._num_steps += 1
         self._timed_steps += 1
-        self._waits.add(values.rank_reports[:, 0])
+        self._num_steps += 1
+        waits_s = values.rank_reports[:, 0].astype(np.float64)
+        self._waited_s += float(waits_s.max())  # a step waits for its slowest rank
+        self._totals_s = self._totals_s + waits_s
         self.run.state.bad_images += values.bad_images
         problems = [hook.read(step, values) for hook in self.run.hooks]
         self._log(step + 1, values, stats)
@@ -202,10 +204,11 @@ class Monitor:
         self._began = began
         self._last_step_at = began
         self._stats_before = stats_before
-        self._num_steps = 0
         """The steps of this attempt in the interval. Its losses may include those before a
         resume."""
-        self._waits = Waits()
+        self._num_steps = 0
+        self._waited_s = 0.0
+        self._totals_s: NDArray[np.float64] = np.zeros(1)
 
     def _logs_after(self, step: int) -> bool:
         """Return whether a line of metrics is written after `step` steps.
@@ -225,7 +228,7 @@ class Monitor:
         plan = self.run.plan
         batch_size = plan.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
-        waiting = self._waits.sum_up()
+        waiting = sum_up(self._waited_s, self._totals_s)
         wait_share = min(waiting.waited_s / spent_s, 1.0)
         images_per_s = self._num_steps * batch_size / spent_s
         mfu = self.utilization and self.utilization.mfu(
@@ -383,27 +386,10 @@ class Waiting(NamedTuple):
         return self.max_s > UNEVEN * self.mean_s
 
 
-class Waits:
-    """Sums how long each rank waited for its batches.
-
-    A step waits for its slowest rank, so the longest wait of each step is summed too.
-    """
-
-    def __init__(self) -> None:
-        self._waited_s = 0.0
-        self._totals_s: NDArray[np.float64] = np.zeros(1)
-
-    def add(self, waits_s: ArrayLike) -> None:
-        """Add the waits of one step, (ranks,)."""
-        rank_waits_s = np.asarray(waits_s, np.float64)
-        self._waited_s += float(rank_waits_s.max())
-        self._totals_s = self._totals_s + rank_waits_s
-
-    def sum_up(self) -> Waiting:
-        """Return the sums of all steps."""
-        totals_s = self._totals_s
-        rank = int(totals_s.argmax())
-        return Waiting(self._waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
+def sum_up(waited_s: float, totals_s: NDArray[np.float64]) -> Waiting:
+    """Describe the waits in an interval. totals_s: (ranks,) the sum over the steps."""
+    rank = int(totals_s.argmax())
+    return Waiting(waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
 
 
 def advice(
