@@ -103,6 +103,7 @@ class Monitor:
         self.is_started = False
         """Whether training time is counted, which starts with the first batch."""
         self._last_step_at: float
+        self._totals_s: NDArray[np.float64]
         self._run_began = time.perf_counter() - run.state.elapsed_s
         self._new_interval(time.perf_counter(), loader.stats)
 
@@ -208,7 +209,7 @@ class Monitor:
         resume."""
         self._num_steps = 0
         self._waited_s = 0.0
-        self._totals_s: NDArray[np.float64] = np.zeros(1)
+        self._totals_s = np.zeros(1)
 
     def _logs_after(self, step: int) -> bool:
         """Return whether a line of metrics is written after `step` steps.
