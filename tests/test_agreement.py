@@ -8,6 +8,8 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
-from vit.hooks.order_check import OrderCheck
+from vit.hooks.order_check import OrderHook
 from vit.run import Run
 from vit.run_folder import SEAL
 from vit.train import train
@@ -63,11 +65,15 @@ def test_names_a_rank_with_unplanned_rows_and_ends_all(config, tmp_path):
         rows = plan.rows_of(world.rank)
         batches = TrainBatches(split, run.batches.order, augment, image, rows=rows, num_batches=3)
         state = RunState()
-        check = OrderCheck(world, run.batches.order, plan, run.record, state)
+        check = OrderHook()
+        simulated: Any = SimpleNamespace(
+            world=world, batches=run.batches, plan=plan, record=run.record, state=state
+        )
+        check.begin(simulated)
         with Loader(batches, 0, 3) as loader:
             for position, batch in enumerate(loader):
                 is_wrong = world.rank == wrong_rank and position == wrong_batch
-                check.add(shifted(batch) if is_wrong else batch)
+                check.queued(shifted(batch) if is_wrong else batch)
                 state.step += 1
         check.compare()
 

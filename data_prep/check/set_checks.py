@@ -24,7 +24,7 @@ from data_prep.write.card_text import count_classes
 from data_prep.write.catalogue import catalogue_sha256
 from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
-from vit.data.shards.index_file import has_checksums, open_index
+from vit.data.shards.index_file import open_index
 from vit.data.shards.info_file import info_sha256, read_sidecar, sidecars_sha256
 from vit.data.shards.stores import Version
 from vit.data.storage.remote import RemoteFolder
@@ -182,8 +182,8 @@ def _check_recorded(
 def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
     path = data.root / f"{part.name}.index.npy"
 
-    def finding(text: str, fails: bool = True) -> Finding:
-        return Finding("indexes", path.name, f"{text}{data.index_it}", fails=fails)
+    def finding(text: str) -> Finding:
+        return Finding("indexes", path.name, f"{text}{data.index_it}")
 
     try:
         index = open_index(path)
@@ -193,8 +193,6 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
     except (ValueError, OSError, EOFError) as error:
         yield finding(f"unreadable ({error}); delete it and ")
         return
-    if not has_checksums(index):
-        yield finding("no checksums of images (written by an earlier version); ", fails=False)
     if len(index) != part.num_samples:
         text = f"{len(index):,} rows, but _info.json records {part.num_samples:,} samples"
         yield finding(f"{text}; delete it and ")

@@ -26,7 +26,7 @@ from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import temporary_folder
 from data_prep.write.samples import key_hashes, spread
-from vit.data.shards.index_file import has_checksums, left_out, open_index
+from vit.data.shards.index_file import left_out, open_index
 from vit.data.shards.members import InvalidSample, SampleLayout
 from vit.data.shards.tar import (
     DEFAULT_LAYOUT,
@@ -255,16 +255,15 @@ def compare_rows(
     expected = index_rows(samples)
     fields = ("size", "offset", "label", "width", "height")
     wrong = {field: recorded[field] != expected[field] for field in fields}
-    if has_checksums(recorded):  # earlier versions wrote none
-        differs = recorded["crc32c"] != expected["crc32c"]
-        wrong["crc32c"] = differs & (is_intact | (recorded["crc32c"] == 0))
-        altered = np.flatnonzero(differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
-        if len(altered):
-            keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
-            remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
-            images = counted(len(altered), "image differs", "images differ")
-            text = f"{images} from the indexed bytes: {keys}; {remedy}"
-            yield Finding("tars", shard.name, text)
+    differs = recorded["crc32c"] != expected["crc32c"]
+    wrong["crc32c"] = differs & (is_intact | (recorded["crc32c"] == 0))
+    altered = np.flatnonzero(differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
+    if len(altered):
+        keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
+        remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
+        images = counted(len(altered), "image differs", "images differ")
+        text = f"{images} from the indexed bytes: {keys}; {remedy}"
+        yield Finding("tars", shard.name, text)
     places = np.arange(len(recorded)) if numbers is None else np.array(numbers, np.int64)
     for field, differs in wrong.items():
         if not differs.any():

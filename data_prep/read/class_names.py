@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.errors import PrepError
+from vit.config.sample_layout import layout_problems
 from vit.data.shards.members import FLAGS, INTEGER, SampleLayout, recorded_layout
 
 
@@ -46,7 +47,7 @@ def choose_layout(
     layout = SampleLayout(
         _suffix(flags.image), _suffix(flags.label) or "cls", flags.keys_with_dots, listed
     )
-    if problems := layout.problems(FLAGS):
+    if problems := layout_problems(layout.image, layout.label, layout.keys_with_dots, FLAGS):
         raise PrepError("; ".join(problems))
     if info is not None and names != recorded_names:
         had = f"{len(recorded_names):,} class names" if recorded_names else "no class names"

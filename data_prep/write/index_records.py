@@ -22,7 +22,7 @@ from data_prep.read.download import WebShards
 from data_prep.write.output import Output, temporary_folder
 from data_prep.write.samples import key_hashes
 from vit.data.shards import info_file
-from vit.data.shards.index_file import first_samples, has_checksums, open_index
+from vit.data.shards.index_file import first_samples, open_index
 from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import INDEX_DTYPE, Survey, idx_lines, index_rows, survey_tar, write_idx
@@ -199,7 +199,7 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 
 
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
-    """Return the rows of each shard in an earlier index that has checksums."""
+    """Return the rows of each shard in an earlier index."""
     rows_of: dict[str, np.ndarray] = {}
     for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
@@ -207,7 +207,7 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
         with temporary_folder() as folder, suppress(ValueError):  # a damaged index is rebuilt
             rows = open_index(output.fetch(f"{split}.index.npy", folder))
             firsts = first_samples(described["shard_lengths"])
-            if has_checksums(rows) and len(rows) == firsts[-1]:
+            if len(rows) == firsts[-1]:
                 for name, (start, stop) in zip(
                     described["filenames"], itertools.pairwise(firsts), strict=True
                 ):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from vit.config.errors import LISTS
 from vit.config.io import from_dict
 from vit.config.schema import Config, EvalSetConfig
 from vit.distributed.process_group import World
-from vit.hooks.guard import Guard
+from vit.hooks.guard import GuardHook
 from vit.loggers.record import Record
 from vit.run import Run
 from vit.train import train
@@ -160,12 +160,17 @@ def judged(config: Config, record: Record) -> list[str]:
     nothing = np.zeros(0, np.float32)
     recent = [[step, 9.0 - 0.01 * step, 1.0 + 0.001 * step] for step in range(200)]
     state = RunState(step=202, recent=recent, rewinds=4)
-    guard = Guard(config, state, ALONE, record)
+    guard = GuardHook(config)
+    batches = SimpleNamespace(exact=False)
+    run: Any = SimpleNamespace(
+        config=config, state=state, world=ALONE, record=record, batches=batches
+    )
+    guard.begin(run)
     verdicts = [*[SPIKE] * (config.guard.on_spike != "none"), *[NON_FINITE] * 6]
     decisions = [f"{guard.limits(202)}"]
     for step, verdict in enumerate(verdicts, 202):
         values = (math.nan if verdict == NON_FINITE else 99.0, 9.0, 0.0, 0, verdict)
-        problem = guard.judge(step, StepValues(*values, nothing[None], nothing, nothing, None))
+        problem = guard.read(step, StepValues(*values, nothing[None], nothing, nothing, None))
         decisions.append(f"{type(problem).__name__} {problem}")
     return decisions
 

@@ -208,14 +208,14 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
 
 def test_buffers_do_not_share_pages():
     layout = BatchLayout(3, ImageFormat((5, 5), 1), 0)
-    made = Slots(layout, plan_ring(layout, 1, 100, 1, None, False))
+    made = Slots(plan_ring(layout, 1, 100, 1, None, False))
     for slot in range(made.ring.num_slots):
-        batch = made.batch(slot)
+        batch = made.batch(slot, layout)
         for name in ("images", "labels", "weights", "table", "ids"):
             getattr(batch, name).fill_(slot + 1)
     for slot in range(made.ring.num_slots):
         assert all(
-            (getattr(made.batch(slot), name) == slot + 1).all()
+            (getattr(made.batch(slot, layout), name) == slot + 1).all()
             for name in ("images", "labels", "weights", "table", "ids")
         )
     made.close_file()

@@ -65,7 +65,7 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Gpu` with its device memory on the host. without: the wait to omit."""
+    """A `vit.data.to_gpu.Cuda` with device memory on the host. without: the wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)
@@ -259,18 +259,18 @@ class Training:
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
-        self.slots = Slots(LAYOUT, plan_ring(LAYOUT, 1, STEPS, 0, None, on_gpu=True))
+        self.slots = Slots(plan_ring(LAYOUT, 1, STEPS, 0, None, on_gpu=True))
         self.to_gpu = ToGpu(gpu, self.slots.memory(), gpu.invert)
 
     def next_batch(self, number: int) -> Batch:
         self.write_into_free_slots()
         slot = self.slots.free.popleft()
-        fill(self.slots.batch(slot), number)
-        return self.to_gpu(self.slots.lend(slot))
+        fill(self.slots.batch(slot, LAYOUT), number)
+        return self.to_gpu(self.slots.lend(slot, LAYOUT))
 
     def write_into_free_slots(self) -> None:
         for slot in self.slots.free:
-            fill(self.slots.batch(slot), 99)
+            fill(self.slots.batch(slot, LAYOUT), 99)
 
     def run(self, num_held: int) -> None:
         held = deque[Batch](maxlen=num_held)

@@ -55,9 +55,7 @@ def test_after_warming_a_job_requests_no_blocks(web, tmp_path, shards, capsys):
     assert len(parts_asked(web)) == requests
 
 
-def test_a_config_selects_shards_and_a_fraction_of_a_mounted_folder(
-    shards, tmp_path, config, capsys
-):
+def test_a_config_selects_shards_of_a_mounted_folder(shards, tmp_path, config):
     cache = tmp_path / "near"
     settings = ["--config", str(config), f"data.root={shards}", f"data.cache_dir={cache}"]
     assert warm.main([*settings, "--split", "train", "--shards", "1-2"]) == 0
@@ -66,21 +64,17 @@ def test_a_config_selects_shards_and_a_fraction_of_a_mounted_folder(
         "train-00002",
     ]
     assert len(list(cache.rglob("*.block"))) == 10
-    assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
-    assert len(list(cache.rglob("train-00000*.block"))) == 5
-    assert len(list(cache.rglob("*.block"))) == 15, (
-        "the fraction has six blocks, of which one was already cached"
-    )
 
 
-def test_it_stops_when_the_cache_is_full_and_removes_nothing(web, tmp_path, capsys):
+def test_it_stops_when_the_cache_is_full_and_removes_nothing(web, tmp_path, capsys, monkeypatch):
     cache = tmp_path / "cache"
     arguments = [f"{web.url}/set", "--cache-dir", str(cache), "--split", "train"]
     assert warm.main([*arguments, "--cache-gib", "0"]) == 0
     assert not list(cache.rglob("*.block")), "a cache without free space must stay empty"
     capsys.readouterr()
     limited = [*arguments, "--cache-gib", str(60_000 / GIB)]
-    assert warm.main([*limited, "--threads", "2"]) == 0
+    monkeypatch.setattr(warm, "NUM_THREADS", 2)
+    assert warm.main(limited) == 0
     blocks = set(cache.rglob("*.block"))
     assert 2 <= len(blocks) <= 6
     assert (
@@ -88,7 +82,8 @@ def test_it_stops_when_the_cache_is_full_and_removes_nothing(web, tmp_path, caps
         in capsys.readouterr().out
     )
     requests = len(parts_asked(web))
-    assert warm.main([*limited, "--threads", "1"]) == 0
+    monkeypatch.setattr(warm, "NUM_THREADS", 1)
+    assert warm.main(limited) == 0
     assert blocks <= set(cache.rglob("*.block"))
     assert len(parts_asked(web)) <= requests + 1
 
@@ -100,7 +95,7 @@ def test_damaged_blocks_are_counted_and_all_others_are_fetched(web, tmp_path, sh
     data[int(row["offset"]) + 50] ^= 1
     web.files[f"/set/{name}"] = bytes(data)
     cache = tmp_path / "cache"
-    assert warm.main([f"{web.url}/set", "--cache-dir", str(cache), "--threads", "1"]) == 2
+    assert warm.main([f"{web.url}/set", "--cache-dir", str(cache)]) == 2
     out, error = capsys.readouterr()
     assert out.startswith("val: "), "blocks after the damaged one must be fetched"
     assert error.count("error: ") == 1
@@ -147,7 +142,7 @@ sys.exit(warm.main(sys.argv[1:]))
 """
     arguments = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
     env = environment()
-    command = [warm_python.python(env), "-c", code, *arguments, "--threads", "2"]
+    command = [warm_python.python(env), "-c", code, *arguments]
     processes = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
@@ -173,10 +168,6 @@ sys.exit(warm.main(sys.argv[1:]))
             # An unset shell variable would give such an empty value.
             ["ROOT", "--cache-dir", "CACHE", "--shards", ""],
             "--shards : expected a number or a range, such as 0-2, of 3 shards",
-        ),
-        (
-            ["ROOT", "--cache-dir", "CACHE", "--fraction", "2"],
-            "--fraction must be above 0 and at most 1",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--split", "trian"],

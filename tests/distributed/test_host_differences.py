@@ -57,13 +57,11 @@ def test_a_start_compares_one_rank_of_each_host(monkeypatch):
 
         return together(3, rank)
 
-    line = "hosts: 2 with 3 ranks, the same torch 2.13.0, Python 3.12.1"
-    assert lines_by_rank(("a", "a", "b"), ("x", "y", "x")) == [[line], [], []]
+    assert lines_by_rank(("a", "a", "b"), ("x", "y", "x")) == [[], [], []]
     assert lines_by_rank(("a", "a", "b"), ("x", "x", "y")) == [
         [
-            line,
             "note: hosts differ: config x on a (rank 0), y on b (rank 2): all hosts must see the"
-            " same files",
+            " same files"
         ],
         [],
         [],

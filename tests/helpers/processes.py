@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,11 @@ from safetensors.torch import load_file
 
 import vit.train
 from data_prep import imagefolder
+from vit.checkpoint.state import RunState
+from vit.data.image_format import ImageFormat
+from vit.distributed.process_group import World
+from vit.loggers.record import Record
+from vit.training.plan import Plan
 from vit.weights.save import SEAL
 
 REPOSITORY = Path(__file__).parents[2]
@@ -353,3 +360,16 @@ def jpeg(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=92)
     return buffer.getvalue()
+
+
+def run_of(plan: Plan, world: World, record: Record, image_format: ImageFormat) -> Any:
+    """Return an object with the attributes of a run that `vit.hooks.monitor.Monitor` reads."""
+    return SimpleNamespace(
+        hooks=(),
+        plan=plan,
+        world=world,
+        state=RunState(facts={}),
+        record=record,
+        batches=SimpleNamespace(image_format=image_format),
+        train_step=SimpleNamespace(lr_at=lambda step: 0.1, weight_decay_at=lambda step: None),
+    )

@@ -11,6 +11,8 @@ import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,12 +37,13 @@ from data_prep import index
 from vit.checkpoint.checkpoint import read_info
 from vit.checkpoint.state import RunState
 from vit.config.io import load_config
+from vit.config.schema import Config
 from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.distributed.process_group import World
-from vit.hooks.guard import Guard, Rewind, limit_of
+from vit.hooks.guard import GuardHook, Rewind, limit_of
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.loggers.lines import read_metrics
 from vit.loggers.record import Record
@@ -65,6 +68,7 @@ REWIND = ("guard.on_spike=rewind", "guard.rewind_skip_steps=1")
 
 
 ONE = World(0, 1, torch.device("cpu"))
+NOT_EXACT = SimpleNamespace(exact=False)
 NOTHING = np.zeros(0, np.float32)
 NO_REPORTS = np.zeros((1, 1), np.float32)
 
@@ -73,10 +77,19 @@ def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
     return StepValues(loss, grad_norm, 0.0, 0, verdict, NO_REPORTS, NOTHING, NOTHING, None)
 
 
-def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Guard:
+def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> GuardHook:
     """Return a guard on a rank that writes no metrics."""
     loaded = load_config(config, [*TINY, *settings])
-    return Guard(loaded, state, ONE, Record(folder, loaded.log, False, total_steps=99))
+    return begun(loaded, state, Record(folder, loaded.log, False, total_steps=99))
+
+
+def begun(config: Config, state: RunState, record: Record, batches: Any = NOT_EXACT) -> GuardHook:
+    guard = GuardHook(config)
+    run: Any = SimpleNamespace(
+        config=config, state=state, world=ONE, record=record, batches=batches
+    )
+    guard.begin(run)
+    return guard
 
 
 def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
@@ -90,11 +103,11 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
     for step in range(60):
         late = guard.limits(step)
         if step >= 2:
-            guard.judge(step - 1, values_of(losses[step - 1], norms[step - 1]))
+            guard.read(step - 1, values_of(losses[step - 1], norms[step - 1]))
             # Limits must not change if the host has read one more step, as after a pause.
             assert guard.limits(step) == late
         else:
-            guard.judge(0, values_of(losses[0], norms[0])) if step else None
+            guard.read(0, values_of(losses[0], norms[0])) if step else None
         if step < 17:
             assert late is None
             continue
@@ -130,12 +143,12 @@ def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_pat
     form = ImageFormat((16, 16), stages=((3, (8, 8)),))
     batches = TrainBatches(split, order, loaded.augment, form)
     record = Record(tmp_path, loaded.log, False, total_steps=99)
-    guard = Guard(loaded, RunState(), ONE, record, batches)
+    guard = begun(loaded, RunState(), record, batches)
     for step in range(border + 12):
         of_this_size = step if step < border else step - border
         # The host has read all but the last of the eight steps in the window.
         assert (guard.limits(step) is not None) == (of_this_size >= 9), step
-        guard.judge(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
+        guard.read(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
 
 
 NAN = math.nan
@@ -164,14 +177,14 @@ OVERFLOW = (0.7, math.inf, NON_FINITE)
 def test_actions_after_each_verdict(precision, settings, values, expected, config, tmp_path):
     state = RunState(rewinds=2)
     guard = guard_of(config, tmp_path, state, *settings, f"train.precision={precision}")
-    problem = guard.judge(7, values_of(*values))
+    problem = guard.read(7, values_of(*values))
     assert state.updates_skipped == state.updates_skipped_in_a_row == 1
     if expected == "Rewind":
         assert isinstance(problem, Rewind)
         assert problem.step == 7
     else:
         assert expected in str(problem).replace("None", "none")
-    assert guard.judge(8, values_of(1.0, 1.0)) is None
+    assert guard.read(8, values_of(1.0, 1.0)) is None
     assert (state.updates_skipped, state.updates_skipped_in_a_row) == (1, 0)
 
 

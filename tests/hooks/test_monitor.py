@@ -10,13 +10,13 @@ import socket
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import warm_python
 from proc import children, environment_of
-from processes import TINY, Background, last_step, metrics
+from processes import TINY, Background, last_step, metrics, run_of
 
-from vit.checkpoint.state import RunState
 from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
@@ -26,10 +26,10 @@ from vit.hooks.monitor import (
     ADVICE_STEPS,
     Monitor,
     Waiting,
-    Waits,
     _collect_garbage,
     advice,
     collect_garbage_at_log_lines,
+    sum_up,
 )
 from vit.loggers.record import Record
 from vit.system.host import num_cores
@@ -61,9 +61,7 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     with Loader(Slow(), 0, num_steps) as loader:
         world = World(0, 1, torch.device("cpu"))
-        state = RunState(facts={})
-        arguments = ((), plan, world, state, record, loader, lambda step: 0.1)
-        monitor = Monitor(*arguments, Slow.layout.image_format)
+        monitor = Monitor(run_of(plan, world, record, Slow.layout.image_format), loader)
         monitor.start_clock()
         for step in range(num_steps):
             waited_before_s = loader.stats.wait_s
@@ -126,20 +124,12 @@ def test_garbage_is_collected_at_log_lines_only():
 
 
 def test_waits_of_all_ranks_are_summed_up():
-    """Each step waits for its slowest rank. The message must name the rank that is slowest most
-    often."""
-
-    def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
-        waits = Waits()
-        for of_ranks in waits_s:
-            waits.add(of_ranks)
-        return waits.sum_up()
-
-    waiting = sum_up([(0.0, 0.5, 0.25), (0.25, 0.0, 0.5), (0.0, 0.75, 0.0)])
+    """The message must name the rank that is slow most often."""
+    waiting = sum_up(1.75, np.array([0.25, 1.25, 0.75]))
     assert waiting == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
     assert waiting.is_uneven
-    assert not sum_up([(0.5, 0.75), (0.75, 0.5)]).is_uneven
-    assert not sum_up([(0.5,)]).is_uneven
+    assert not sum_up(1.5, np.array([1.25, 1.25])).is_uneven
+    assert not sum_up(0.5, np.array([0.5])).is_uneven
 
 
 @pytest.mark.parametrize("num_workers", [0, 1000])
@@ -178,9 +168,7 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
     with Loader(Slow(), 0, ADVICE_STEPS) as loader:
-        state = RunState(facts={})
-        arguments = ((), plan, world, state, record, loader, lambda step: 0.1)
-        monitor = Monitor(*arguments, Slow.layout.image_format)
+        monitor = Monitor(run_of(plan, world, record, Slow.layout.image_format), loader)
         monitor.start_clock()
         for step in range(ADVICE_STEPS):
             next(loader)

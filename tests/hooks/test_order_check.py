@@ -14,7 +14,7 @@ from vit.data.batches import Batch
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.hooks.monitor import Monitor
-from vit.hooks.order_check import OrderCheck
+from vit.hooks.order_check import OrderHook
 from vit.loggers.lines import read_metrics
 from vit.run import Run
 
@@ -33,13 +33,13 @@ def test_compares_an_epochs_samples_before_evaluating_or_saving(config, tmp_path
 
 
 def test_does_not_evaluate_or_save_after_unplanned_rows(config, tmp_path, monkeypatch):
-    add = OrderCheck.add
+    queued = OrderHook.queued
 
-    def miscount(self: OrderCheck, batch: Batch) -> None:
-        add(self, batch)
+    def miscount(self: OrderHook, batch: Batch) -> None:
+        queued(self, batch)
         self._seen += 1
 
-    monkeypatch.setattr(OrderCheck, "add", miscount)
+    monkeypatch.setattr(OrderHook, "queued", miscount)
     with pytest.raises(RuntimeError, match="batches 0 to 4, rows of rank 0: sample checksum"):
         vit.train.train(one_epoch(config, tmp_path / "run", "log.every_steps=5"))
     left = {path.name for path in (tmp_path / "run").iterdir()}

@@ -399,23 +399,6 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     assert fp32 == "None"
 
 
-def test_notes_a_drop_path_that_drops_nothing(config, tmp_path, capfd):
-    """A drop path in a model with one block drops nothing. The config is accepted, because
-    checkpoints of the first release may have it."""
-    for number, (settings, expected) in enumerate(
-        (
-            (("model.depth=1",), 1),
-            (("model.depth=1", "model.drop_path_schedule=constant"), 0),
-            (("model.depth=2",), 0),
-        )
-    ):
-        run_config = tiny(config, *settings, f"run.dir={tmp_path / str(number)}")
-        with build_run(run_config, World(0, 1, torch.device("cpu"))):
-            pass
-        note = "note: model.drop_path_rate=0.2 drops nothing"
-        assert capfd.readouterr().err.count(note) == expected
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

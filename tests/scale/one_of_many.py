@@ -42,7 +42,7 @@ from vit.distributed import exit, process_group
 from vit.distributed.watchdog import Watch
 from vit.distributed.world import World
 from vit.hooks.monitor import Monitor
-from vit.hooks.order_check import OrderCheck
+from vit.hooks.order_check import OrderHook
 from vit.step import TrainStep
 from vit.system.devices import HostDevices
 
@@ -71,7 +71,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (TrainStep, "__call__", "step"),
     (Monitor, "queue", "step read, logged"),
     (Monitor, "pause", "step read, logged"),
-    (OrderCheck, "compare", "order check"),
+    (OrderHook, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
     (vit.train, "_save", "save"),
     # This is a separate part, because either the next save or the next step may record it.

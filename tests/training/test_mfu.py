@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import TINY, metrics, train
+from processes import TINY, metrics, run_of, train
 
-from vit.checkpoint.state import RunState
 from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
@@ -92,18 +91,9 @@ def test_metrics_and_progress_line_have_the_share_of_each_device(peak, config, t
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     flops = 10**15
     with Loader(Nothing(), 0, 3) as loader:
-        state = RunState(facts={})
-        monitor = Monitor(
-            (),
-            plan,
-            World(0, 3, CPU, hosts=("a", "b", "c")),
-            state,
-            record,
-            loader,
-            lambda step: 0.1,
-            Nothing.layout.image_format,
-            Utilization(flops, peak),
-        )
+        world = World(0, 3, CPU, hosts=("a", "b", "c"))
+        run = run_of(plan, world, record, Nothing.layout.image_format)
+        monitor = Monitor(run, loader, Utilization(flops, peak))
         monitor.start_clock()
         for step in range(3):
             next(loader)

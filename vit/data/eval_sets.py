@@ -93,11 +93,9 @@ def open_sets(
     that cannot be evaluated. Possible causes are missing shards or labels, labels that do not match
     the shards, and classes that the model lacks.
     """
-    groups: dict[tuple[str, str], list[EvalSet]] = {}
-    opened: dict[tuple[str, str], Split] = {}
-    key = (config.data.root, config.data.val_split)
-    opened[key] = val_split
-    groups[key] = [EvalSet(VAL, val_split)]
+    val_key = (config.data.root, config.data.val_split)
+    opened = {val_key: val_split}
+    groups = {val_key: [EvalSet(VAL, val_split)]}
     problems: list[str] = []
     for name, chosen in config.eval.sets.items():
         key = (chosen.root or config.data.root, chosen.split or config.data.val_split)

@@ -101,7 +101,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)
         # Before the workers start: they inherit this memory and address it by slot number.
-        self._slots = Slots(batches.layout, self.ring, num_workers)
+        self._slots = Slots(self.ring, num_workers)
         self._slot_of: dict[int, int] = {}
         """The slot of each position whose parts were put into the pool."""
         self._done: defaultdict[int, list[Result]] = defaultdict(list)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.data.select import CHUNK_ROWS
-from vit.data.shards.index_file import has_checksums
 from vit.data.shards.split import Split
 from vit.data.shards.split_slice import parse_name
 from vit.data.sources import TrainSet
@@ -68,8 +67,6 @@ def _place(split: Split) -> tuple[str, str]:
 def _same_checksums(
     source: Split, chosen: NDArray[np.integer] | None, split: Split
 ) -> NDArray[np.bool_]:
-    if not has_checksums(source.index) or not has_checksums(split.index):
-        return np.zeros(split.num_samples, np.bool_)
     keys, places = np.unique(image_keys(split.index), return_inverse=True)
     is_trained = np.zeros(len(keys), np.bool_)
     for start in range(0, source.num_samples if chosen is None else len(chosen), CHUNK_ROWS):

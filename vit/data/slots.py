@@ -104,9 +104,7 @@ class Slots:
     After pickling to a worker process, the object maps the same memory.
     """
 
-    def __init__(self, layout: BatchLayout, ring: Ring, num_workers: int = 0):
-        """layout: the layout of the largest batch."""
-        self.layout = layout
+    def __init__(self, ring: Ring, num_workers: int = 0):
         self.ring = ring
         self._num_bytes = ring.num_bytes + max(num_workers, 1) * STATUS_BYTES
         self.free = deque(range(ring.num_slots))
@@ -123,7 +121,6 @@ class Slots:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "layout": self.layout,
             "ring": self.ring,
             "_num_bytes": self._num_bytes,
             "_file": reduction.DupFd(self._file),
@@ -153,21 +150,15 @@ class Slots:
         start = self.ring.num_bytes + number * STATUS_BYTES
         return WorkerStatus(memoryview(self._map)[start : start + STATUS_BYTES])
 
-    def batch(self, slot: int, layout: BatchLayout | None = None) -> Batch:
-        """Return the batch in `slot` for writing.
-
-        layout: the layout of this batch, if batches differ in image size.
-        """
-        layout = layout or self.layout
+    def batch(self, slot: int, layout: BatchLayout) -> Batch:
+        """Return the batch in `slot` for writing."""
         return layout.batch_in(self._memory(slot, layout))
 
-    def lend(self, slot: int, layout: BatchLayout | None = None) -> Batch:
+    def lend(self, slot: int, layout: BatchLayout) -> Batch:
         """Return the batch in `slot` for reading. The slot is freed when its tensors are released.
 
-        Returns a copy if training already holds `Ring.held_slots` batches. See `batch` for
-        `layout`.
+        Returns a copy if training already holds `Ring.held_slots` batches.
         """
-        layout = layout or self.layout
         # Without this limit, a caller that keeps batches would use up all slots, and the next batch
         # could never be made.
         if len(self._lent) >= self.ring.held_slots:

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,70 +23,20 @@ from torch import Tensor
 from vit.data.batches import Batch
 
 
-class Event(Protocol):
-    """A point in the work queue of a stream."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the point."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device has reached the point."""
-        ...
-
-
-class Gpu(Protocol):
-    """The operations of a GPU that `ToGpu` uses: two streams, their order, and memory."""
-
-    def lock(self, memory: Tensor) -> bool:
-        """Page-lock host memory for asynchronous copies; return whether that worked."""
-        ...
-
-    def unlock(self, memory: Tensor) -> None:
-        """Undo `lock`."""
-        ...
-
-    def pin(self, batch: Batch) -> Batch:
-        """Copy `batch` into page-locked memory that lives until all copies out of it are done."""
-        ...
-
-    def copying(self) -> AbstractContextManager[object]:
-        """Return a context that queues work, and allocates memory, on the copying stream."""
-        ...
-
-    def move(self, batch: Batch) -> Batch:
-        """Queue copies of images, labels and weights to the device."""
-        ...
-
-    def compute_after_copies(self) -> None:
-        """Make the computing stream wait for all work queued on the copying stream."""
-        ...
-
-    def keep_for_computing(self, tensor: Tensor) -> None:
-        """Do not reuse the memory of `tensor` before the queued work of the computing stream
-        ends."""
-        ...
-
-    def record(self) -> Event:
-        """Return an event at the current end of the computing stream's queue."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for both streams."""
-        ...
-
-
 class ToGpu:
     """Copies batches to the GPU, one after another."""
 
-    def __init__(self, gpu: Gpu, memory: Tensor, on_device: Callable[[Batch], Batch] | None = None):
-        """memory: all slots, (num_bytes,) uint8. See `vit.data.loader.Loader` for `on_device`."""
+    def __init__(self, gpu: Any, memory: Tensor, on_device: Callable[[Batch], Batch] | None = None):
+        """gpu: a `Cuda`, or an object with the same methods.
+
+        memory: all slots, (num_bytes,) uint8. See `vit.data.loader.Loader` for `on_device`.
+        """
         self._gpu = gpu
         self._memory = memory
         self._on_device = on_device
         self._is_locked = gpu.lock(memory)
         self._last: Batch | None = None
-        self._in_use: deque[tuple[Batch, Event]] = deque()
+        self._in_use: deque[tuple[Batch, Any]] = deque()
 
     def __call__(self, batch: Batch) -> Batch:
         """Return `batch` on the device, for work that is queued later on the computing stream.
@@ -132,14 +82,14 @@ class ToGpu:
 
 
 class Cuda:
-    """A `Gpu` that calls torch.cuda. The computing stream is the current stream of each call."""
+    """Two streams of a GPU, their order, and memory. The current stream is the computing stream."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._copying = torch.cuda.Stream(device)
 
     def lock(self, memory: Tensor) -> bool:
-        """See `page_lock`."""
+        """Page-lock host memory for asynchronous copies; return whether that worked."""
         with torch.cuda.device(self._device):
             return page_lock(
                 memory, "memory of batches", "each batch is copied once more on the host"
@@ -156,23 +106,24 @@ class Cuda:
         return batch.pin_memory()
 
     def copying(self) -> AbstractContextManager[object]:
-        """See `Gpu.copying`."""
+        """Return a context that queues work, and allocates memory, on the copying stream."""
         return torch.cuda.stream(self._copying)
 
     def move(self, batch: Batch) -> Batch:
-        """See `Batch.to`."""
+        """Queue copies of images, labels and weights to the device."""
         return batch.to(self._device)
 
     def compute_after_copies(self) -> None:
-        """See `Gpu.compute_after_copies`."""
+        """Make the computing stream wait for all work queued on the copying stream."""
         torch.cuda.current_stream(self._device).wait_stream(self._copying)
 
     def keep_for_computing(self, tensor: Tensor) -> None:
-        """See `Gpu.keep_for_computing`."""
+        """Do not reuse the memory of `tensor` before the queued work of the computing stream
+        ends."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
-    def record(self) -> Event:
-        """See `Gpu.record`."""
+    def record(self) -> torch.cuda.Event:
+        """Return an event at the current end of the computing stream's queue."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def synchronize(self) -> None:

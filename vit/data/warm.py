@@ -41,22 +41,14 @@ NUM_THREADS = 16
 """The number of blocks that are fetched concurrently; each is held in memory."""
 
 
-def warm(
-    tars: CachedTars,
-    split: str,
-    shards: range,
-    fraction: float = 1.0,
-    num_threads: int = NUM_THREADS,
-) -> tuple[str, bool]:
+def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     """Fetch the blocks of these shards that the cache lacks, until the cache is full.
 
-    fraction: share of the blocks to fetch, counted from the first block. Returns a report, and
-    whether all fetched bytes match the index. Raises ShardError if a block cannot be fetched or
-    stored.
+    Returns a report, and whether all fetched bytes match the index. Raises ShardError if a block
+    cannot be fetched or stored.
     """
     cache = tars.cache
     blocks = list(tars.blocks(shards))
-    blocks = blocks[: max(round(len(blocks) * fraction), 1)]
     all_bytes = sum(block.num_bytes for block in blocks)
     # Start at a random block, or several commands would wait for the locks of the first.
     start = int(hash64(os.getpid())) % len(blocks)
@@ -87,7 +79,7 @@ def warm(
         return 0
 
     fetched_bytes = 0
-    threads = ThreadPoolExecutor(num_threads)
+    threads = ThreadPoolExecutor(NUM_THREADS)
     try:
         with Meter(f"warming {split}", len(missing), "blocks") as meter:
             futures = [threads.submit(fetch, block) for block in missing]
@@ -162,18 +154,6 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument(
         "--shards", help="fetch only these shards, such as 0-99: for a job array, or several hosts"
     )
-    parser.add_argument(
-        "--fraction",
-        type=float,
-        default=1.0,
-        help="fetch only this share of the blocks, such as 0.5",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=NUM_THREADS,
-        help=f"number of blocks to fetch concurrently; {NUM_THREADS} by default",
-    )
     return parser.parse_intermixed_args(arguments)
 
 
@@ -183,8 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     try:
         options = _options(arguments)
-        if not 0 < options.fraction <= 1 or options.threads < 1:
-            raise ValueError("--fraction must be above 0 and at most 1, --threads at least 1")
         further: list[tuple[str, str]] = []
         if options.config is not None:
             config = load_config(options.config, options.root)
@@ -208,9 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tars = open_split(
                 resolve(root),
                 split,
-                options.cache_dir or data.cache_dir,
-                data.cache_gib if options.cache_gib is None else options.cache_gib,
-                RetryPolicy(data.patience_s),
+                cache_dir=options.cache_dir or data.cache_dir,
+                cache_gib=data.cache_gib if options.cache_gib is None else options.cache_gib,
+                retry=RetryPolicy(data.patience_s),
             ).tars
             if not isinstance(tars, CachedTars):
                 raise ValueError(
@@ -218,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     " blocks to a cache"
                 )
             shards = _shards_of(options.shards, len(tars.filenames))
-            report, is_sound = warm(tars, split, shards, options.fraction, options.threads)
+            report, is_sound = warm(tars, split, shards)
             if is_sound:
                 print(report, flush=True)
             else:

@@ -434,4 +434,6 @@ def _make(batches: Batches, status: WorkerStatus, position: int, first: int, row
         error = raised
     busy_s = time.perf_counter() - began_s
     status.count_retries()
-    return Result(position, first, len(rows.labels), busy_s, bad_keys, error)
+    return Result(
+        position, first, num_rows=len(rows.labels), busy_s=busy_s, bad_keys=bad_keys, error=error
+    )

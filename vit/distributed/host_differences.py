@@ -113,7 +113,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
-    """Return lines about equal and different software on the hosts. Every rank must call it.
+    """Return notes about software that differs between hosts. Every rank must call it.
 
     Only the first rank of each host reports, because all processes of a host were started in the
     same way. The result is [] on all ranks except rank 0, and if there is only one host.
@@ -125,16 +125,4 @@ def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
     values = {**software(), **own} if world.is_local_main else None
     reports = world.gather("software", values)
     by_rank = {rank: report for rank, report in enumerate(reports) if report is not None}
-    if not by_rank:
-        return []
-    unlike = differences(by_rank, world.hosts)
-    common = [
-        f"{name} {by_rank[0][name]}"
-        for name in ("torch", "Python", "driver")
-        if name in by_rank[0] and name not in {each.name for each in unlike}
-    ]
-    lines = [f"note: hosts differ: {each.said}" for each in unlike]
-    if common:
-        hosts = f"hosts: {len(by_rank)} with {world.size} ranks"
-        lines.insert(0, f"{hosts}, the same {', '.join(common)}")
-    return lines
+    return [f"note: hosts differ: {each.said}" for each in differences(by_rank, world.hosts)]

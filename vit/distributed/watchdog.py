@@ -27,8 +27,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -250,23 +251,19 @@ class Watch:
         # `multi_get` would block if a rank has not sent its first beat yet.
         if keys and store.check(list(keys.values())):
             for rank, text in zip(keys, store.multi_get(list(keys.values())), strict=True):
-                _note(seen[rank], json.loads(text), now)
+                seen[rank] = _updated(seen[rank], json.loads(text), now)
         if self._world.is_main:
-            own = seen.setdefault(self._world.rank, _Seen())
-            _note(own, self._beat(own.number + 1), now)
+            own = seen.get(self._world.rank, _Seen())
+            seen[self._world.rank] = _updated(own, self._beat(own.number + 1), now)
 
 
-def _note(seen: _Seen, beat: list, now: float) -> None:
-    number, count, step, doing, is_away = beat
-    if number != seen.number:
-        seen.heard_at = now
-    if count != seen.count:
-        seen.changed_at = now
-    seen.number = number
-    seen.count = count
-    seen.step = step
-    seen.doing = doing
-    seen.is_away = is_away
+def _updated(seen: _Seen, beat: list[Any], now: float) -> _Seen:
+    number, count, *_ = beat
+    return replace(
+        _Seen(*beat),
+        changed_at=seen.changed_at if count == seen.count else now,
+        heard_at=seen.heard_at if number == seen.number else now,
+    )
 
 
 def judge(

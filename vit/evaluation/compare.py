@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any, NamedTuple, TextIO
 
-from torch import nn
+from torch import Tensor, nn
 
 from vit.config.base import VAL
 from vit.config.schema import Config
@@ -195,35 +195,25 @@ def _calibration(accuracy: Accuracy) -> str:
 # --- several --------------------------------------------------------------------------------------
 
 
-def differences_to_first(results: Sequence[Result]) -> list[dict[str, PairedDifference]]:
-    """Return the paired difference to the first result per set, for each later result.
-
-    All results must have the same sets.
-    """
-    first, *later_results = results
-    all_differences = []
-    for later in later_results:
-        differences = {}
-        for name, (first_set, first_evaluation) in first.sets.items():
-            later_set, later_evaluation = later.sets[name]
-            differences[name] = paired_difference(
-                first_set.is_right(first_evaluation.predictions),
-                later_set.is_right(later_evaluation.predictions),
-            )
-        for first_probed, later_probed in zip(first.probed, later.probed, strict=True):
-            differences[first_probed.name] = paired_difference(
-                first_probed.is_right, later_probed.is_right
-            )
-        all_differences.append(differences)
-    return all_differences
+def _rights(result: Result) -> dict[str, Tensor]:
+    """Return whether each image is right, (num_images,) bool, by the name of the set or probe."""
+    by_set = {
+        name: scored.is_right(evaluation.predictions)
+        for name, (scored, evaluation) in result.sets.items()
+    }
+    return {**by_set, **{each.name: each.is_right for each in result.probed}}
 
 
 def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
     """Print a table of all results by set, and return the object for `--json`.
 
-    names: the name of each weights file.
+    names: the name of each weights file. All results must have the same sets.
     """
-    differences = differences_to_first(results)
+    first, *later = map(_rights, results)
+    differences = [
+        {name: paired_difference(first[name], right) for name, right in rights.items()}
+        for rights in later
+    ]
     rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
     numbers = [_numbers(result) for result in results]
     has_top5 = results[0].sets[VAL][1].accuracy.num_classes >= TOP5_CLASSES

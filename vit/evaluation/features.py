@@ -46,11 +46,6 @@ def head_of(model: Any, wanted_by: str) -> nn.Linear:
     return head
 
 
-def feature_bytes(model: nn.Module, num_images: int, wanted_by: str) -> int:
-    """Return the size in bytes of the features of `num_images` on each rank."""
-    return 2 * num_images * head_of(model, wanted_by).in_features
-
-
 @torch.no_grad()
 def extract_features(
     model: nn.Module,

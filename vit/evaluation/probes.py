@@ -21,7 +21,7 @@ from vit.data.augment.apply import Augment
 from vit.data.open_data import open_split
 from vit.data.shards.split import Split
 from vit.distributed.process_group import World
-from vit.evaluation.features import extract_features, feature_bytes, head_of
+from vit.evaluation.features import extract_features, head_of
 from vit.evaluation.knn import classify
 from vit.evaluation.linear_probe import ROWS, fit_probe, logits_of
 from vit.system.meter import Meter
@@ -113,7 +113,7 @@ def run_probes(
     it has fewer images than neighbors, the head is not linear, or an image cannot be decoded.
     """
     with world.fail_together():
-        head_of(model, probes.flag)
+        width = head_of(model, probes.flag).in_features
     train_split = open_split(config.data, config.data.train_split, world)
     with world.fail_together():
         if probes.ks and max(probes.ks) > train_split.num_samples:
@@ -123,11 +123,9 @@ def run_probes(
             )
     num_images = train_split.num_samples + val_split.num_samples
     if world.is_main:
-        size = feature_bytes(model, num_images, probes.flag) / 2**30
-        width = head_of(model, probes.flag).in_features
         print(
-            f"features: {num_images:,} x {width} in fp16, {size:.2g} GiB on each of {world.size}"
-            " rank(s)",
+            f"features: {num_images:,} x {width} in fp16, {2 * num_images * width / 2**30:.2g} GiB"
+            f" on each of {world.size} rank(s)",
             file=sys.stderr,
         )
     splits = (train_split, val_split)

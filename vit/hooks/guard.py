@@ -1,11 +1,11 @@
 """Detect loss spikes and non-finite gradients; skip the update, stop the run, or rewind.
 
-1. `Guard.limits` computes limits for loss and gradient norm from the steps up to two before the
+1. `GuardHook.limits` computes limits for loss and gradient norm from the steps up to two before the
    current one. Their results are read before a step is queued, so all ranks and resumed runs use
    the same limits.
 2. The device skips the update if a limit is exceeded. The decision uses sums over all ranks, in
    vit.step.
-3. One step later, the host reads the decision. `Guard.judge` then continues, stops the run, or
+3. One step later, the host reads the decision. `GuardHook.read` then continues, stops the run, or
    rewinds to the newest checkpoint.
 
 After a rewind, the run trains again up to the bad batch, and skips the batches around it. Skipped
@@ -36,9 +36,6 @@ from vit.checkpoint import checkpoint as checkpoints
 from vit.checkpoint.resume import restart_best
 from vit.checkpoint.state import RunState
 from vit.config.schema import Config
-from vit.data.batches import AugmentedBatches
-from vit.distributed.process_group import World
-from vit.loggers.record import Record
 from vit.run import GoBack, Hook, Run
 from vit.run_folder import CHECKPOINTS
 from vit.system.files import ShardError
@@ -110,26 +107,17 @@ class Rewind(GoBack):
         )
 
 
-class Guard:
-    """Sets the limits of each step, and decides what to do after a skipped update."""
+class GuardHook(Hook):
+    """Skips bad updates, and then continues, stops or rewinds the run (`guard`)."""
 
-    def __init__(
-        self,
-        config: Config,
-        state: RunState,
-        world: World,
-        record: Record,
-        batches: AugmentedBatches | None = None,
-    ):
-        """batches: the training batches, which give the names of the samples of a bad batch."""
+    def __init__(self, config: Config):
+        self.saves_start = config.guard.rewinds()
         self._settings = config.guard
-        self._most_in_a_row = config.train.max_skipped_steps
         self._scales_loss = config.train.precision == "fp16"
-        self._run_dir = config.run.dir
-        self._state = state
-        self._world = world
-        self._record = record
-        self._batches = batches if batches is not None and batches.exact else None
+
+    def begin(self, run: Run) -> None:
+        """See `Hook`."""
+        self._run = run
 
     def limits(self, step: int) -> Limits | None:
         """Return the limits of `step`, or None if limits are off or too few steps are known."""
@@ -138,7 +126,7 @@ class Guard:
             return None
         window = [
             pair
-            for number, *pair in self._state.recent
+            for number, *pair in self._run.state.recent
             # Use only steps with the same image size, because the loss jumps when the size changes
             # (`schedule.image_sizes`).
             if number <= step - READ_LATE and self._size(int(number)) == self._size(step)
@@ -155,17 +143,17 @@ class Guard:
 
     def _size(self, step: int) -> tuple[int, int] | None:
         """Return the (height, width) of the images at `step`, or None if the size never changes."""
-        if self._batches is None or not self._batches.image_format.stages:
+        batches = self._run.batches
+        if not batches.exact or not batches.image_format.stages:
             return None
-        epoch = step // self._batches.order.steps_per_epoch
-        return self._batches.image_format.in_epoch(epoch).size
+        return batches.image_format.in_epoch(step // batches.order.steps_per_epoch).size
 
-    def judge(self, step: int, values: StepValues) -> Exception | None:
+    def read(self, step: int, values: StepValues) -> Exception | None:
         """Count and record a skipped update. Return an error that ends the attempt, or None.
 
         All ranks must call this for the same steps.
         """
-        state = self._state
+        state = self._run.state
         limits = self.limits(step)
         if self._settings.on_spike != "none":
             if math.isfinite(values.loss) and math.isfinite(values.grad_norm):
@@ -181,7 +169,7 @@ class Guard:
         # In fp16, the loss scale grows until gradients overflow, which is not a fault of the batch.
         if not_finite and self._scales_loss and math.isfinite(values.loss):
             reason = "fp16 overflow, update skipped"
-            self._record.write("fault", step + 1, reason=reason, action="skip", **details)
+            self._run.record.write("fault", step + 1, reason=reason, action="skip", **details)
             return self._too_many(step, values)
         key = "on_nonfinite" if not_finite else "on_spike"
         action = getattr(self._settings, key)
@@ -189,8 +177,8 @@ class Guard:
         if limits is not None:
             details |= {"loss_limit": limits.loss, "grad_norm_limit": limits.grad_norm}
         details |= {"action": action, "samples": self._largest_losses(step, values)}
-        self._record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **details)
-        self._record.say(
+        self._run.record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **details)
+        self._run.record.say(
             f"step {step + 1}: {reason}, {DONE[action]} ({_numbers(values, limits)});"
             f" {self._replay(step)} shows this batch"
         )
@@ -213,8 +201,8 @@ class Guard:
         )
 
     def _too_many(self, step: int, values: StepValues) -> ValueError | None:
-        count = self._state.updates_skipped_in_a_row
-        if count < self._most_in_a_row:
+        count = self._run.state.updates_skipped_in_a_row
+        if count < self._run.config.train.max_skipped_steps:
             return None
         problem = f"{count} updates in a row were skipped, the last because of a spike"
         remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
@@ -229,50 +217,32 @@ class Guard:
         )
 
     def _replay(self, step: int) -> str:
-        return f"python launch/replay.py {quote(str(self._run_dir))} --step {step + 1}"
+        return f"python launch/replay.py {quote(str(self._run.config.run.dir))} --step {step + 1}"
 
     def _largest_losses(self, step: int, values: StepValues) -> list[tuple[str, float | None]]:
         """Return keys and losses of the samples with the largest losses on all ranks, non-finite
         losses first. Returns [] if the samples are unknown, and on all ranks but 0."""
-        if self._batches is None:
+        batches = self._run.batches
+        if not batches.exact:
             return []
         # Sum rows over the ranks instead of gathering, because ranks may have different numbers of
         # rows (`train.exact_over_ranks`).
-        first = self._batches.first_row
-        losses = torch.zeros(self._batches.order.global_batch_size, device=self._world.device)
-        own = torch.from_numpy(values.losses).to(self._world.device)
+        first = batches.first_row
+        losses = torch.zeros(batches.order.global_batch_size, device=self._run.world.device)
+        own = torch.from_numpy(values.losses).to(self._run.world.device)
         losses[first : first + len(own)] = own
-        batch_losses = self._world.sum_(losses).cpu().numpy()
-        if not self._record.is_main:
+        batch_losses = self._run.world.sum_(losses).cpu().numpy()
+        if not self._run.record.is_main:
             return []
         by_loss = np.argsort(-np.nan_to_num(batch_losses, nan=np.inf), kind="stable")
         largest = by_loss[:NAMED_SAMPLES]
-        samples = self._batches.order.rows(step, 0, len(batch_losses))[largest]
+        samples = batches.order.rows(step, 0, len(batch_losses))[largest]
         named = []
         # Keys are read from the shards. If that fails, the run continues without them.
         with suppress(ShardError):
             for sample, loss in zip(samples.tolist(), batch_losses[largest].tolist(), strict=True):
-                named.append((self._batches.split.key(sample), _finite(loss)))
+                named.append((batches.split.key(sample), _finite(loss)))
         return named
-
-
-class GuardHook(Hook):
-    """Skips bad updates, and then continues, stops or rewinds the run (`guard`)."""
-
-    def __init__(self, config: Config):
-        self.saves_start = config.guard.rewinds()
-
-    def begin(self, run: Run) -> None:
-        """See `Hook`."""
-        self._guard = Guard(run.config, run.state, run.world, run.record, run.batches)
-
-    def limits(self, step: int) -> Limits | None:
-        """See `Hook`."""
-        return self._guard.limits(step)
-
-    def read(self, step: int, values: StepValues) -> Exception | None:
-        """See `Hook`."""
-        return self._guard.judge(step, values)
 
 
 def limit_of(values: tuple[float, ...], sigmas: float) -> float:

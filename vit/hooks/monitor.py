@@ -11,25 +11,21 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from vit.checkpoint.state import RunState
-from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader, LoaderStats
 from vit.distributed.process_group import World, local_world_size, peak_memory_gib
-from vit.loggers.record import Record
-from vit.run import GoBack, Hook, Run
+from vit.run import GoBack, Run
 from vit.system.host import num_cores
 from vit.system.meter import digits, duration
 from vit.system.stages import TALLIED, Stage, Tally, add_up, since
 from vit.training.mfu import Utilization, find_peak, train_flops_per_image
-from vit.training.plan import Plan
 from vit.training.step_result import StepResult, StepValues
 
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
@@ -90,30 +86,10 @@ def _collect_garbage() -> None:
 class Monitor:
     """Reads the result of each step one step late, logs it, and decides when to `stop`."""
 
-    def __init__(
-        self,
-        hooks: Sequence[Hook],
-        plan: Plan,
-        world: World,
-        state: RunState,
-        record: Record,
-        loader: Loader,
-        lr_at: Callable[[int], float],
-        image_format: ImageFormat,
-        utilization: Utilization | None = None,
-        weight_decay_at: Callable[[int], float | None] = lambda step: None,
-    ):
-        """hooks: called with the numbers of each step. utilization: None on ranks that do not log.
-        lr_at, weight_decay_at: as in `vit.step.TrainStep`."""
-        self.hooks = hooks
-        self.plan = plan
-        self.world = world
-        self.state = state
-        self.record = record
+    def __init__(self, run: Run, loader: Loader, utilization: Utilization | None = None):
+        """utilization: None on ranks that do not log."""
+        self.run = run
         self.loader = loader
-        self.lr_at = lr_at
-        self.weight_decay_at = weight_decay_at
-        self.image_format = image_format
         self.utilization = utilization
         self.stop = False
         """Whether training ends at this step, equal on all ranks."""
@@ -127,7 +103,8 @@ class Monitor:
         self.is_started = False
         """Whether training time is counted, which starts with the first batch."""
         self._last_step_at: float
-        self._run_began = time.perf_counter() - state.elapsed_s
+        self._totals_s: NDArray[np.float64]
+        self._run_began = time.perf_counter() - run.state.elapsed_s
         self._new_interval(time.perf_counter(), loader.stats)
 
     def elapsed_s(self) -> float:
@@ -200,44 +177,47 @@ class Monitor:
         if not is_next_queued:  # waiting for the device is training time
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
-        self.state.interval_losses.append(values.loss)
-        self._num_steps += 1
+        self.run.state.interval_losses.append(values.loss)
         self._timed_steps += 1
-        self._waits.add(values.rank_reports[:, 0])
-        self.state.bad_images += values.bad_images
-        problems = [hook.read(step, values) for hook in self.hooks]
+        self._num_steps += 1
+        waits_s = values.rank_reports[:, 0].astype(np.float64)
+        self._waited_s += float(waits_s.max())  # a step waits for its slowest rank
+        self._totals_s = self._totals_s + waits_s
+        self.run.state.bad_images += values.bad_images
+        problems = [hook.read(step, values) for hook in self.run.hooks]
         self._log(step + 1, values, stats)
         if values.norms is not None:
-            self.record.write("norms", step + 1, **values.norms)
+            self.run.record.write("norms", step + 1, **values.norms)
         for problem in filter(None, problems):
-            self.state.elapsed_s = self.elapsed_s()
+            self.run.state.elapsed_s = self.elapsed_s()
             if isinstance(problem, GoBack):
                 raise problem
-            with self.world.fail_together():
+            with self.run.world.fail_together():
                 raise problem
 
     def skip(self, step: int) -> None:
         """Read the queued step, and tell the hooks that `step` is skipped."""
         self.flush()
-        for hook in self.hooks:
+        for hook in self.run.hooks:
             hook.skipped(step)
 
     def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
         self._began = began
         self._last_step_at = began
         self._stats_before = stats_before
-        self._num_steps = 0
         """The steps of this attempt in the interval. Its losses may include those before a
         resume."""
-        self._waits = Waits()
+        self._num_steps = 0
+        self._waited_s = 0.0
+        self._totals_s = np.zeros(1)
 
     def _logs_after(self, step: int) -> bool:
         """Return whether a line of metrics is written after `step` steps.
 
         A line is also written when the image size changes, so that no rate mixes two sizes.
         """
-        plan = self.plan
-        stages = self.image_format.stages
+        plan = self.run.plan
+        stages = self.run.batches.image_format.stages
         is_stage_end = any(step == until * plan.steps_per_epoch for until, _ in stages)
         return step % plan.log_every_steps == 0 or step == plan.total_steps or is_stage_end
 
@@ -246,17 +226,19 @@ class Monitor:
 
         step: the number of finished steps.
         """
-        plan = self.plan
+        plan = self.run.plan
         batch_size = plan.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
-        waiting = self._waits.sum_up()
+        waiting = sum_up(self._waited_s, self._totals_s)
         wait_share = min(waiting.waited_s / spent_s, 1.0)
         images_per_s = self._num_steps * batch_size / spent_s
-        mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size, step - 1)
-        losses = self.state.interval_losses
+        mfu = self.utilization and self.utilization.mfu(
+            images_per_s / self.run.world.size, step - 1
+        )
+        losses = self.run.state.interval_losses
         loss = sum(losses) / len(losses)
-        lr = self.lr_at(step - 1)
-        weight_decay = self.weight_decay_at(step - 1)
+        lr = self.run.train_step.lr_at(step - 1)
+        weight_decay = self.run.train_step.weight_decay_at(step - 1)
         epoch = step / plan.steps_per_epoch
         steps_left: float = plan.total_steps - step
         if self.utilization is not None:  # steps with larger images take longer
@@ -265,8 +247,10 @@ class Monitor:
         slow_rank = ""
         if waiting.is_uneven and wait_share >= NOTABLE_WAIT_SHARE:
             slow_rank = f" (rank {waiting.rank})"
-        height, width = self.image_format.in_epoch((step - 1) // plan.steps_per_epoch).size
-        size = f" of {height}x{width} px" if self.image_format.stages else ""
+        height, width = self.run.batches.image_format.in_epoch(
+            (step - 1) // plan.steps_per_epoch
+        ).size
+        size = f" of {height}x{width} px" if self.run.batches.image_format.stages else ""
         share = "" if mfu is None else f" MFU {mfu:.0%},"
         line = (
             f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {digits(images_per_s)}"
@@ -274,10 +258,10 @@ class Monitor:
             f" | lr {lr:.2e} | ETA {duration(eta_s)}"
         )
         if not self._logs_after(step):
-            self.record.progress(step, line)
+            self.run.record.progress(step, line)
             return
         _collect_garbage()
-        self.record.train_line(step, line)
+        self.run.record.train_line(step, line)
         loader_images_per_s = self._loader_images_per_s(stats)
         loaders = [
             dict(zip(LOADER_COUNTS, counts, strict=True))
@@ -285,7 +269,7 @@ class Monitor:
             if counts
         ]
         self._advise(wait_share, waiting, loaders, loader_images_per_s)
-        self.record.write(
+        self.run.record.write(
             "train",
             step,
             epoch=epoch,
@@ -295,19 +279,19 @@ class Monitor:
             **({"image_size": height if height == width else [height, width]} if size else {}),
             grad_norm=values.grad_norm,
             images_per_s=images_per_s,
-            images_per_s_per_gpu=images_per_s / self.world.size,
+            images_per_s_per_gpu=images_per_s / self.run.world.size,
             mfu=mfu,
             data_wait_s=waiting.waited_s,
             data_wait_max_s=waiting.max_s,
             data_wait_mean_s=waiting.mean_s,
             data_wait_rank=waiting.rank,
-            data_wait_host=self.world.host_of(waiting.rank),
+            data_wait_host=self.run.world.host_of(waiting.rank),
             loader_images_per_s=loader_images_per_s,
             elapsed_s=self.elapsed_s(),
-            peak_memory_gib=peak_memory_gib(self.world.device),
-            updates_skipped=self.state.updates_skipped,
-            batches_passed_over=self.state.num_passed_over(step),
-            bad_images=self.state.bad_images,
+            peak_memory_gib=peak_memory_gib(self.run.world.device),
+            updates_skipped=self.run.state.updates_skipped,
+            batches_passed_over=self.run.state.num_passed_over(step),
+            bad_images=self.run.state.bad_images,
             **self._loader_metrics(loaders, waiting),
         )
         losses.clear()
@@ -325,14 +309,14 @@ class Monitor:
         is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
         if is_notable and self._timed_steps >= ADVICE_STEPS:
             self._reported_wait_share = wait_share
-            self.record.say(
+            self.run.record.say(
                 advice(
                     wait_share,
                     waiting,
                     loaders,
                     images_per_s=loader_images_per_s,
                     num_workers=self.loader.num_workers,
-                    world=self.world,
+                    world=self.run.world,
                 )
             )
 
@@ -347,7 +331,7 @@ class Monitor:
         metrics["loader_replaced"] = sum(loader["replaced"] for loader in loaders)
         metrics["loader_slowest"] = {
             "rank": waiting.rank,
-            "host": self.world.host_of(waiting.rank),
+            "host": self.run.world.host_of(waiting.rank),
             **{name: round(number, 3) for name, number in loaders[waiting.rank].items()},
         }
         return metrics
@@ -362,7 +346,7 @@ class Monitor:
         busy_s = stats.busy_s - self._stats_before.busy_s
         if not num_made:
             return None
-        return num_made / busy_s * max(self.loader.num_workers, 1) * self.world.size
+        return num_made / busy_s * max(self.loader.num_workers, 1) * self.run.world.size
 
 
 def create_monitor(run: Run, loader: Loader) -> Monitor:
@@ -377,18 +361,7 @@ def create_monitor(run: Run, loader: Loader) -> Monitor:
         ]
         peak = find_peak(run.world.device, step.precision)
         utilization = Utilization(flops(), peak, tuple(stage_flops))
-    return Monitor(
-        hooks=run.hooks,
-        plan=run.plan,
-        world=run.world,
-        state=run.state,
-        record=run.record,
-        loader=loader,
-        lr_at=step.lr_at,
-        image_format=run.batches.image_format,
-        utilization=utilization,
-        weight_decay_at=step.weight_decay_at,
-    )
+    return Monitor(run, loader, utilization)
 
 
 # --- how long training waits for data, and what to do about it ------------------------------------
@@ -414,27 +387,10 @@ class Waiting(NamedTuple):
         return self.max_s > UNEVEN * self.mean_s
 
 
-class Waits:
-    """Sums how long each rank waited for its batches.
-
-    A step waits for its slowest rank, so the longest wait of each step is summed too.
-    """
-
-    def __init__(self) -> None:
-        self._waited_s = 0.0
-        self._totals_s: NDArray[np.float64] = np.zeros(1)
-
-    def add(self, waits_s: ArrayLike) -> None:
-        """Add the waits of one step, (ranks,)."""
-        rank_waits_s = np.asarray(waits_s, np.float64)
-        self._waited_s += float(rank_waits_s.max())
-        self._totals_s = self._totals_s + rank_waits_s
-
-    def sum_up(self) -> Waiting:
-        """Return the sums of all steps."""
-        totals_s = self._totals_s
-        rank = int(totals_s.argmax())
-        return Waiting(self._waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
+def sum_up(waited_s: float, totals_s: NDArray[np.float64]) -> Waiting:
+    """Describe the waits in an interval. totals_s: (ranks,) the sum over the steps."""
+    rank = int(totals_s.argmax())
+    return Waiting(waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
 
 
 def advice(

@@ -11,41 +11,34 @@ from __future__ import annotations
 
 import torch
 
-from vit.checkpoint.state import RunState
 from vit.data.batches import Batch
-from vit.data.order import Order, sample_checksum
-from vit.distributed.process_group import World
-from vit.loggers.record import Record
+from vit.data.order import sample_checksum
 from vit.run import Hook, Run
-from vit.training.plan import Plan
 
 
-class OrderCheck:
-    """Computes checksums of samples from `state.step` on, and compares them with `order`.
+class OrderHook(Hook):
+    """Computes checksums of samples, and compares them with the order at each save and at the end
+    of each epoch.
 
-    Streamed samples have no order (None), so they are only recorded.
+    Streamed samples have no order, so they are only recorded.
     """
 
-    def __init__(
-        self, world: World, order: Order | None, plan: Plan, record: Record, state: RunState
-    ):
-        self._world = world
-        self._order = order
-        self._plan = plan
-        self._record = record
-        self._state = state
-        self._compared_step = state.step
+    def begin(self, run: Run) -> None:
+        """See `Hook`."""
+        self._run = run
+        self._order = run.batches.order if run.batches.exact else None
+        self._compared_step = run.state.step
         self._seen = 0
         self._planned = 0
 
-    def add(self, batch: Batch) -> None:
+    def queued(self, batch: Batch) -> None:
         """Add this rank's rows of the batch at `state.step`."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
             # Look samples up in each step while the GPU computes. Looking up a whole epoch at its
             # end would make training wait.
-            rows = self._plan.rows_of(self._world.rank)
-            planned = self._order.rows(self._state.step, rows.start, rows.stop)
+            rows = self._run.plan.rows_of(self._run.world.rank)
+            planned = self._order.rows(self._run.state.step, rows.start, rows.stop)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
 
     def compare(self) -> None:
@@ -54,62 +47,42 @@ class OrderCheck:
         Raises RuntimeError on a rank whose samples differ from the plan, and AlreadyReported on the
         other ranks.
         """
-        state = self._state
+        state = self._run.state
         if self._compared_step == state.step:
             return
-        with self._world.fail_together():
+        with self._run.world.fail_together():
             if self._order is not None and self._seen != self._planned:
                 raise RuntimeError(
                     f"batches {self._compared_step} to {state.step - 1}, rows of rank"
-                    f" {self._world.rank}: sample checksum {self._seen:016x}, planned"
+                    f" {self._run.world.rank}: sample checksum {self._seen:016x}, planned"
                     f" {self._planned:016x}: this is a bug in the loader, please report it"
                 )
         # torch has no unsigned sum, but the int64 sum has the same bits.
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
-        own = torch.tensor(signed, dtype=torch.int64, device=self._world.device)
-        state.sample_checksum = (state.sample_checksum + int(self._world.sum_(own))) % 2**64
+        own = torch.tensor(signed, dtype=torch.int64, device=self._run.world.device)
+        state.sample_checksum = (state.sample_checksum + int(self._run.world.sum_(own))) % 2**64
         self._compared_step = state.step
         self._seen = 0
         self._planned = 0
 
-    def write(self) -> None:
-        """Compare, and record the checksum since the last line. All ranks must call this."""
+    def verify(self, is_end: bool) -> None:
+        """See `Hook`."""
         self.compare()
-        state = self._state
+        state = self._run.state
         first = state.checked_step
-        if first == state.step:
+        if first == state.step or not is_end:
             return
-        is_epoch_end = state.step % self._plan.steps_per_epoch == 0
-        self._record.write(
+        is_epoch_end = state.step % self._run.plan.steps_per_epoch == 0
+        self._run.record.write(
             "epoch",
             state.step,
-            epoch=state.step / self._plan.steps_per_epoch,
+            epoch=state.step / self._run.plan.steps_per_epoch,
             first_batch=first,
             last_batch=state.step - 1,
             exact=self._order is not None,
             sample_checksum=f"{state.sample_checksum:016x}",
             batches_passed_over=state.num_passed_over(state.step) - state.num_passed_over(first),
-            samples_dropped=self._plan.dropped_per_epoch if is_epoch_end else 0,
+            samples_dropped=self._run.plan.dropped_per_epoch if is_epoch_end else 0,
         )
         state.checked_step = state.step
         state.sample_checksum = 0
-
-
-class OrderHook(Hook):
-    """Compares the samples with the order at each save and at the end of each epoch."""
-
-    def begin(self, run: Run) -> None:
-        """See `Hook`."""
-        order = run.batches.order if run.batches.exact else None
-        self._check = OrderCheck(run.world, order, run.plan, run.record, run.state)
-
-    def queued(self, batch: Batch) -> None:
-        """See `Hook`."""
-        self._check.add(batch)
-
-    def verify(self, is_end: bool) -> None:
-        """See `Hook`."""
-        if is_end:
-            self._check.write()
-        else:
-            self._check.compare()

@@ -59,15 +59,6 @@ def start_lines(
         )
     rate = config.model.drop_path_rate or 0.0
     in_subset = config.model.drop_path_form == "subset"
-    if (
-        rate
-        and len(getattr(model, "blocks", ())) == 1
-        and config.model.drop_path_schedule != "constant"
-    ):
-        yield (
-            f"note: model.drop_path_rate={rate} drops nothing: the rate of the first block is 0,"
-            " and the model has only one block: set model.drop_path_schedule=constant"
-        )
     if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:
         yield (
             f"note: model.drop_path_form=subset drops no sample at model.drop_path_rate={rate}"

@@ -18,13 +18,7 @@ import pytest
 from small_shards import NUM_SHARDS, PER_SHARD, jpeg, pair, write_tar
 
 from vit.data.shards.data_set import open_split
-from vit.data.shards.index_file import (
-    UNCHECKED_DTYPE,
-    index_mismatch,
-    index_sha256,
-    open_index,
-    save_index,
-)
+from vit.data.shards.index_file import index_mismatch, index_sha256, open_index, save_index
 from vit.data.shards.info_file import read_sidecar
 from vit.data.shards.tar import INDEX_DTYPE, scan_tar
 from vit.system.files import ShardError
@@ -363,42 +357,7 @@ def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeyp
     )
 
 
-def written_by_an_earlier_version(root: Path) -> bytes:
-    """Replace the index with one in the old format without checksums; return the bytes of the
-    current index."""
-    path = root / "train.index.npy"
-    before = path.read_bytes()
-    rows = np.load(path)
-    old = rows.view(UNCHECKED_DTYPE).copy()
-    old["shard"] = np.repeat(range(NUM_SHARDS), PER_SHARD)
-    np.save(path, old)
-    return before
-
-
-def test_an_index_of_an_earlier_version_is_rebuilt_with_checksums(root, caplog):
-    expected = written_by_an_earlier_version(root)
-    split = open_split(root, "train")
-    assert (
-        "without image checksums (an earlier version wrote it): rebuilding it from 3 shards, 0.0"
-        " GB to read" in caplog.text
-    )
-    assert (root / "train.index.npy").read_bytes() == expected
-    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
-
-
-def test_an_index_of_an_earlier_version_is_used_if_it_cannot_be_rewritten(
-    root, caplog, monkeypatch
-):
-    written_by_an_earlier_version(root)
-    # Pretend that the folder is read-only, because root may write to any folder.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    split = pickle.loads(pickle.dumps(open_split(root, "train")))
-    assert "without checksums, so images are not checked" in caplog.text
-    assert split.index.dtype == UNCHECKED_DTYPE
-    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
-
-
-def test_no_checksum_is_computed_for_a_replaced_shard(root):
+def test_no_checksum_is_computed_of_a_replaced_shard(root):
     flip_a_bit(root / "train-00001.tar", 700)
     (root / "train.index.npy").unlink()
     with pytest.raises(
@@ -446,10 +405,7 @@ def test_checking_an_index_needs_little_memory(tmp_path):
 
 
 def test_checksums_do_not_change_the_identity_of_a_split(root):
-    before = open_split(root, "train")
-    identity = index_sha256(before.index, before.lengths)
-    written_by_an_earlier_version(root)
-    old = open_index(root / "train.index.npy")
-    assert (
-        index_sha256(old, before.lengths) == identity == hashlib.sha256(old.tobytes()).hexdigest()
-    )
+    split = open_split(root, "train")
+    rows = np.array(split.index)
+    rows["crc32c"] = np.repeat(range(NUM_SHARDS), PER_SHARD)
+    assert split.identity() == hashlib.sha256(rows.tobytes()).hexdigest()

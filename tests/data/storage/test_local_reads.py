@@ -158,7 +158,7 @@ def test_an_outage_of_a_file_server_costs_only_time(name, shim, shards):
 def test_a_permanent_outage_of_a_file_server_is_an_error_with_path_reason_and_time(shim, shards):
     done = run(READ_ALL, shim, shards, 1.0, FAIL_S=1000, FAIL_ERRNO=5)
     expected = (
-        rf"{shards}/train-00000.tar: reading failed: Input/output error, \d+ times in \d+ s; .*"
+        rf"{shards}/train-00000.tar: reading failed: Input/output error, \d+ times in \d+ s: .*"
         r" start again"
     )
     assert re.search(rf"ShardError: {expected}$", done.stderr.strip()), done.stderr

@@ -292,8 +292,7 @@ def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, 
     assert any(cache.rglob("*.block"))
     (root / "train.index.npy").unlink()
     with pytest.raises(
-        ShardError,
-        match=r"train.index.npy: unreadable .*; rebuild it with `python -m data_prep\.index",
+        ShardError, match=r"train.index.npy: absent; rebuild it with `python -m data_prep\.index"
     ):
         open_split(root, "train", cache)
 

@@ -234,17 +234,6 @@ def _tf_contrast(drawn: Drawn) -> Tensor:
     return mean + _big_vision_factor(drawn.strength) * (pixel_ops.LEVELS - mean)
 
 
-def _tf_posterize(images: Tensor, strength: Tensor) -> Tensor:
-    # Keeping 0 bits would be a shift by 8, which TensorFlow replaces by a shift by 7.
-    return pixel_ops.posterize(images, (0.4 * strength.abs()).floor().clamp(min=1.0))
-
-
-def _tf_solarize(images: Tensor, strength: Tensor) -> Tensor:
-    # The source casts the threshold to uint8. At strength 10, 256 therefore becomes 0, which
-    # inverts all pixels.
-    return pixel_ops.solarize(images, (25.6 * strength.abs()).floor().remainder(256.0))
-
-
 def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
     """Return top, bottom, left, right of a square of up to 80 pixels (at strength 10)."""
     height, width = drawn.size
@@ -274,8 +263,15 @@ _BIG_VISION: dict[str, Op] = {
     "equalize": EQUALIZE,
     "invert": _TIMM["invert"],
     "rotate": _tf_warp(lambda s, size: _tf_turned(3.0 * s, size)),
-    "posterize": _by_table(_tf_posterize),
-    "solarize": _by_table(_tf_solarize),
+    # Keeping 0 bits would be a shift by 8, which TensorFlow replaces by a shift by 7.
+    "posterize": _by_table(
+        lambda x, s: pixel_ops.posterize(x, (0.4 * s.abs()).floor().clamp(min=1.0))
+    ),
+    # The source casts the threshold to uint8. At strength 10, 256 therefore becomes 0, which
+    # inverts all pixels.
+    "solarize": _by_table(
+        lambda x, s: pixel_ops.solarize(x, (25.6 * s.abs()).floor().remainder(256.0))
+    ),
     "color": _by_factor(Kind.TF_SATURATION, _big_vision_factor),
     "contrast": Op(Kind.TABLE, _tf_contrast),
     "brightness": _by_table(lambda x, s: x * _big_vision_factor(s)),

@@ -83,10 +83,6 @@ def how_to_convert(suffix: str) -> str:
     )
 
 
-def _starts_as_image(head: bytes) -> bool:
-    return bool(READ_MAGIC.match(head) or (READS_HEIF and HEIC_MAGIC.match(head)))
-
-
 def is_image(path: str) -> bool:
     """Return whether a file is a readable image, by its suffix or, without one, its first bytes."""
     suffix = os.path.splitext(path)[1].lower()
@@ -94,9 +90,10 @@ def is_image(path: str) -> bool:
         return suffix in EXTENSIONS
     try:
         with open(path, "rb") as file:
-            return _starts_as_image(file.read(16))
+            head = file.read(16)
     except OSError:
         return False
+    return bool(READ_MAGIC.match(head) or (READS_HEIF and HEIC_MAGIC.match(head)))
 
 
 def read_image(path: str) -> bytes:

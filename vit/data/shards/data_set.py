@@ -21,18 +21,17 @@ from __future__ import annotations
 import bisect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from vit.data.shards.index_file import (
     describe_altered,
     first_samples,
-    has_checksums,
     index_mismatch,
     open_index,
     replaced_shards,
@@ -44,23 +43,11 @@ from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import NO_LABEL, SampleLayout, recorded_layout
 from vit.data.shards.split import Split
 from vit.data.shards.split_slice import SplitSlice, parse_name
-from vit.data.shards.stores import (
-    Cache,
-    Store,
-    Tars,
-    Version,
-    open_cache,
-    open_cached_tars,
-    open_store,
-)
+from vit.data.shards.stores import Version, open_cache, open_cached_tars, open_store
 from vit.system.files import ShardError, sha256_of
 from vit.system.retry import RetryPolicy
 from vit.system.urls import bare, local_path
 
-UNCHECKED = (
-    "the index is of an earlier version without checksums, so images are not checked; `python -m"
-    " data_prep.index` adds the checksums"
-)
 log = logging.getLogger(__name__)
 
 
@@ -115,32 +102,37 @@ def _open_whole(
     # 1. Find the shards, in this folder or at a URL.
     home, shown, info, described, folder = _find(root, split, retry)
     filenames = described.filenames
+    is_local = isinstance(folder, Path)
+    is_cached = not is_local or cache_dir is not None
     found_versions: list[Version] = []
-    if not isinstance(folder, Path) or cache_dir is not None or not is_checked:
+    if is_cached or not is_checked:
         found_versions = _check_shards(folder, described, versions)
 
-    # 2. Open the shards and the index. Rebuild the index of a folder if it does not match.
+    # 2. Open the index and the shards. Rebuild the index of a folder if it does not match.
     layout = recorded_layout(info, home and home / filenames[0])
-    firsts = first_samples(described.lengths)
-    tars: Tars
-    if isinstance(folder, Path):
-        index = _local_index(folder, split, described, found_versions, layout, is_checked)
-        tars = LocalTars(folder, filenames, retry)
-        if cache_dir is not None:
-            cache = open_cache(cache_dir, cache_gib, "data.cache_dir")
-            tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
+    sizes = None if is_checked else [version.size for version in found_versions]
+    cache = None
+    if is_cached:
+        cache = open_cache(cache_dir, cache_gib, "data.cache_dir" if is_local else shown)
+    if is_local:
+        index = _local_index(folder, split, described, sizes, layout)
     else:
-        cache = open_cache(cache_dir, cache_gib, shown)
-        index = _remote_index(
+        path = home / f"{split}.index.npy" if home else folder.fetch_index(split, cache)
+        place = str(path if home else f"{folder}/{split}.index.npy")
+        index = _remote_index(folder, path, place, described, sizes)
+    tars: Any
+    if is_cached:
+        tars = open_cached_tars(
             folder,
-            home,
-            split=split,
-            described=described,
+            filenames,
             versions=found_versions,
+            index=index,
+            firsts=first_samples(described.lengths),
             cache=cache,
-            is_checked=is_checked,
+            retry=retry,
         )
-        tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
+    else:
+        tars = LocalTars(folder, filenames, retry)
 
     # 3. Check the labels.
     class_names = list(info.get("class_names") or [])
@@ -167,18 +159,15 @@ def _open_whole(
 # ---- the shards ----------------------------------------------------------------------------------
 
 
-class _Location(NamedTuple):
-    home: Path | None
-    """The folder that contains `_info.json`; None if the data set is at a URL."""
-    shown: str
-    """The folder, or the URL without credentials, for messages."""
-    info: dict[str, Any]
-    described: SplitInfo
-    folder: Path | Store
-    """The folder or the store that contains the shards."""
+def _find(
+    root: Path | str, split: str, retry: RetryPolicy | None
+) -> tuple[Path | None, str, dict[str, Any], SplitInfo, Any]:
+    """Read `_info.json` and find the shards.
 
-
-def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Location:
+    Returns the folder of `_info.json` (None for a URL), the address without credentials for
+    messages, the content of `_info.json`, the description of the split, and the folder (a path) or
+    the store that contains the shards.
+    """
     home = local_path(root)
     url = str(root).rstrip("/")
     if home is not None:
@@ -197,7 +186,7 @@ def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Location:
         not info.get("shards_at") or any((home / name).exists() for name in described.filenames)
     )
     folder = Path(shown) if is_local else open_store(shards_url, retry)
-    return _Location(home, shown, info, described, folder)
+    return home, shown, info, described, folder
 
 
 def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
@@ -211,14 +200,7 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
     sizes = [version.size for version in versions]
     if isinstance(folder, Path):
         path = folder / f"{split}.index.npy"
-        try:
-            reason = _why_rebuild(open_index(path), folder, described, sizes)
-        except FileNotFoundError:
-            reason = "absent"
-        except (ValueError, OSError) as error:
-            if isinstance(error, ShardError):
-                raise
-            reason = f"unreadable ({error})"
+        _, reason = _read_index(path, lambda rows: _why_rebuild(rows, folder, described, sizes))
         if reason:
             raise ShardError(
                 f"{path} is {reason}: the next start must rebuild it from {sum(sizes) / 1e9:.1f}"
@@ -228,7 +210,7 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
 
 
 def _check_shards(
-    folder: Path | Store, described: SplitInfo, of_other_process: Sequence[Sequence[Any]] | None
+    folder: Any, described: SplitInfo, of_other_process: Sequence[Sequence[Any]] | None
 ) -> list[Version]:
     """Return the version of each shard. Raises ShardError with a list of all mismatches."""
     names = described.filenames
@@ -293,28 +275,14 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
 
 
 def _local_index(
-    root: Path,
-    split: str,
-    described: SplitInfo,
-    versions: Sequence[Version],
-    layout: SampleLayout,
-    is_checked: bool,
+    root: Path, split: str, described: SplitInfo, sizes: Sequence[int] | None, layout: SampleLayout
 ) -> np.ndarray:
+    """Open the index of shards in a folder, or rebuild it. sizes: None if it is checked already."""
     path = root / f"{split}.index.npy"
-    sizes = [version.size for version in versions]
-    try:
-        index = open_index(path)
-    except FileNotFoundError:
-        reason = "absent"
-    except (ValueError, OSError) as error:
-        reason = f"unreadable ({error})"
-    else:
-        reason = "" if is_checked else _why_rebuild(index, root, described, sizes)
-        if not reason:
-            if not is_checked and not has_checksums(index):
-                log.warning("%s: %s", path, UNCHECKED)
-            return index
-    if not sizes:  # the first process could not save its index
+    index, reason = _read_index(path, lambda rows: _why_rebuild(rows, root, described, sizes))
+    if index is not None and not reason:
+        return index
+    if sizes is None:  # the first process could not save its index
         sizes = [version.size for version in _check_shards(root, described, None)]
     log.warning(
         "%s is %s: rebuilding it from %d shards, %.1f GB to read",
@@ -326,19 +294,33 @@ def _local_index(
     return build_index(root, split, described, layout)
 
 
-def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Sequence[int]) -> str:
+def _read_index(
+    path: Path, find_mismatch: Callable[[np.ndarray], str]
+) -> tuple[np.ndarray | None, str]:
+    """Return the index, or None, and the reason why it cannot be used, or ""."""
+    try:
+        index = open_index(path)
+    except FileNotFoundError:
+        return None, "absent"
+    except (ValueError, OSError) as error:
+        return None, f"unreadable ({error})"
+    return index, find_mismatch(index)
+
+
+def _why_rebuild(
+    index: np.ndarray, root: Path, described: SplitInfo, sizes: Sequence[int] | None
+) -> str:
     """Return the reason why the index does not match the tars, or "" if it matches.
 
     Raises ShardError if the sha256 of a tar differs from the recorded one. Then the index is right,
     and training with a rebuilt index would use the wrong images.
     """
-    if mismatch := index_mismatch(index, described.lengths, sizes):
+    mismatch = index_mismatch(index, described.lengths, sizes)
+    if mismatch or sizes is None:
         return mismatch
     tars = [root / name for name in described.filenames]
     replaced = replaced_shards(index, described.lengths, tars)
     if not replaced:
-        if not has_checksums(index) and os.access(root, os.W_OK):
-            return "without image checksums (an earlier version wrote it)"
         return ""
     # Hash only the first tar, because hashing an entire data set would take minutes.
     first = replaced[0]
@@ -351,35 +333,15 @@ def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Seq
 
 
 def _remote_index(
-    folder: Store,
-    home: Path | None,
-    split: str,
-    described: SplitInfo,
-    versions: Sequence[Version],
-    cache: Cache,
-    is_checked: bool,
+    folder: Any, path: Path, place: str, described: SplitInfo, sizes: Sequence[int] | None
 ) -> np.ndarray:
-    if home is None:
-        path = folder.fetch_index(split, cache)
-        place = f"{folder}/{split}.index.npy"
-    else:
-        path = home / f"{split}.index.npy"
-        place = str(path)
-    reason = ""
-    try:
-        index = open_index(path)
-        if not is_checked:
-            sizes = [version.size for version in versions]
-            reason = index_mismatch(index, described.lengths, sizes)
-    except (ValueError, OSError) as error:
-        reason = f"unreadable ({error})"
-    if reason:
+    """Open the index of shards at a URL. place: the address of the index for messages."""
+    index, reason = _read_index(path, lambda rows: index_mismatch(rows, described.lengths, sizes))
+    if index is None or reason:
         raise ShardError(
             f"{place}: {reason}; rebuild it with `python -m data_prep.index {quote(str(folder))}"
             " --out ROOT`, where ROOT is another folder, and set data.root=ROOT"
         )
-    if not has_checksums(index):
-        log.warning("%s: %s", place, UNCHECKED)
     return index
 
 

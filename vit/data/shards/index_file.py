@@ -5,8 +5,7 @@ each shard suffices to find the shard of a sample. Opening an index maps the fil
 checks work shard by shard, so that an index of a billion samples is never loaded completely.
 
 Each row contains the CRC-32C of the encoded image, which is compared when the image is read. It is
-0 (unknown) if the row was made without reading the image. Indexes of earlier versions contain the
-shard number instead (`UNCHECKED_DTYPE`) and remain readable.
+0 (unknown) if the row was made without reading the image.
 """
 
 from __future__ import annotations
@@ -27,13 +26,6 @@ from vit.system.files import ShardError, read_json, replacing, sha256_of, unread
 from vit.system.meter import Meter
 from vit.system.tar_walk import TAR_BLOCK
 
-UNCHECKED_DTYPE = np.dtype(
-    [
-        ("shard", "<u4"),
-        *[(name, INDEX_DTYPE[name]) for name in ("size", "offset", "label", "width", "height")],
-    ]
-)
-"""The rows of an index that was written before checksums were introduced."""
 NUM_READERS = 8
 """The number of shards that are read concurrently to rebuild an index. Network file systems serve
 several files faster than one."""
@@ -68,7 +60,7 @@ def _write_header(file: BinaryIO, num_samples: int) -> None:
 
 
 def open_index(path: Path) -> np.ndarray:
-    """Memory-map an index file: (num_samples,) INDEX_DTYPE or UNCHECKED_DTYPE.
+    """Memory-map an index file: (num_samples,) INDEX_DTYPE.
 
     Raises OSError, or ValueError with the reason if the file is damaged or has another format.
     """
@@ -78,7 +70,7 @@ def open_index(path: Path) -> np.ndarray:
         raise
     except Exception as error:  # numpy parses a header as Python, which can raise anything
         raise ValueError("truncated, or its header is damaged") from error
-    is_index = index.dtype in (INDEX_DTYPE, UNCHECKED_DTYPE) and index.ndim == 1 and len(index)
+    is_index = index.dtype == INDEX_DTYPE and index.ndim == 1 and len(index)
     if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
         raise ValueError("of another format, or its header is damaged")
     return index
@@ -89,16 +81,13 @@ def unmapped(index: np.ndarray) -> np.ndarray | Path:
     return Path(str(index.filename)) if isinstance(index, np.memmap) else index
 
 
-def has_checksums(index: np.ndarray) -> bool:
-    """Return whether the rows have a field for checksums."""
-    return index.dtype == INDEX_DTYPE
-
-
-def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int]) -> str:
+def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int] | None) -> str:
     """Return the reason why an index does not match its shards, or "" if its rows show none.
 
-    lengths: number of samples in each shard. sizes: bytes of each shard.
+    lengths: number of samples in each shard. sizes: bytes of each shard, or None to check nothing.
     """
+    if sizes is None:
+        return ""
     if len(index) != sum(lengths):
         return "outdated (its shard lengths differ from _info.json)"
     for rows, size in zip(_by_shard(index, lengths), sizes, strict=True):
@@ -128,9 +117,9 @@ def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
     """Return a hash of all samples' positions, which does not depend on checksums."""
     digest = hashlib.sha256()
     for shard, rows in enumerate(_by_shard(index, lengths)):
-        plain = np.array(rows).view(UNCHECKED_DTYPE)
-        plain["shard"] = shard
-        digest.update(plain.view(np.uint8).data)
+        positions = np.array(rows)
+        positions["crc32c"] = shard
+        digest.update(positions.view(np.uint8).data)
     return digest.hexdigest()
 
 

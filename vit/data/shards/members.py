@@ -17,13 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vit.config.sample_layout import (
-    IMAGE_EXTENSIONS,
-    NO_LABEL,
-    Names,
-    image_suffixes,
-    layout_problems,
-)
+from vit.config.sample_layout import IMAGE_EXTENSIONS, NO_LABEL, Names, image_suffixes
 from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 
@@ -83,10 +77,6 @@ class SampleLayout:
             listed = json.dumps(list(self.class_names)).encode()
             options["class_names_sha256"] = hashlib.sha256(listed).hexdigest()
         return options
-
-    def problems(self, names: Names) -> list[str]:
-        """Return the problems of the layout that do not depend on a sample."""
-        return layout_problems(self.image, self.label, self.keys_with_dots, names)
 
     @cached_property
     def image_suffixes(self) -> tuple[str, ...]:
@@ -241,26 +231,17 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
         content = json.loads(data)
     except ValueError as error:
         raise InvalidSample(f"has a .{suffix} that is not JSON ({error})") from error
-    value = _look_up(content, field)
+    # A name with dots is tried as one name first, then as a path.
+    is_name = isinstance(content, dict) and field in content
+    value = content
+    for name in [field] if is_name else field.split("."):
+        value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
     if value is _ABSENT:
         fields_text = ", ".join(content) if isinstance(content, dict) else repr(content)
         raise InvalidSample(
             f"has no field {field!r} in its .{suffix} (its fields: {printable(fields_text[:200])})"
         )
     return value
-
-
-def _look_up(content: Any, field: str) -> Any:
-    """Return the value at `field`. A name with dots is tried as one name first, then as a path."""
-    for name in (field, *(field[:at] for at, letter in enumerate(field) if letter == ".")):
-        if isinstance(content, dict) and name in content:
-            value = content[name]
-        elif isinstance(content, list) and name.isdecimal() and int(name) < len(content):
-            value = content[int(name)]
-        else:
-            continue
-        return value if name == field else _look_up(value, field[len(name) + 1 :])
-    return _ABSENT
 
 
 def as_integer(value: Any) -> int | None:

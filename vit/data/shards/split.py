@@ -18,16 +18,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit.data.decode.images import decode
-from vit.data.shards.index_file import (
-    first_samples,
-    has_checksums,
-    index_sha256,
-    open_index,
-    unmapped,
-)
+from vit.data.shards.index_file import first_samples, index_sha256, open_index, unmapped
 from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout
-from vit.data.shards.stores import Tars, Version
+from vit.data.shards.stores import Version
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
 from vit.system.files import ShardError
 from vit.system.tar_walk import TAR_BLOCK, TarDamaged, walk
@@ -55,14 +49,14 @@ class Split:
         index: Any,
         num_classes: int,
         class_names: list[str],
-        tars: Tars | None = None,
+        tars: Any = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
         apply_exif: bool = False,
     ):
         """root: folder or URL. lengths: number of samples in each shard.
 
-        index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; an array, or an
-        object with rows like an array's, as in `vit.data.shards.split_slice`.
+        index: (num_samples,) INDEX_DTYPE; an array, or an object with rows like an array's, as
+        in `vit.data.shards.split_slice`.
         class_names: name of each label, [] if unknown.
         apply_exif: whether images were turned upright when the shards were written.
         """
@@ -74,11 +68,10 @@ class Split:
         self.num_samples = len(index)
         self.num_classes = num_classes
         self.class_names = class_names
-        self.tars: Tars = tars or LocalTars(Path(root), filenames)
+        self.tars: LocalTars | Any = tars or LocalTars(Path(root), filenames)
         self.apply_exif = apply_exif
         self._layout = layout
         self._firsts = first_samples(lengths)
-        self._has_checksums = has_checksums(index)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -102,7 +95,7 @@ class Split:
         shard = self._shard_of(i)
         offset = int(row["offset"])
         size = int(row["size"])
-        checksum = int(row["crc32c"]) if self._has_checksums else 0
+        checksum = int(row["crc32c"])
         data, problem = self._read_once(i, shard, offset, size, checksum)
         if problem == FLIPPED:
             # Read again after dropping the bytes from the page cache and the block cache, which may

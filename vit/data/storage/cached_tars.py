@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
-from vit.data.shards.index_file import has_checksums, open_index, unmapped
+from vit.data.shards.index_file import open_index, unmapped
 from vit.data.shards.local_tars import LocalTars
-from vit.data.shards.stores import Store, Version
+from vit.data.shards.stores import Version
 from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
 from vit.data.storage.block_cache import BlockCache, Fetched
 from vit.data.storage.file_lock import is_waited_for
@@ -103,20 +103,6 @@ def fetch_threads_per_process(num_processes: int) -> int:
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
-def open_cached(
-    folder: Store | Path,
-    filenames: list[str],
-    versions: list[Version],
-    index: np.ndarray,
-    firsts: list[int],
-    cache: BlockCache,
-    retry: RetryPolicy | None,
-) -> CachedTars:
-    """Return a reader for shards at a URL, or in a mounted folder, that uses `cache`."""
-    place = MountedFolder(folder, filenames, retry) if isinstance(folder, Path) else folder
-    return CachedTars(place, filenames, versions=versions, index=index, firsts=firsts, cache=cache)
-
-
 class CachedTars:
     """The shards of a split, read through a cache. May be forked and pickled like `Split`.
 
@@ -128,17 +114,22 @@ class CachedTars:
 
     def __init__(
         self,
-        folder: Store | MountedFolder,
+        folder: Any,
         filenames: list[str],
         versions: list[Version],
         index: np.ndarray | Path,
         firsts: list[int],
         cache: BlockCache,
+        retry: RetryPolicy | None = None,
     ):
-        """index: the rows, or the path of their file.
+        """folder: a `RemoteFolder`, or the path of a mounted folder.
 
+        index: the rows, or the path of their file.
         firsts: the first sample of each shard, followed by the number of samples.
+        retry: limits of retries in a mounted folder.
         """
+        if isinstance(folder, Path):
+            folder = MountedFolder(folder, filenames, retry)
         self.folder = folder
         self.filenames = filenames
         self.versions = versions
@@ -169,7 +160,7 @@ class CachedTars:
         return self
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> Any:
         """The store of shards at a URL; None for shards in a mounted folder."""
         return None if isinstance(self.folder, MountedFolder) else self.folder
 
@@ -217,11 +208,11 @@ class CachedTars:
     def _read_cached(self, block: CacheBlock, sample: int, start: int, stop: int) -> bytes | None:
         return self.cache.read(
             block.name,
-            block.num_bytes,
-            block.last - block.first,
-            sample - block.first,
-            start - block.start,
-            stop - block.start,
+            block_bytes=block.num_bytes,
+            num_parts=block.last - block.first,
+            part=sample - block.first,
+            start=start - block.start,
+            stop=stop - block.start,
         )
 
     def _fetch(self, block: CacheBlock) -> bytes | None:
@@ -329,7 +320,7 @@ class CachedTars:
         rows = self.index[block.first : block.last]
         starts = (rows["offset"].astype(np.int64) - block.start).tolist()
         sizes = rows["size"].tolist()
-        checksums = rows["crc32c"].tolist() if has_checksums(rows) else [0] * len(rows)
+        checksums = rows["crc32c"].tolist()
         ends = []
         for start, size, checksum in zip(starts, sizes, checksums, strict=True):
             is_indexed = member_size(data[start - TAR_BLOCK : start]) == size

@@ -69,9 +69,6 @@ class _BySample(nn.Module):
         num_keys = math.gcd(num_rows, len(self.keys))
         return draw_bits(self.keys[:num_keys], num_draws // num_keys) >= self.threshold
 
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"
-
 
 class DropoutBySample(_BySample):
     """A replacement of `nn.Dropout` for inputs (rows, ...)."""
@@ -96,20 +93,16 @@ class SampleKeys:
     """The keys of all layers of a model: (layers, rows) int64 on the device, filled in place."""
 
     def __init__(self, num_layers: int, num_rows: int, device: torch.device):
-        self._keys = torch.zeros(num_layers, num_rows, dtype=torch.int64, device=device)
+        self.by_layer = torch.zeros(num_layers, num_rows, dtype=torch.int64, device=device)
         self._layers = np.arange(num_layers)[:, None]
-
-    def of_layer(self, layer: int) -> Tensor:
-        """Return a view of one layer's keys, (rows,)."""
-        return self._keys[layer]
 
     def set(self, seed: int, step: int, first_row: int) -> None:
         """Set the keys of rows [first_row, first_row + rows) of the global batch at `step`."""
-        rows = first_row + np.arange(self._keys.shape[1])
+        rows = first_row + np.arange(self.by_layer.shape[1])
         keys = torch.from_numpy(fold(seed, step, rows, self._layers).view(np.int64))
-        if self._keys.is_cuda:
+        if self.by_layer.is_cuda:
             keys = keys.pin_memory()  # A copy from pinned memory does not block.
-        self._keys.copy_(keys, non_blocking=True)
+        self.by_layer.copy_(keys, non_blocking=True)
 
 
 def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> SampleKeys:
@@ -133,7 +126,7 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
         by_sample = DropoutBySample if isinstance(child, nn.Dropout) else DropPathBySample
         rate = _rate(child)
         assert rate is not None, "only modules with a rate are replaced"
-        replaced = by_sample(rate, keys.of_layer(layer))
+        replaced = by_sample(rate, keys.by_layer[layer])
         setattr(parent, name, replaced.train(child.training))
     return keys
 

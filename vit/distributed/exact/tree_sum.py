@@ -199,7 +199,9 @@ class TreeSum:
     @contextmanager
     def leaf(self) -> Iterator[None]:
         """Zero the gradients before the backward pass of the next leaf, and add them after it."""
-        vector = self._spare.pop() if self._spare else self._new_vector()
+        vector = (
+            self._spare.pop() if self._spare else torch.empty(self._num_values, device=self._device)
+        )
         vector.zero_()
         for parameter, place in zip(self._parameters, self._places, strict=True):
             values = vector[place : place + parameter.numel()]
@@ -220,9 +222,6 @@ class TreeSum:
             self._add(slice(None))
         self._spare += self._held[len(self._stack.nodes) :]
         del self._held[len(self._stack.nodes) :]
-
-    def _new_vector(self) -> Tensor:
-        return torch.empty(self._num_values, device=self._device)
 
     def _add(self, part: slice) -> None:
         """Do the pending additions for a part of the gradients."""

@@ -65,8 +65,8 @@ class Duplicates:
 def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
     """Find identical images in the training data, and between training and validation data.
 
-    Images with equal checksums and sizes in the index are compared byte by byte. Raises ShardError
-    if an image cannot be read.
+    Images with equal checksums and sizes in the index are compared byte by byte. Raises
+    ShardError if an image cannot be read.
     """
     train = _names(split)
     evaluated = _names(val_split)
