@@ -42,7 +42,7 @@ from vit.system.files import replacing, told
 def main() -> World | None:
     """Run the command line and return the joined process group, or None."""
     args = read_command_line()
-    return COMMANDS[args.command](args)
+    return args.run(args)
 
 
 def import_(args: Namespace) -> None:
@@ -87,9 +87,6 @@ def show(args: Namespace) -> World:
     return world
 
 
-COMMANDS = {"import": import_, "diff": diff, "show": show}
-
-
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command and its flags. Raises ValueError for mistakes."""
     remaining = list(sys.argv[1:] if arguments is None else arguments)
@@ -97,9 +94,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("command", choices=list(COMMANDS))
     if not remaining or remaining[0] not in COMMANDS:
         parser.parse_args(remaining[:1] or ["--help"])
-    command = remaining.pop(0)
-    args = _READ[command](remaining)
-    args.command = command
+    read, run = COMMANDS[remaining.pop(0)]
+    args = read(remaining)
+    args.run = run
     return args
 
 
@@ -181,7 +178,12 @@ def _read_show(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-_READ = {"import": _read_import, "diff": _read_diff, "show": _read_show}
+COMMANDS = {
+    "import": (_read_import, import_),
+    "diff": (_read_diff, diff),
+    "show": (_read_show, show),
+}
+"""The functions that read the flags of a command and run it."""
 
 
 if __name__ == "__main__":

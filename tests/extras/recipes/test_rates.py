@@ -14,7 +14,6 @@ from vit.extras.recipes.rates import (
     distance,
     our_rate,
     timm_cosine,
-    timm_step,
     torchvision_cosine,
 )
 
@@ -59,17 +58,6 @@ def test_the_rate_of_deits_main_lags_by_an_epoch():
     for epoch in range(30):
         assert rate(epoch) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
         scheduler.step(epoch)
-
-
-def test_our_formula_for_timms_step_schedule_equals_timms():
-    group = optimizer(0.016)
-    scheduler, _ = create_scheduler_v2(
-        group, "step", 30, decay_epochs=2.4, decay_rate=0.97, warmup_epochs=3, warmup_lr=1e-6
-    )
-    rate = timm_step(0.016, 2.4, 0.97, warmup_epochs=3, warmup_lr=1e-6)
-    for epoch in range(30):
-        assert rate(epoch) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
-        scheduler.step(epoch + 1)
 
 
 @pytest.mark.parametrize("linear", [True, False])

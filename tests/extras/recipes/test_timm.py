@@ -20,7 +20,6 @@ from vit.config.io import to_dict
 from vit.data.augment.draw import draw_crops
 from vit.extras.recipes.importing import import_recipe
 from vit.extras.recipes.summary import account, yaml_text
-from vit.model import create_model
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.weights.hub import is_hub_name
@@ -179,15 +178,14 @@ def test_a_policy_that_timm_rejects_is_an_error(policy):
     "flags",
     [
         *("adamw", "lamb", "nadamw --opt-betas 0.8 0.9", "sgd", "momentum --momentum 0.8"),
-        *("muon", "nadamuon --opt-kwargs ns_steps=4 adjust_lr_fn=rms_to_rms", "adafactorbv"),
-        *("adamw --opt-eps 1e-6", "adafactorbv --opt-kwargs beta2_cap=0.95"),
+        *("muon", "nadamuon", "adafactorbv", "adamw --opt-eps 1e-6"),
     ],
 )
 def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     imported = import_recipe(f"python train.py {VIT} --lr 1e-3 --weight-decay 0.1 --opt {flags}")
     model = nn.Linear(8, 8)
     args = Namespace(**imported.reading.args)
-    theirs = create_optimizer_v2(model, **optimizer_kwargs(args), **args.opt_kwargs)
+    theirs = create_optimizer_v2(model, **optimizer_kwargs(args))
     ours = create_optimizer(model, imported.config().optim)
     expected = {key: theirs.param_groups[-1][key] for key in _NUMBERS & theirs.defaults.keys()}
     expected["weight_decay"] = 0.1  # for the weight; the bias has none
@@ -212,13 +210,9 @@ def test_without_augmentation_the_crop_is_the_central_square():
     assert imported.settings["data.aug_repeats"] == 3
 
 
-def test_a_head_scaled_by_zero_starts_at_zero_and_other_factors_are_unavailable():
-    zero = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0")
-    small = {"embed_dim": 16, "depth": 1, "num_heads": 1}
-    head = create_model(zero.config().model, num_classes=3, **small).head.weight
-    assert not head.any()
-    other = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0.001")
-    assert finding(other, "head_init_scale").verdict == "cannot"
+def test_a_factor_on_the_weights_of_the_head_is_unavailable():
+    imported = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0.001")
+    assert finding(imported, "head_init_scale").verdict == "cannot"
 
 
 @pytest.mark.parametrize("flags", ["", "--mean 0.485 0.456 0.406 --std 0.2 0.3 0.4"])

@@ -1,9 +1,14 @@
 """Describe the arguments of another project as a table, and parse its command lines.
 
-A line of a table is `flags  type  default  our setting`, separated by two or more blanks. The first
-long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more),
-`on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
-The default `-` is None.
+A line of a table is `flags  type  default  rule`, separated by two or more blanks. The first long
+flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more), `on`
+(sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag). The
+default `-` is None.
+
+The rule is the usual mapping of the argument (`vit.extras.recipes.reading`): `= a.b c.d` copies the
+value to these settings, `=? a.b` only a value that is not off, and `=` changes no setting. `off:
+TEXT` has an equivalent only for a value that is off, and `inert: TEXT` has no effect in the source
+project. Any other text is an explanation, and code maps the argument.
 
 Arguments for paths, logging, devices and speed are not part of a recipe and have a second table.
 argparse accepts abbreviated flags, such as `--batch 256` for `--batch-size 256`, because published
@@ -16,7 +21,7 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,6 +31,21 @@ from vit.config.hints import all_keys, from_other_name
 
 _ONE: dict[str, type[int | float | str]] = {"int": int, "float": float, "str": str}
 _MANY = {f"{name}s": kind for name, kind in _ONE.items()}
+_DEFAULTS: dict[str, Callable[[Any], Any]] = {
+    "float": float,  # YAML parses 5e-4 as text
+    "floats": lambda values: [float(number) for number in values],
+    "str": str,
+    "on": bool,
+    "off": lambda _: True,
+    "pairs": lambda _: {},
+}
+"""The conversion of a default in a table, by type."""
+_ACTIONS: dict[str, dict[str, Any]] = {
+    "on": {"action": "store_true"},
+    "off": {"action": "store_false"},
+    "pairs": {"nargs": "*"},
+}
+"""The options of `add_argument` for flags without one value, by type."""
 _IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
@@ -35,8 +55,8 @@ class Argument(NamedTuple):
     flags: tuple[str, ...]
     type: str
     default: Any
-    meaning: str
-    """The matching setting of this project, or a short explanation."""
+    rule: str
+    """The usual mapping to settings of this project, or a short explanation."""
     in_recipe: bool
     """Whether the argument is part of the recipe, unlike paths, logging and devices."""
 
@@ -89,22 +109,12 @@ def make_table(program: str, source: str, recipe: str, places: str) -> Table:
 def _argument(line: str, in_recipe: bool) -> Argument:
     cells = re.split(r"\s{2,}", line.strip(), maxsplit=3)
     assert len(cells) >= 3, f"a line of a table has flags, a type and a default: {line!r}"
-    flags, kind, default, *rest = cells
-    meaning = rest[0] if rest else ""
+    flags, kind, default, rule = (*cells, "")[:4]
     value: Any = None if default == "-" else yaml.safe_load(default)
-    if kind == "float" and value is not None:
-        value = float(value)  # YAML parses 5e-4 as text
-    elif kind == "floats" and value is not None:
-        value = [float(number) for number in value]
-    elif kind == "str" and value is not None:
-        value = str(value)
-    elif kind == "on":
-        value = bool(value)
-    elif kind.startswith("off:"):
-        value = True
-    elif kind == "pairs":
-        value = {}
-    return Argument(tuple(flags.split()), kind, value, meaning, in_recipe)
+    convert = _DEFAULTS.get(kind.partition(":")[0])
+    if convert and (value is not None or kind not in (*_ONE, *_MANY)):
+        value = convert(value)
+    return Argument(tuple(flags.split()), kind, value, rule, in_recipe)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,19 +136,15 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         name = argument.name
         if argument.type == "word":
             parser.add_argument(name, nargs="?")
-        elif argument.type == "on":
-            parser.add_argument(*argument.flags, dest=name, action="store_true")
-        elif argument.type.startswith("off:"):
-            parser.add_argument(*argument.flags, dest=name, action="store_false")
-        elif argument.type == "pairs":
-            parser.add_argument(*argument.flags, dest=name, nargs="*")
+        elif (kind := argument.type.partition(":")[0]) in _ACTIONS:
+            parser.add_argument(*argument.flags, dest=name, **_ACTIONS[kind])
         else:
             value_type = (_ONE | _MANY)[argument.type]
-            kind = partial(_value, value_type, table.flag_of(name), problems)
+            read = partial(_value, value_type, table.flag_of(name), problems)
             # Flags with an optional value, such as timm's --torchcompile, are not part of a recipe.
             alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
             number = {"nargs": "+"} if argument.type in _MANY else alone
-            parser.add_argument(*argument.flags, dest=name, type=kind, **number)
+            parser.add_argument(*argument.flags, dest=name, type=read, **number)
     try:
         parsed, unknown = parser.parse_known_args(list(tokens))
     except ValueError as error:  # a flag without its value, or an ambiguous abbreviation

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,3 +133,18 @@ def _shown(key: str, value: Any) -> str:
             ", ".join(f"{name} {entry}" for name, entry in item.items()) for item in items
         )
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def wrapped(text: str, first: str = "  ", rest: str = "") -> list[str]:
+    """Return `text` in lines of 100 columns.
+
+    first: the start of the first line. rest: of the others, by default four more blanks.
+    """
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=first,
+        subsequent_indent=rest or f"{first}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

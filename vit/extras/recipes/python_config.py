@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -72,19 +72,14 @@ class Opaque:
 
 
 class Returned(Exception):
-    """An exception that implements the `return` statement."""
-
-    def __init__(self, value: Any):
-        super().__init__()
-        self.value = value
+    """An exception that implements the `return` statement. Its argument is the value."""
 
 
-class _Function:
+class _Function(NamedTuple):
     """A function that the config file defines."""
 
-    def __init__(self, node: ast.FunctionDef, scopes: list[dict[str, Any]]):
-        self.node = node
-        self.scopes = scopes
+    node: ast.FunctionDef
+    scopes: list[dict[str, Any]]
 
 
 class PythonConfig:
@@ -128,7 +123,9 @@ class PythonConfig:
                 for target in statement.targets:
                     self._assign(target, value, scopes)
             elif isinstance(statement, ast.AugAssign):
-                both = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
+                # The target of `x += 1` as an expression that reads its value.
+                read = ast.parse(ast.unparse(statement.target), mode="eval").body
+                both = ast.BinOp(read, statement.op, statement.value)
                 value = self._value(ast.copy_location(both, statement), scopes)
                 self._assign(statement.target, value, scopes)
             elif isinstance(statement, ast.Expr):
@@ -216,7 +213,7 @@ class PythonConfig:
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
         left = self._value(node.left, scopes)
         right = self._value(node.right, scopes)
-        if isinstance(node.op, ast.Pow) and _is_small(left) and _is_small(right):
+        if isinstance(node.op, ast.Pow) and max(abs(left), abs(right)) <= 1000:
             return left**right
         if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and isinstance(left, str)):
             raise self._error(node, "only + - * / // and % of numbers are supported")
@@ -335,7 +332,7 @@ class PythonConfig:
         try:
             self._run(function.node.body, [*function.scopes, local])
         except Returned as returned:
-            return returned.value
+            return returned.args[0]
         finally:
             self._depth -= 1
         return None
@@ -349,15 +346,6 @@ class PythonConfig:
         line = getattr(node, "lineno", 1)
         text = ast.unparse(node).splitlines()[0][:60]
         return ValueError(f"{self.source}:{line}: {text}: {problem}")
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """Return the target of `x += 1` as an expression that reads its value."""
-    return ast.parse(ast.unparse(target), mode="eval").body
-
-
-def _is_small(number: float) -> bool:
-    return abs(number) <= 1000
 
 
 def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
@@ -394,6 +382,15 @@ class Leaves(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"the config has no {key}: pass a training config that includes its bases")
+
+
+def config_text(path: Path) -> str:
+    """Return the text of a config. Raises ValueError if the file does not exist."""
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: the config file cannot be read: pass a path relative to the current folder"
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:

@@ -51,25 +51,6 @@ def timm_cosine(
     return rate
 
 
-def timm_step(
-    lr: float,
-    decay_epochs: float,
-    decay_rate: float,
-    *,
-    warmup_epochs: float = 0,
-    warmup_lr: float = 0.0,
-) -> Rate:
-    """Return the schedule of timm's StepLRScheduler (timm/scheduler/step_lr.py)."""
-
-    def rate(time: float) -> float:
-        t = math.floor(time)
-        if t < warmup_epochs:
-            return warmup_lr + t * (lr - warmup_lr) / warmup_epochs
-        return lr * decay_rate ** (t // decay_epochs)
-
-    return rate
-
-
 def torchvision_cosine(
     lr: float,
     epochs: int,

@@ -1,19 +1,27 @@
 """Map the settings of another project to settings of this project, and record each mapping.
 
-The module of each project records exactly one finding for each argument: same, differs, no
-equivalent, or no effect in the source project. `Reading.finish` raises an error if an argument has
-no finding, so no argument is dropped silently.
+Each argument gets exactly one finding: same, differs, no equivalent, or no effect in the source
+project. The module of each project records the arguments that need a computation or are an
+exception (`Case`). All other arguments follow the rule of their line in the project's table.
+`Reading.finish` raises an error if an argument has neither, so no argument is dropped silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import yaml
+
 from vit.config.hints import all_keys
-from vit.extras.recipes.arguments import ParsedArguments, Table
+from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
+from vit.extras.recipes.python_config import Leaves, Opaque, flattened
 
 Verdict = Literal["same", "differs", "cannot", "inert", "place"]
+_RULES: dict[str, Verdict] = {"=": "same", "=?": "same", "off:": "cannot", "inert:": "inert"}
+"""The verdict by the first word of a rule (`vit.extras.recipes.arguments`)."""
 
 
 class Finding(NamedTuple):
@@ -27,6 +35,20 @@ class Finding(NamedTuple):
     """The nearest settings of this project, by dotted key."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
+
+
+class Case(NamedTuple):
+    """An exception from the rules of a table."""
+
+    verdict: Verdict
+    names: str
+    """The arguments, separated by blanks."""
+    when: Callable[[dict[str, Any]], Any]
+    """Return whether the exception applies to these arguments."""
+    text: str = ""
+    """As in `Finding`. A name in braces is replaced by the value of the argument."""
+    settings: Mapping[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] = MappingProxyType({})
+    """The settings, or a function that computes them from the arguments."""
 
 
 class Reading:
@@ -46,12 +68,9 @@ class Reading:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that were mapped before this call, by dotted key."""
-        return {k: v for finding in self.findings for k, v in finding.settings.items()}
-
-    def has_setting(self, key: str) -> bool:
-        """Return whether this project has the setting `key`."""
-        return key in self._known
+        """Return the settings of the findings and of the rules that still apply, by dotted key."""
+        findings = [*self._usual_findings(), *self.findings]
+        return {key: value for finding in findings for key, value in finding.settings.items()}
 
     def same(
         self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
@@ -76,32 +95,26 @@ class Reading:
         """Record that the arguments `names` have no effect in their project. text: the reason."""
         self._add("inert", names, None, text)
 
-    def rename(self, name: str, theirs: str) -> None:
-        """Rename the argument `name` to `theirs`, the name in the source project."""
-        del self.args[name]
-        self.findings = [
-            f._replace(theirs=tuple(theirs if n == name else n for n in f.theirs))
-            for f in self.findings
-        ]
+    def apply(self, cases: Sequence[Case]) -> None:
+        """Record all exceptions that apply to arguments without a finding, in this order."""
+        for case in cases:
+            names = self.unrecorded(case.names)
+            if case.when(self.args) and (names or not case.names):
+                settings = case.settings(self.args) if callable(case.settings) else case.settings
+                self._add(case.verdict, " ".join(names), settings, case.text.format(**self.args))
 
-    def expect_off(self, parts: Mapping[str, str]) -> None:
-        """Record arguments that have an equivalent only if they are off.
-
-        parts: a description of each argument, by name.
-        """
-        for name, description in parts.items():
-            value = self.args[name]
-            if value in (None, False, "", "none", {}, []) or value == 0:
-                self.same(name)
-            else:
-                self.cannot(name, description)
+    def unrecorded(self, names: str) -> list[str]:
+        """Return the arguments in `names` that have no finding yet."""
+        accounted = self._accounted()
+        return [name for name in names.split() if name not in accounted]
 
     def finish(self) -> None:
-        """Record paths and logging options, and assert that each argument has one finding."""
-        places = [a.name for a in self.table.arguments if not a.in_recipe]
+        """Apply the rules of the table, and assert that each argument has one finding."""
+        self.findings += self._usual_findings()
         accounted = [name for finding in self.findings for name in finding.theirs]
-        stated = [name for name in dict.fromkeys(places) if name in self.stated]
-        self._add("place", " ".join(name for name in stated if name not in accounted), None, "")
+        places = [a.name for a in self.table.arguments if not a.in_recipe]
+        stated = self.stated - set(accounted)
+        self._add("place", " ".join(n for n in dict.fromkeys(places) if n in stated), None, "")
         recipe = {a.name for a in self.table.arguments if a.in_recipe}
         missing = recipe - set(accounted)
         double = {name for name in accounted if accounted.count(name) > 1}
@@ -110,6 +123,25 @@ class Reading:
         keys = [key for finding in self.findings for key in finding.settings]
         twice = {key for key in keys if keys.count(key) > 1}
         assert not twice, f"{self.table.program}: {sorted(twice)} are set twice"
+
+    def _accounted(self) -> set[str]:
+        return {name for finding in self.findings for name in finding.theirs}
+
+    def _usual_findings(self) -> list[Finding]:
+        """Return the findings of the table's rules for arguments without a finding."""
+        accounted = self._accounted()
+        usual = []
+        for argument in self.table.arguments:
+            rule, _, rest = argument.rule.partition(" ")
+            if rule not in _RULES or argument.name in accounted:
+                continue
+            value = self.args[argument.name]
+            if rule in ("=?", "off:") and (not value or value == "none"):
+                rule, rest = "=", ""
+            verdict = _RULES[rule]
+            keys, text = (rest.split(), "") if verdict == "same" else ((), rest)
+            usual.append(Finding(verdict, (argument.name,), dict.fromkeys(keys, value), text))
+        return usual
 
     def _add(
         self, verdict: Verdict, names: str, settings: Mapping[str, Any] | None, text: str
@@ -130,24 +162,63 @@ class Reading:
 
 
 class ConfigReading(Reading):
-    """A reading of a nested config, whose arguments are dotted paths."""
+    """A reading of a nested config, whose arguments are dotted paths.
+
+    program, source: as in `Table`. config: the nested values. places: the pattern of paths for
+    paths, logging and speed. Recording a path also records all paths below it. A path that is not
+    in the config is skipped.
+    """
+
+    def __init__(self, program: str, source: str, config: Any, places: re.Pattern[str]):
+        leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
+        arguments = tuple(Argument((k,), "str", None, "", not places.match(k)) for k in leaves)
+        parsed = ParsedArguments(Leaves(leaves), frozenset(leaves))
+        super().__init__(Table(program, source, arguments), parsed)
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at `path`, or `default`."""
         return self.args.get(path, default)
 
-    def remaining(self, paths: str) -> str:
-        """Return the keys at or below `paths` that have no finding yet, separated by blanks."""
-        accounted = {name for finding in self.findings for name in finding.theirs}
-        return " ".join(
-            name
-            for path in paths.split()
-            for name in self.args
-            if (name == path or name.startswith(f"{path}.")) and name not in accounted
-        )
+    def copy(self, rows: str) -> None:
+        """Record values that equal settings of this project.
+
+        rows: lines with a path, settings separated by commas, and the value for a config without
+        the path. `required`: the config must have the path. `unset`: without a value, or with one
+        that is off, the settings keep their defaults.
+        """
+        for row in rows.strip().splitlines():
+            path, keys, default = row.split()
+            value = self.args[path] if default == "required" else self.get(path)
+            if value is None and default != "unset":
+                value = yaml.safe_load(default)
+            is_set = value or default != "unset"
+            self.same(path, dict.fromkeys(keys.split(","), value) if is_set else {})
 
     def items(self, path: str) -> list[str]:
         """Return the paths of all items of a list, such as `path.0`."""
         below = [name.removeprefix(f"{path}.") for name in self.args if name.startswith(f"{path}.")]
         numbers = {int(name.partition(".")[0]) for name in below if name[:1].isdigit()}
         return [f"{path}.{number}" for number in sorted(numbers)]
+
+    def finish(self) -> None:
+        """Record all other values as unsupported."""
+        accounted = self._accounted()
+        for name in [a.name for a in self.table.arguments if a.in_recipe]:
+            if name not in accounted:
+                self.cannot(name, f"{name} = {self.args[name]!r} is not supported")
+        super().finish()
+
+    def unrecorded(self, paths: str) -> list[str]:
+        """Return the keys at or below `paths` that have no finding yet."""
+        below = [
+            name
+            for path in paths.split()
+            for name in self.args
+            if name == path or name.startswith(f"{path}.")
+        ]
+        return super().unrecorded(" ".join(below))
+
+    def _add(
+        self, verdict: Verdict, names: str, settings: Mapping[str, Any] | None, text: str
+    ) -> None:
+        super()._add(verdict, " ".join(self.unrecorded(names)), settings, text)

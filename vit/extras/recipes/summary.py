@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from vit.config.io import dump_yaml
-from vit.extras.recipes.importing import Imported, is_default, nested
+from vit.extras.recipes.difference import wrapped
+from vit.extras.recipes.importing import Imported, default_settings, nested
 from vit.extras.recipes.reading import Finding, Reading
 
 _ALWAYS = {
@@ -27,17 +27,16 @@ _ALWAYS = {
     "train.precision",
 }
 """The settings that are always written, because readers look for them first."""
-_COLUMNS = 100
 
 
 def yaml_text(imported: Imported, out: Path | None) -> str:
     """Return the recipe as YAML in the style of configs/. out: the path of the YAML file."""
     reading = imported.reading
-    optimizer = imported.settings.get("optim.name", "adamw")
+    defaults = default_settings(imported.settings.get("optim.name", "adamw"))
     written = {
         key: value
         for key, value in imported.settings.items()
-        if key in _ALWAYS or not is_default(key, value, optimizer)
+        if key in _ALWAYS or value != defaults.get(key)
     }
     comments = {**reading.comments, "data.root": "shards of the images (docs/data.md)"}
     sections = [dump_yaml({name: group}, comments) for name, group in nested(written).items()]
@@ -63,11 +62,11 @@ def account(imported: Imported) -> str:
         lines += [line for f in findings for line in _finding_lines(reading, f)]
         silent = [n for f in findings if not (f.settings or f.text) for n in f.theirs]
         if silent:
-            lines += _wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
+            lines += wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
     inert = [f for f in reading.findings if f.verdict == "inert"]
     lines += ["", f"without effect in the source program: {counts['inert']}"]
     for f in inert:
-        lines += _wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
+        lines += wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
     places = [n for f in reading.findings if f.verdict == "place" for n in f.theirs]
     lines += [
         "",
@@ -91,9 +90,9 @@ def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
     ours = ", ".join(f"{key}: {_shown(value)}" for key, value in finding.settings.items())
     theirs = ", ".join(_flags(reading, finding.theirs))
     parts = [part for part in (ours, theirs and f"<- {theirs}") if part]
-    lines = _wrapped("   ".join(parts)) if parts else []
+    lines = wrapped("   ".join(parts)) if parts else []
     if finding.text:
-        lines += _wrapped(finding.text, "      " if parts else "  ")
+        lines += wrapped(finding.text, "      " if parts else "  ")
     return lines
 
 
@@ -125,17 +124,6 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _COLUMNS,
-        initial_indent=indent,
-        subsequent_indent=indent + "    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def _header(imported: Imported, out: Path | None) -> str:
     """Return YAML comments with the source of the recipe and the differences."""
     reading = imported.reading
@@ -160,11 +148,4 @@ def _header(imported: Imported, out: Path | None) -> str:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _COLUMNS,
-        initial_indent=f"# {label:<10} ",
-        subsequent_indent=f"# {'':<10} ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(text, f"# {label:<10} ", f"# {'':<10} ")
