@@ -79,8 +79,7 @@ def _class_folder(path: str) -> PurePosixPath | None:
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
     """Return the indices of each class's images, and the paths outside the class folders.
 
-    Raises PrepError if a class is missing, a class has two folders, or an unknown folder is next to
-    the class folders.
+    Raises PrepError if a class is missing or has two folders.
     """
     by_folder: dict[PurePosixPath, list[int]] = defaultdict(list)
     outside = []
@@ -100,25 +99,12 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
     ]
     if missing := [f"{name} ({italian})" for italian, name in ENGLISH.items() if not folders[name]]:
         problems.append(f"no images of {', '.join(missing)}")
-    roots = {folder.parent for folder in by_folder}
-    unknown = {
-        parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1
-    }
-    if unknown and by_folder:
-        problems.append(f"unknown folders next to the class folders: {some(sorted(unknown))}")
     if problems:
         raise PrepError(
             f"{source}: {'; '.join(problems)}: provide each of the ten class folders of Animals-10,"
             f" such as raw-img/{next(iter(ENGLISH))}, exactly once"
         )
     return {name: by_folder[of_class[0]] for name, of_class in folders.items()}, outside
-
-
-def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
-    """Return the parts of `path` below `root`, or () if `path` is not below `root`."""
-    parts = PurePosixPath(path).parts
-    above = root.parts
-    return parts[len(above) :] if parts[: len(above)] == above else ()
 
 
 # ---- the source ----------------------------------------------------------------------------------
@@ -160,7 +146,7 @@ def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Buil
         paths = [images[number] for number in by_class[name]]
         folder = _class_folder(paths[0])
         assert folder is not None
-        keys = unique_keys([f"{name}/{'/'.join(_below(path, folder))}" for path in paths])
+        keys = unique_keys([f"{name}/{PurePosixPath(path).relative_to(folder)}" for path in paths])
         shares = split_by_hash(keys, dict(zip(SPLITS, fractions, strict=False)), split_seed)
         add_images(builder, file, label, tree, dict(zip(keys, paths, strict=True)), shares)
     counts = {name: len(by_class[name]) for name in CLASS_NAMES}

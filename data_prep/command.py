@@ -208,29 +208,25 @@ def command_line(
     name: str,
     doc: str | None,
     groups: Mapping[str, Flags],
-    command: Callable[[argparse.Namespace], None],
+    command: Callable[[argparse.Namespace], int | None],
     remedy: str = "run the same command again to continue",
 ) -> Main:
     """Return the `main` function of `data_prep.<name>`.
 
-    groups: the flags under each heading of --help; "" has no heading. remedy: see `run`.
+    groups: the flags under each heading of --help; "" has no heading. command: may return an exit
+    status. remedy: how to continue, printed after an interruption.
     """
 
     def main(argv: list[str] | None = None) -> int:
-        return run(command, make_parser(name, doc, groups).parse_args(argv), remedy)
+        parser = Parser(f"python -m data_prep.{name}", doc)
+        for heading, flags in groups.items():
+            group = parser.add_argument_group(heading) if heading else parser
+            number = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group
+            for flag, options in flags.items():
+                (number if flag in EXCLUSIVE else group).add_argument(flag, **options)
+        return run(command, parser.parse_args(argv), remedy)
 
     return main
-
-
-def make_parser(name: str, doc: str | None, groups: Mapping[str, Flags]) -> Parser:
-    """Return the parser of `data_prep.<name>`; see `command_line`."""
-    parser = Parser(f"python -m data_prep.{name}", doc)
-    for heading, flags in groups.items():
-        group = parser.add_argument_group(heading) if heading else parser
-        number = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group
-        for flag, options in flags.items():
-            (number if flag in EXCLUSIVE else group).add_argument(flag, **options)
-    return parser
 
 
 def source_command(
@@ -322,9 +318,7 @@ def _summary(plan: WritePlan) -> str:
 
 
 def run(
-    command: Callable[[argparse.Namespace], None],
-    args: argparse.Namespace,
-    remedy: str = "run the same command again to continue",
+    command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace, remedy: str
 ) -> int:
     """Run a command and return its exit status: 0, or 2 after a one-line error for the user.
 
@@ -339,8 +333,7 @@ def run(
     redact.guard_console()
     handler_before = signal.signal(signal.SIGTERM, stop)
     try:
-        command(args)
-        return 0
+        return command(args) or 0
     except (PrepError, ShardError) as error:
         print(redact.printed(f"error: {error}"), file=sys.stderr)
     except OSError as error:

@@ -9,7 +9,7 @@ SOURCE is a folder with some of these files, or the files and folders themselves
     train/ val/                                     torchvision's class folders
     data/*.parquet                                  Hugging Face's imagenet-1k, copied once (155 GB)
 
-The layouts of train and val are detected and printed (data_prep/read/imagenet_search.py). A label
+The layouts of train and val are detected and printed (data_prep/read/imagenet_layouts.py). A label
 is the position of the image's WordNet ID (WNID) in the sorted list, as in all published weights.
 For a flat val folder, the development kit or LOC_val_solution.csv gives the WNIDs. Keys are image
 names, so all layouts give the same shards. The counts must match ImageNet: 1,281,167 training and
@@ -41,8 +41,9 @@ from data_prep.read.imagenet_layouts import (
     VAL_TAR,
     Images,
     Layout,
+    Search,
+    find_layouts,
 )
-from data_prep.read.imagenet_search import Search, find_layouts
 from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range
 from vit.data.decode.image_files import MAX_IMAGE_BYTES

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from data_prep.command import source_command
 from data_prep.errors import PrepError, readable
 from data_prep.read.archives import DAMAGE
 from data_prep.read.download import checksum_of
-from data_prep.read.raw_images import Records, array_source, download_flags, download_if_asked
+from data_prep.read.raw_images import add_records, download_flags, download_if_asked, read_jpeg
 from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28
@@ -183,11 +183,11 @@ def source(folder: Path, variant: str = "mnist") -> Source:
             raise PrepError(
                 f"{path}: file of {VARIANTS[owner].torchvision_folder}; use --variant {owner}"
             )
-    records = partial(_records, files, variant)
-    return array_source("mnist", {"variant": variant}, (SIDE, SIDE), records)
+    read = partial(read_jpeg, shape=(SIDE, SIDE))
+    return Source("mnist", {"variant": variant}, partial(_fill, files, variant), read)
 
 
-def _records(files: Mapping[str, Path], variant: str, builder: Builder) -> Iterator[Records]:
+def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
         labels_file = files[f"{part}-labels-idx1-ubyte"]
@@ -199,13 +199,15 @@ def _records(files: Mapping[str, Path], variant: str, builder: Builder) -> Itera
         if images_file.suffix == ".gz":
             images_file = builder.folder / name
             images_file.write_bytes(content)
-        yield Records(
-            split=split,
-            file=builder.file(images_file),
-            labels=labels,
+        add_records(
+            builder,
+            split,
+            images_file,
+            labels,
             labels_from=labels_file,
             first=HEADER_BYTES["images"],
             step=SIDE * SIDE,
+            image_bytes=SIDE * SIDE,
             name_stem=f"{part}-images",
             key_stem=part,
         )

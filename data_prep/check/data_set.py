@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -24,10 +24,9 @@ from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.info_file import describe_split, read_info
 from vit.data.shards.members import recorded_layout
-from vit.data.shards.split import Split
 from vit.data.shards.stores import Version
 from vit.data.storage.remote import RemoteFolder
-from vit.system.files import ShardError, write_json
+from vit.system.files import write_json
 from vit.system.urls import local_path
 
 
@@ -128,22 +127,13 @@ class DataSet(Classes):
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:
-        """Return a sample's shard and key for a message, or its row number without an index."""
+        """Return a sample's shard and key for a message, or its row number without `.idx`."""
+        tar = self.root / part.filenames[shard]
         place = f"row {row}"
-        if part.index is not None and self.tars_at is None:
-            layout = recorded_layout(self.info, self.root / part.filenames[0])
-            split = Split(
-                self.root,
-                part.name,
-                part.filenames,
-                part.lengths,
-                part.index,
-                self.recorded_classes or 0,
-                [],
-                layout=layout,
-            )
-            with suppress(ShardError, OSError), closing(split):
-                place = split.key(part.firsts[shard] + row)
+        with suppress(OSError, IndexError):
+            name = tar.with_suffix(".idx").read_text().splitlines()[row + 1].split(" ")[3]
+            if named := recorded_layout(self.info, tar).cut(name):
+                place = named[0]
         return f"{part.filenames[shard]} {place}"
 
 

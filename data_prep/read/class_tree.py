@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -68,7 +69,12 @@ class FolderTree:
 
     def count_stray(self, ignored: Ignored) -> None:
         """Count the files directly in this folder, next to the class folders."""
-        ignored.count_stray(self.file)
+        for name in listed(self.file)[1]:
+            path = os.path.join(self.file, name)
+            if image_tree.is_image(path):
+                ignored.stray.append(path)
+            else:
+                ignored.count(path)
 
     def places(self, paths: Sequence[str]) -> Members:
         """Return the locations of images, given their paths below this folder."""
@@ -157,84 +163,58 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-class _Archive:
-    """The visible files of an archive by folder path, with "" for the root."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        members, self.read = walk_archive(path)
-        self.at: dict[str, tuple[str, int, int]] = {}
-        """The name in the archive, offset and size for each path."""
-        self.folders: dict[str, set[str]] = {"": set()}
-        self.files: dict[str, list[str]] = {"": []}
-        for batch in members:
-            for name, offset, size in zip(*batch, strict=True):
-                parts = [part for part in name.split("/") if part not in ("", ".")]
-                if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
-                    self._add(parts, name, int(offset), int(size))
-
-    def _add(self, parts: list[str], name: str, offset: int, size: int) -> None:
-        folder = ""
-        for part in parts[:-1]:
-            self.folders[folder].add(part)
-            folder = f"{folder}/{part}".lstrip("/")
-            self.folders.setdefault(folder, set())
-            self.files.setdefault(folder, [])
-        self.files[folder].append(parts[-1])
-        self.at[f"{folder}/{parts[-1]}".lstrip("/")] = (name, offset, size)
-
-    def walk(self, folder: str, ignored: Ignored | None) -> Iterator[str]:
-        """Yield the paths of the images at any depth, recognized by suffix."""
-        for name in sorted(self.files.get(folder, ())):
-            path = f"{folder}/{name}".lstrip("/")
-            if name.lower().endswith(EXTENSIONS):
-                yield path
-            elif ignored is not None:
-                ignored.count(path)
-        for name in sorted(self.folders.get(folder, ())):
-            yield from self.walk(f"{folder}/{name}".lstrip("/"), ignored)
-
-
 class ArchiveTree:
     """A folder inside a zip or tar, with the methods of FolderTree."""
 
-    def __init__(self, archive: _Archive, folder: str = ""):
-        self._archive = archive
-        self._folder = folder
-        self.file = archive.path
+    def __init__(
+        self,
+        file: Path,
+        read: Callable[[Sample], bytes],
+        members: Mapping[str, tuple[str, int, int]],
+        folder: str = "",
+    ):
+        """List the folder. members: name in the archive, offset and size of each path below it."""
+        self.file = file
+        self.read = read
+        self.inputs: Sequence[Path] | None = [file]
         self.name = folder.rpartition("/")[2]
-        self.read = archive.read
-        self.inputs: Sequence[Path] | None = [archive.path]
+        self._folder = folder
+        self._members = members
+        self._below = defaultdict[str, list[str]](list)
+        """The paths below each subfolder, and below "" the files directly in this folder."""
+        for path in sorted(members):
+            first, _, rest = path.partition("/")
+            self._below[first if rest else ""].append(rest or first)
 
     def __str__(self) -> str:
         return os.path.join(self.file, self._folder) if self._folder else str(self.file)
 
-    def _inside(self, name: str) -> str:
-        return f"{self._folder}/{name}".strip("/")
-
     def below(self, name: str) -> ArchiveTree:
-        return ArchiveTree(self._archive, self._inside(name))
+        members = {path: self._members[f"{name}/{path}"] for path in self._below.get(name, ())}
+        return ArchiveTree(self.file, self.read, members, f"{self._folder}/{name}".strip("/"))
 
     def exists(self) -> bool:
-        return self._folder in self._archive.folders
+        return bool(self._members)
 
     def folders(self) -> list[str]:
-        return sorted(self._archive.folders[self._folder])
+        return sorted(self._below.keys() - {""})
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        start = self._inside(folder)
-        for path in self._archive.walk(start, ignored):
-            yield path[len(start) :].lstrip("/")
+        for path in self._below[folder] if folder else self._members:
+            if path.lower().endswith(EXTENSIONS):
+                yield path
+            elif ignored is not None:
+                ignored.count(path)
 
     def count_stray(self, ignored: Ignored) -> None:
-        for name in sorted(self._archive.files[self._folder]):
+        for name in self._below.get("", ()):
             if name.lower().endswith(EXTENSIONS):
                 ignored.stray.append(f"{self}/{name}")
             else:
                 ignored.count(name)
 
     def places(self, paths: Sequence[str]) -> Members:
-        rows = [self._archive.at[self._inside(path)] for path in paths]
+        rows = [self._members[path] for path in paths]
         names, offsets, sizes = (list(column) for column in zip(*rows, strict=True))
         return Members(names, np.array(offsets, np.int64), np.array(sizes))
 
@@ -244,17 +224,26 @@ Tree = FolderTree | ArchiveTree
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
     """Open a folder, a zip or a tar. Raises PrepError like `walk_archive`."""
-    return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Archive(path))
+    if path.is_dir():
+        return open_folder(path, label_column)
+    batches, read = walk_archive(path)
+    visible = {}
+    for batch in batches:
+        for name, offset, size in zip(*batch, strict=True):
+            parts = [part for part in name.split("/") if part not in ("", ".")]
+            if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
+                visible["/".join(parts)] = (name, int(offset), int(size))
+    return ArchiveTree(path, read, visible)
 
 
-def open_archive(path: Path) -> ArchiveTree:
+def open_archive(path: Path) -> Tree:
     """Return the folder of a zip or tar that contains class folders, or train/ and val/.
 
     Many archives wrap everything in a folder of their own name, so this is the outermost folder
     with `train` or with images in several subfolders. Raises PrepError for a file that is not a zip
     or tar, is damaged, or has no images in folders.
     """
-    tree = ArchiveTree(_Archive(path))
+    tree = open_tree(path)
     while True:
         with_images = [name for name in tree.folders() if any(tree.images(name))]
         if not with_images:

@@ -41,15 +41,6 @@ class Ignored:
         kind = self.images if suffix.lower() in NOT_READ else self.others
         kind[suffix or "without a suffix"] += 1
 
-    def count_stray(self, folder: Path) -> None:
-        """Count the files directly in `folder`, next to its class folders."""
-        for name in listed(folder)[1]:
-            path = os.path.join(folder, name)
-            if is_image(path):
-                self.stray.append(path)
-            else:
-                self.count(path)
-
     def summary(self) -> list[str]:
         """Return lines about the skipped files, for the console and the card."""
         lines = [self.images_summary()] if self.images else []

@@ -101,19 +101,14 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
 # ---- Kaggle's table ------------------------------------------------------------------------------
 
 
-def read_kaggle_table(path: Path) -> dict[str, str]:
-    """Read labels from Kaggle's table, by its column ImageId."""
-    with readable(path):
-        return _labels_in_table(path.read_bytes(), str(path))
-
-
-def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
-    """Read labels from the table inside Kaggle's zip."""
-    place = f"{member.file}: {member.name}"
-    try:
-        content = read_zip_member(member)
-    except (OSError, ValueError) as error:
-        raise PrepError(f"{place}: {error}; download the zip again") from error
+def read_kaggle_table(table: Path | Sample) -> dict[str, str]:
+    """Read labels from Kaggle's table, a file or a member of Kaggle's zip."""
+    if isinstance(table, Path):
+        with readable(table):
+            return _labels_in_table(table.read_bytes(), str(table))
+    place = f"{table.file}: {table.name}"
+    with readable(Path(table.file), (ValueError,), f"its {table.name} cannot be read"):
+        content = read_zip_member(table)
     return _labels_in_table(content, place)
 
 

@@ -112,44 +112,30 @@ def _is_copied(images: Path) -> bool:
     return rows is not None and images.is_file() and images.stat().st_size == sum(rows["sizes"])
 
 
-class _Copy(NamedTuple):
-    """A parquet file, and the path for the copy of its images."""
-
-    path: Path
-    columns: Columns
-    images: Path
-
-
-def spool_file(copy: _Copy) -> None:
-    """Copy the images of a parquet file in a worker process."""
-    if _is_copied(copy.images):  # another process copied them for the same catalogue
+def spool_file(copy: tuple[Path, Columns, Path]) -> None:
+    """Copy the images of a parquet file to the last path, in a worker process."""
+    path, columns, copied = copy
+    if _is_copied(copied):  # another process copied them for the same catalogue
         return
-    remove_leftovers(copy.images.parent, copy.images.name)
+    remove_leftovers(copied.parent, copied.name)
     names: list[str] = []
     labels: list[Any] = []
     sizes: list[int] = []
-    with replacing(copy.images) as target:
-        for batch in _batches(copy.path, copy.columns):
-            for image in batch.images:
+    with replacing(copied) as target:
+        for some_names, some_labels, images in _batches(path, columns):
+            for image in images:
                 target.write(image)
                 sizes.append(len(image))
                 count_one(sizes[-1])
-            names += batch.names
-            labels += batch.labels
-    rows = {"names": names, "labels": labels, "sizes": sizes}
-    write_json(copy.images.with_suffix(".json"), rows)
+            names += some_names
+            labels += some_labels
+    write_json(copied.with_suffix(".json"), {"names": names, "labels": labels, "sizes": sizes})
 
 
-class _Batch(NamedTuple):
-    """Some rows. `images` is empty if only names and labels are read."""
-
-    names: list[str]
-    labels: list[Any]
-    images: list[bytes]
-
-
-def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator[_Batch]:
-    """Yield the rows of a file. A null image becomes 0 bytes, which is unreadable."""
+def _batches(
+    path: Path, columns: Columns, with_images: bool = True
+) -> Iterator[tuple[list[str], list[Any], list[bytes]]]:
+    """Yield (names, labels, images) of some rows. A null image becomes 0 bytes."""
     with open_parquet(path, columns) as file:
         has_path = "path" in image_fields(file.schema_arrow, columns.image)
         read = [columns.label]
@@ -157,16 +143,13 @@ def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator
             read.append(columns.image if with_images else f"{columns.image}.path")
         for batch in file.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
             labels = batch.column(columns.label).to_pylist()
+            image: Any = batch.column(columns.image) if len(read) > 1 else None
+            names = image.field("path").to_pylist() if has_path else [None] * len(labels)
             images: list[bytes] = []
-            names = [""] * len(labels)
-            if has_path:
-                image = batch.column(columns.image)
-                names = [name or "" for name in image.field("path").to_pylist()]
             if with_images:
-                image = batch.column(columns.image)
                 data = image.field("bytes") if image.type.num_fields else image
                 images = [content or b"" for content in data.to_pylist()]
-            yield _Batch(names, labels, images)
+            yield [name or "" for name in names], labels, images
 
 
 def count_labels(path: Path, columns: Columns) -> Counter[Any]:
@@ -182,9 +165,9 @@ def _listed(path: Path, columns: Columns) -> Spooled:
     """Return the rows of a parquet file without reading its images."""
     names: list[str] = []
     labels: list[Any] = []
-    for batch in _batches(path, columns, with_images=False):
-        names += batch.names
-        labels += batch.labels
+    for some_names, some_labels, _ in _batches(path, columns, with_images=False):
+        names += some_names
+        labels += some_labels
     sizes = np.full(len(names), path.stat().st_size // max(1, len(names)))
     return Spooled(path, path, names, labels, np.zeros(len(names), np.int64), sizes)
 
@@ -202,11 +185,11 @@ def spool(
         for path in files:
             yield _listed(path, columns)
         return
-    copies = [_Copy(path, columns, _place(path, columns, builder.spool)) for path in files]
-    todo = [copy for copy in copies if not _is_copied(copy.images)]
+    copies = {path: _place(path, columns, builder.spool) for path in files}
+    todo = [path for path, copied in copies.items() if not _is_copied(copied)]
     if todo:
-        num_rows = sum(_num_rows(copy.path) for copy in todo)
-        need = sum(copy.path.stat().st_size for copy in todo)
+        num_rows = sum(_num_rows(path) for path in todo)
+        need = sum(path.stat().st_size for path in todo)
         free = shutil.disk_usage(builder.spool).free
         plan = (
             f"{counted(len(todo), 'parquet file is', 'parquet files are')} copied once to"
@@ -217,16 +200,16 @@ def spool(
         print(f"{plan}; the copy is removed when the shards are complete", flush=True)
         first = random.SystemRandom().randrange(len(todo))
         todo = todo[first:] + todo[:first]
-        jobs = [(spool_file, copy, copy.path) for copy in todo]
+        jobs = [(spool_file, (path, columns, copies[path]), path) for path in todo]
         run_jobs(
             jobs, builder.workers, "copying", num_jobs=len(todo), num_images=num_rows, unit="files"
         )
-    for copy in copies:
-        rows = read_json(copy.images.with_suffix(".json"))
-        assert rows is not None, copy.images
+    for path, copied in copies.items():
+        rows = read_json(copied.with_suffix(".json"))
+        assert rows is not None, copied
         sizes = np.array(rows["sizes"], np.int64)
         offsets = np.cumsum(sizes) - sizes
-        yield Spooled(copy.path, copy.images, rows["names"], rows["labels"], offsets, sizes)
+        yield Spooled(path, copied, rows["names"], rows["labels"], offsets, sizes)
 
 
 def _num_rows(path: Path) -> int:

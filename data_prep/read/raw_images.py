@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -15,59 +13,44 @@ from PIL import Image
 from data_prep.command import Flags
 from data_prep.errors import PrepError
 from data_prep.read.download import download
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalogue import Builder
 from data_prep.write.samples import Sample, read_range
 
 
-class Records(NamedTuple):
-    """The images of one uncompressed file, at a constant distance from each other."""
-
-    split: str
-    file: int
-    """The number of the file in the catalogue."""
-    labels: np.ndarray
-    labels_from: object
-    """The label file, for messages."""
-    first: int
-    """The byte position of the first image in the file."""
-    step: int
-    """The number of bytes from one image to the next."""
-    name_stem: str
-    key_stem: str
-
-
-def array_source(
-    name: str,
-    options: dict[str, Any],
-    shape: tuple[int, ...],
-    records: Callable[[Builder], Iterable[Records]],
-) -> Source:
-    """Return a source of raw images. shape: (H, W) or (3, H, W). records: also sets the classes."""
-    fill = partial(_fill, records, math.prod(shape))
-    return Source(name, options, fill, partial(read_jpeg, shape=shape))
-
-
-def _fill(
-    records: Callable[[Builder], Iterable[Records]], image_bytes: int, builder: Builder
+def add_records(
+    builder: Builder,
+    split: str,
+    file: Path,
+    labels: np.ndarray,
+    *,
+    labels_from: Path,
+    first: int,
+    step: int,
+    image_bytes: int,
+    name_stem: str,
+    key_stem: str,
 ) -> None:
-    for part in records(builder):
-        count = len(part.labels)
-        num_classes = len(builder.class_names)
-        if part.labels.max() >= num_classes:
-            number = int(np.argmax(part.labels >= num_classes))
-            raise PrepError(
-                f"{part.labels_from}: record {number} has label {part.labels[number]}; expected 0"
-                f" to {num_classes - 1}; download the file again"
-            )
-        builder.add(
-            part.split,
-            part.file,
-            names=[f"{part.name_stem}/{number}" for number in range(count)],
-            labels=part.labels,
-            offsets=part.first + part.step * np.arange(count),
-            sizes=np.full(count, image_bytes),
-            keys=[f"{part.key_stem}-{number:05d}" for number in range(count)],
+    """Add the images of an uncompressed file, `step` bytes apart from byte `first` on.
+
+    labels_from: the label file, for messages. Raises PrepError for a label without a class.
+    """
+    count = len(labels)
+    num_classes = len(builder.class_names)
+    if labels.max() >= num_classes:
+        number = int(np.argmax(labels >= num_classes))
+        raise PrepError(
+            f"{labels_from}: record {number} has label {labels[number]}; expected 0 to"
+            f" {num_classes - 1}; download the file again"
         )
+    builder.add(
+        split,
+        builder.file(file),
+        names=[f"{name_stem}/{number}" for number in range(count)],
+        labels=labels,
+        offsets=first + step * np.arange(count),
+        sizes=np.full(count, image_bytes),
+        keys=[f"{key_stem}-{number:05d}" for number in range(count)],
+    )
 
 
 def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:

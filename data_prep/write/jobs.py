@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -83,15 +82,9 @@ def run_jobs(
             # the dead worker may have held a lock that other workers wait for
             for worker in set(multiprocessing.active_children()) - children_before:
                 worker.kill()
-            unguarded = ""
-            if sys.modules["__main__"].__spec__ is None:  # a script, which each worker imports
-                unguarded = (
-                    ", or ended at its start, because a script calls this function outside"
-                    ' `if __name__ == "__main__":`'
-                )
             raise PrepError(
-                f"a worker process was killed (out of memory?){unguarded}; run the same command"
-                " again to continue, perhaps with fewer --workers"
+                "a worker process was killed (out of memory?); run the same command again to"
+                " continue, perhaps with fewer --workers"
             ) from error
         except BaseException:
             stopping.value = 1  # lets the workers clean up before the pool joins them
