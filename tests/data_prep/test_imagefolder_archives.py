@@ -216,6 +216,6 @@ def test_another_checksum_is_not_kept(web, tmp_path, capsys):
     assert imagefolder.main([str(tmp_path / "d"), "--out", str(tmp_path / "out"), *line]) == 2
     error = capsys.readouterr().err
     found = hashlib.sha256(web.files["/a/food.zip"]).hexdigest()
-    assert f"sha256 {found} (" in error
+    assert f"sha256 is {found} (" in error
     assert f"expected {'0' * 64}" in error
     assert not list(tmp_path.glob("d/*"))

@@ -231,7 +231,7 @@ WRONG = {
     "foreign tar": (_foreign_tar, r"foreign\.tar: begins with 'readme\.txt'; expected ImageNet's"),
     "foreign train tar": (
         _foreign_train_tar,
-        r"contains 'readme\.txt'; expected tars named by WordNet ID",
+        r"begins with 'readme\.txt'; expected ImageNet's tar of tars",
     ),
     "train tar with a file without a suffix": (
         _train_tar_with_a_readme,

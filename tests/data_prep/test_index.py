@@ -178,23 +178,6 @@ def test_duplicate_shards_and_keys_are_noted(tmp_path, capsys):
     )
 
 
-def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(foreign, tmp_path):
-    script = tmp_path / "script.py"
-    call = f"index([{str(foreign)!r}])"
-    ends = []
-    for guard in ("", 'if __name__ == "__main__": '):
-        script.write_text(f"from data_prep.index import index\n{guard}{call}\n")
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-        ends.append((done.returncode, done.stderr.strip()))
-    assert ends[0][0] == 1
-    assert ends[0][1].endswith(
-        "a worker process was killed (out of memory?), or ended at its start, because a script"
-        ' calls this function outside `if __name__ == "__main__":`; run the same command again'
-        " to continue, perhaps with fewer --workers"
-    )
-    assert ends[1][0] == 0
-
-
 # ---- members that do not fit ---------------------------------------------------------------------
 
 

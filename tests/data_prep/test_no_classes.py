@@ -76,7 +76,7 @@ def test_verify_index_and_card_accept_them(root, capsys):
 def test_training_refuses_them_in_one_line(root, tmp_path, capsys):
     config = write_config(tmp_path, root, steps=2)
     words = ("--config", config, *TINY, f"run.dir={tmp_path / 'run'}", "data.val_split=train[:20%]")
-    with pytest.raises(ValueError, match="its images have no labels: name data with classes"):
+    with pytest.raises(ValueError, match="the images have no labels: choose data with classes"):
         run_here("launch/train.py", *words)
 
 

@@ -48,7 +48,7 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         (
             {"jpg": b"", "json": as_json(label=1, id=7)},
             "--label json:lable",
-            "has no field 'lable' in its .json (there: label, id)",
+            "has no field 'lable' in its .json (its fields: label, id)",
         ),
         (
             {"jpg": b"", "json": b"{"},
@@ -162,7 +162,7 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
     of_two = (
         "sample '003' has no .cls with the label (its members: jpg) (2 of 9 samples do not fit)"
     )
-    assert f"{of_two}. Mend " in str(caught.value)
+    assert f"{of_two}. Repair " in str(caught.value)
     assert index(root, "--max-unreadable 0") == 2
     assert (
         "2 of 9 samples are invalid, more than the 0 that --max-unreadable 0"

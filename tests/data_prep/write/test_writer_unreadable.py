@@ -100,7 +100,7 @@ def test_unreadable_images_are_skipped_and_listed(tmp_path, capsys):
     }
     assert expected.items() <= entry.items()
     assert entry["sha256"] == hashlib.sha256(b"<html>").hexdigest()
-    assert "cut off" in listed["train_3"]["reason"]
+    assert "truncated" in listed["train_3"]["reason"]
     split = open_split(root, "train")
     assert sorted(split.key(i) for i in range(split.num_samples)) == sorted(
         f"train_{n}" for n in range(23) if n not in (3, 17)
