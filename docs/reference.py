@@ -7,6 +7,7 @@ settings.md    every setting, from the classes of vit/config
 commands.md    every command, from its docstring and its `--help`
 python.md      the names of the Python interface, from their signatures and docstrings
 record.md      the keys of metrics.jsonl: RECORD, which a test compares with a real run's
+errors.md      every error message, from the rows that tests provoke
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import yaml
+
 import vit
 from data_prep import COMMANDS
 from vit.config.reference import Setting, num_recipes, recipes, settings
 
 ROOT = Path(__file__).parents[1]
+ERRORS = ROOT / "tests" / "project" / "errors" / "rows.yaml"
 COMMON_SHARE = 1 / 4
 """A setting that this share of the recipes gives is listed among the common ones."""
 RECORD = {
@@ -159,6 +163,7 @@ def main() -> None:
         "commands.md": commands_page(),
         "python.md": python_page(),
         "record.md": record_page(),
+        "errors.md": errors_page(),
     }
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -280,6 +285,21 @@ def record_page() -> str:
     for kind, keys in RECORD.items():
         lines += ["", f"## {kind}", "", "| Key | Meaning |", "|---|---|"]
         lines += [f"| `{key}` | {meaning} |" for key, meaning in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def errors_page() -> str:
+    """Return the page of all error messages, from the rows that tests provoke."""
+    sections = yaml.safe_load(ERRORS.read_text(encoding="utf-8"))
+    lines = ["# List of error messages", "", "`<...>` stands for text that varies."]
+    for section, parts in sections.items():
+        lines += ["", f"## {section}"]
+        for part, rows in parts.items():
+            lines += ["", f"### {part}"] if part else []
+            lines += ["", "| Mistake | Printed lines | Exit status |", "|---|---|---|"]
+            for row in rows:
+                printed = " <br> ".join(f"`{line}`" for line in row["printed"].splitlines())
+                lines.append(f"| {row['what']} | {printed} | {row['status']} |")
     return "\n".join(lines) + "\n"
 
 

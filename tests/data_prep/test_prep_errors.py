@@ -1,4 +1,4 @@
-"""Test the section "Data preparation" of docs/errors.md: each row is provoked with the real command
+"""Test the section "Data preparation" of errors/rows.yaml: each row is provoked with the real command
 on files of the true format.
 
 The first cell of a row names its scenario. Besides output and exit status, the test checks the

@@ -1,4 +1,4 @@
-"""The tables of docs/errors.md for tests that provoke their errors, and command prefixes that cause
+"""The tables of errors/rows.yaml for tests that provoke their errors, and command prefixes that cause
 failures."""
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import warm_python
+import yaml
 from checksums import digest
 from processes import REPOSITORY, TINY, call, command, environment, write_config
 
 from vit.checkpoint.checkpoint import complete_checkpoints, read_info
 
-DOCUMENT = REPOSITORY / "docs" / "errors.md"
+DOCUMENT = REPOSITORY / "tests" / "project" / "errors" / "rows.yaml"
 NEEDS_MOUNT = "needs Linux and the right to mount a file system"
 
 
@@ -31,20 +32,10 @@ class Row(NamedTuple):
     status: int
 
 
-def rows(heading: str) -> list[Row]:
-    """Return the rows below a `##` heading of the page and its subheadings."""
-    section = re.split(r"^## (.+)\n", DOCUMENT.read_text(), flags=re.MULTILINE)
-    text = dict(zip(section[1::2], section[2::2], strict=True))[heading]
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return [
-        Row(
-            row[0],
-            "\n".join(part.strip().strip("`").rstrip() for part in row[1].split("<br>")),
-            int(row[2]),
-        )
-        for row in cells
-        if len(row) == 3 and row[2].isdigit()
-    ]
+def rows(section: str) -> list[Row]:
+    """Return the rows of a section of rows.yaml."""
+    parts = yaml.safe_load(DOCUMENT.read_text())[section].values()
+    return [Row(**row) for part in parts for row in part]
 
 
 def pattern_of(printed: str) -> str:

@@ -1,4 +1,4 @@
-"""Test the section about GPUs in docs/errors.md: the real command must print each row.
+"""Test the section about GPUs in errors/rows.yaml: the real command must print each row.
 
 No GPU is needed. A few lines that run before the command, in its process, simulate the driver,
 torch and the GPU.

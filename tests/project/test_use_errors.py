@@ -1,4 +1,4 @@
-"""Test the rows of docs/errors.md about prediction and pictures: each row is provoked.
+"""Test the rows of errors/rows.yaml about prediction and pictures: each row is provoked.
 
 If a mistake ends the command, the command runs in this process and raises ValueError.
 """

@@ -1,4 +1,4 @@
-"""Test the rows of docs/errors.md about weights of other programs and exports.
+"""Test the rows of errors/rows.yaml about weights of other programs and exports.
 
 Each row is provoked with the real command, which must leave no files.
 """

@@ -32,7 +32,7 @@ class ToWandb:
             raise ValueError("--to-wandb: WANDB_MODE=disabled switches W&B off: unset it")
         if is_in_use:
             raise ValueError(
-                f"--to-wandb: {run_dir} is being trained: repeat this when it has ended"
+                f"--to-wandb: {run_dir} is still training: repeat this command after it has ended"
             )
         self._run_dir = run_dir
         self._lines = read_metrics(run_dir / METRICS_FILE)

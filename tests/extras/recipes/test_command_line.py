@@ -1,5 +1,5 @@
 """Test that `launch/recipe.py` prints and writes the right files, and that its rows in
-docs/errors.md are true."""
+errors/rows.yaml are true."""
 
 from __future__ import annotations
 

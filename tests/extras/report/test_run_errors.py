@@ -1,4 +1,4 @@
-"""Test the table "Asking a run" of docs/errors.md: each row is provoked.
+"""Test the table "Asking a run" of errors/rows.yaml: each row is provoked.
 
 One row uses the real command, which shows how a ValueError is printed. The others run in this
 process.

@@ -1,4 +1,4 @@
-"""Test mistakes in a config: each row of docs/errors.md is provoked."""
+"""Test mistakes in a config: each row of errors/rows.yaml is provoked."""
 
 from __future__ import annotations
 

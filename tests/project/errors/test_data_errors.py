@@ -1,4 +1,4 @@
-"""Test missing, damaged, rejected or swapped data: each row of docs/errors.md is provoked."""
+"""Test missing, damaged, rejected or swapped data: each row of errors/rows.yaml is provoked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test limits and faults of a machine: each row of docs/errors.md is provoked."""
+"""Test limits and faults of a machine: each row of errors/rows.yaml is provoked."""
 
 from __future__ import annotations
 

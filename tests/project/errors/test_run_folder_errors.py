@@ -1,4 +1,4 @@
-"""Test checkpoints, run folders and full disks: each row of docs/errors.md is provoked."""
+"""Test checkpoints, run folders and full disks: each row of errors/rows.yaml is provoked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test runs at URLs, and folders that are not runs: each row of docs/errors.md is provoked."""
+"""Test runs at URLs, and folders that are not runs: each row of errors/rows.yaml is provoked."""
 
 from __future__ import annotations
 
