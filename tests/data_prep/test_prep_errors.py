@@ -1,5 +1,5 @@
-"""Test the section "Data preparation" of errors/rows.yaml: each row is provoked with the real command
-on files of the true format.
+"""Test the section "Data preparation" of errors/rows.yaml: the real command provokes each row, on
+files of the true format.
 
 The first cell of a row names its scenario. Besides output and exit status, the test checks the
 remaining files. A problem found before the first shard is written must leave nothing. A later one

@@ -1,4 +1,4 @@
-"""The tables of errors/rows.yaml for tests that provoke their errors, and command prefixes that cause
+"""Rows of errors/rows.yaml for tests that provoke their errors, and command prefixes that cause
 failures."""
 
 from __future__ import annotations
