@@ -45,8 +45,9 @@ from vit.config import io as config_io
 from vit.config.base import VAL
 from vit.config.hints import setting_for
 from vit.config.schema import Config
+from vit.distributed import process_group
 from vit.distributed.exit import run_command
-from vit.distributed.process_group import World, join_world
+from vit.distributed.process_group import World
 from vit.evaluation.compare import Result, compare, evaluate_weights
 from vit.evaluation.probes import KNN_FLAG, LINEAR_FLAG, Asked
 from vit.extras.compose import build_run
@@ -77,7 +78,7 @@ def main() -> World:
         device = tuned.train.device
         deterministic = tuned.train.deterministic
     setting = "--device " if args.device else "train.device="
-    world = join_world(device, setting, deterministic=deterministic)
+    world = process_group.join_world(device, setting, deterministic=deterministic)
     if tuned is not None:
         subject = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
         finetune(
@@ -92,23 +93,21 @@ def main() -> World:
         )
         return world
 
-    subjects: list[_Subject] = []
+    if len(args.checkpoints) > 1:
+        world.broadcast_from_main(lambda: _try_to_read(args.checkpoints))
+    results: list[Result] = []
     root = args.data
     split = args.split or "val"
-    for path in args.checkpoints or [""]:  # all are read before hours of evaluation
-        subjects.append(_read(path, args, root, split, world))
-        own_config = subjects[0].config
-        assert own_config is not None, "without --finetune a missing config is an error"
-        first = config_io.with_settings(own_config, settings)
-        # All checkpoints are evaluated on the images of the first one.
-        root = first.data.root
-        split = first.data.val_split
-    settings |= {"data.root": root, "data.val_split": split, "eval.best_by": first.eval.best_by}
-    settings["eval.sets"] = first.eval.model_dump(mode="json")["sets"]
-    results: list[Result] = []
-    for subject in subjects:
-        assert subject.config is not None, "as above"
+    for path in args.checkpoints or [""]:
+        subject = _read(path, args, root, split, world)
+        assert subject.config is not None, "without --finetune a missing config is an error"
         config = config_io.with_settings(subject.config, settings)
+        if not results:  # evaluate all checkpoints on the images of the first one
+            root = config.data.root
+            split = config.data.val_split
+            sets = config.eval.model_dump(mode="json")["sets"]
+            settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
+            settings["eval.best_by"] = config.eval.best_by
         results.append(
             evaluate_weights(
                 subject.loaded,
@@ -128,6 +127,18 @@ def main() -> World:
         if args.json:
             print(json.dumps(as_json))
     return world
+
+
+def _try_to_read(paths: Sequence[str]) -> None:
+    """Raise one ValueError for all unreadable files before hours of evaluation."""
+    problems = []
+    for path in paths:
+        try:
+            read_weights(path)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 class _Subject(NamedTuple):

@@ -136,7 +136,8 @@ def test_checks_all_weights_before_evaluating_the_first(base, tmp_path, capfd):
     missing = [tmp_path / "no.safetensors", tmp_path / "empty"]
     with pytest.raises(ValueError, match="does not exist") as caught:
         run_here("launch/eval.py", base, *missing, "--num-workers", 0, "--device", "cpu")
-    assert str(missing[0]) in str(caught.value)
+    lines = str(caught.value).splitlines()
+    assert [str(path) in line for path, line in zip(missing, lines, strict=True)] == [True, True]
     assert "top-1" not in "".join(capfd.readouterr())
 
 
