@@ -198,6 +198,11 @@ def test_forgets_an_outage_without_requests_for_a_while(clock):
     assert QUICK.call(URL, failing(2)) == 3
 
 
+def test_does_not_count_time_of_a_suspended_process():
+    naps = [0.6]
+    assert QUICK.call(URL, failing(3), lambda: time.sleep(naps.pop() if naps else 0)) == 4
+
+
 def test_a_command_can_be_stopped_in_a_pause():
     def stop() -> None:
         raise KeyboardInterrupt

@@ -96,11 +96,7 @@ class RetryPolicy:
                     if error.final is not None:
                         _outages.pop(place, None)
                         raise error.final from error
-                    times = f", {number} times in {now_s - failed_s:.0f} s" if number > 1 else ""
-                    raise ShardError(
-                        f"{address}: {error}{times}: check the address and the network, then start"
-                        " again"
-                    ) from error
+                    raise _exhausted(address, error, number, now_s - failed_s) from error
                 pause_s = min(self._pause_s(number, error), left_s)
                 outage.awaited_until_s = max(outage.awaited_until_s, now_s + pause_s)
                 if now_s + pause_s > outage.warn_at_s:
@@ -116,7 +112,14 @@ class RetryPolicy:
                         else f"{error.num_refusals - refusals} more times",
                     )
                 _retries += 1  # This need not be atomic, because the number is only reported.
+                outage_failed_s = outage.failed_s
+                warn_at_s = outage.warn_at_s
                 _wait(pause_s, while_waiting)
+                # The process may have been suspended for hours, which must not exhaust the limit.
+                suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
+                failed_s += suspended_s
+                outage.failed_s = max(outage.failed_s, outage_failed_s + suspended_s)
+                outage.warn_at_s = max(outage.warn_at_s, warn_at_s + suspended_s)
             else:
                 ended = _outages.pop(place, None)
                 if ended is not None and ended.is_reported:
@@ -134,6 +137,13 @@ class RetryPolicy:
 
 _JITTER = random.Random()
 """A separate generator, because network errors must not change the random numbers of training."""
+
+
+def _exhausted(address: str, error: RetryableError, number: int, elapsed_s: float) -> ShardError:
+    times = f", {number} times in {elapsed_s:.0f} s" if number > 1 else ""
+    return ShardError(
+        f"{address}: {error}{times}: check the address and the network, then start again"
+    )
 
 
 # ---- outages -------------------------------------------------------------------------------------

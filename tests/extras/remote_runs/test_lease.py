@@ -13,6 +13,7 @@ import threading
 import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,7 @@ def held(store: ObjectStore, place: str = "a", lease_s: float = 1.0) -> Lease:
 def die(lease: Lease) -> None:
     """Stop renewing without releasing the lease, as a killed process does."""
     lease._ended.set()
+    assert lease._thread is not None
     lease._thread.join()
 
 
@@ -96,6 +98,46 @@ def test_a_replaced_or_removed_lease_counts_as_lost(store, tmp_path):
     ):
         second.confirm()
     second.release()
+
+
+def test_a_late_renewal_does_not_end_the_next_job(store, tmp_path):
+    """A job that was suspended between reading and writing the lease replaces the next job's
+    lease."""
+    first = held(store, "a", lease_s=1.0)
+    die(first)
+    late = first._content()
+    second = held(store, "b", lease_s=1.0)
+    path = tmp_path / "run" / LEASE_FILE
+    path.write_bytes(late)
+    second.confirm()
+    assert json.loads(path.read_text())["place"] == "b", "the next job must write its lease again"
+    with pytest.raises(LeaseLost, match="has taken over the run"):
+        first.confirm()
+    second.release()
+
+
+class _Slow(ObjectStore):
+    """A store with slow writes. After each write, `follower` writes the next job's lease again."""
+
+    def __init__(self, store: ObjectStore, path: Path, follower: str):
+        super().__init__(store.url, store.retry)
+        self._path = path
+        self._follower = follower
+
+    def write(self, *args: Any, **keywords: Any) -> bool:
+        time.sleep(0.8)
+        is_written = super().write(*args, **keywords)
+        self._path.write_text(self._follower)
+        return is_written
+
+
+def test_a_job_checks_the_lease_again_after_a_slow_write(store, tmp_path):
+    first = held(store, "a", lease_s=1.0)
+    die(first)
+    path = tmp_path / "run" / LEASE_FILE
+    other_lease = {**json.loads(path.read_text()), "token": "x", "holder": "job 7"}
+    with pytest.raises(LeaseLost, match="job 7 has taken over"):
+        first.confirm(_Slow(store, path, json.dumps(other_lease)))
 
 
 def _race(url: str, barrier: Barrier, won: multiprocessing.Queue[bool]) -> None:

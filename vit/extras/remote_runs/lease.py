@@ -18,7 +18,9 @@ dead.
 
 A holder that was suspended or disconnected for too long may find another job's token in the file.
 The holder has then lost the lease and stops. A holder reads the lease before each upload or
-removal, unless it has just renewed the lease.
+removal, unless it has just renewed the lease. If the holder was suspended during a renewal, its
+late write replaces the new lease. The new holder recognizes the previous token and writes its own
+token again. A holder that wrote late waits for this write, and then reads the lease again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -67,11 +68,13 @@ class Lease:
         self._count = 0
         self._is_held = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._problem = ""
         self._confirmed_s = 0.0
         """The `steady_s` time just before the last read that found this job's token."""
+        self._followed = ""
+        """The token of the previous holder, from which this job took over."""
 
     @property
     def is_lost(self) -> bool:
@@ -95,6 +98,7 @@ class Lease:
             looked_s = time.monotonic()
             lease = watch.look()
             if lease is None or lease["place"] == self._place or watch.has_expired():
+                self._followed = lease["token"] if lease is not None else self._followed
                 if lease is not None and lease["place"] != self._place:
                     print(
                         f"{self._store}: {lease['holder']} has not renewed its lease for"
@@ -119,6 +123,7 @@ class Lease:
                 )
             time.sleep(min(1.0, lease["lease_s"] / 20))
         self._is_held = True
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
     def _take(self, replaces: bool, looked_s: float) -> bool:
@@ -129,12 +134,12 @@ class Lease:
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
         # A late write is not valid, because it may have replaced the lease of another job.
         is_in_time = time.monotonic() - looked_s < settle_s
+        time.sleep(settle_s)
         if is_written and not is_in_time:
             print(
                 f"{self._store}: the store answers slowly: acquiring the lease again",
                 file=sys.stderr,
             )
-        time.sleep(settle_s)
         lease = read_lease(self._store)
         return is_in_time and lease is not None and lease["token"] == self._token
 
@@ -157,41 +162,54 @@ class Lease:
                 raise LeaseLost(self._problem)
 
     def _renew(self, store: ObjectStore) -> None:
-        looked_s = steady_s()
-        lease = read_lease(store)
-        if lease is None:
-            self._problem = (
-                f"{store}: the lease is gone, because the run was removed, or another job took"
-                " over the run and exited: this job stops without saving more to the URL"
-            )
-        elif lease["token"] != self._token:
-            self._problem = (
-                f"{store}: {lease['holder']} has taken over the run, because this job did not"
-                f" reach the store for {self._lease_s:g} s: this job stops without saving more"
-                " to the URL"
-            )
-        else:
+        is_late = True
+        while is_late:
+            looked_s = steady_s()
+            lease = read_lease(store)
+            if lease is None:
+                self._problem = (
+                    f"{store}: the lease is gone, because the run was removed, or another job took"
+                    " over the run and exited: this job stops without saving more to the URL"
+                )
+                return
+            if lease["token"] not in (self._token, self._followed):
+                self._problem = (
+                    f"{store}: {lease['holder']} has taken over the run, because this job did not"
+                    f" reach the store for {self._lease_s:g} s: this job stops without saving more"
+                    " to the URL"
+                )
+                return
             store.write(LEASE_FILE, self._content(), in_use=True)
-            self._confirmed_s = looked_s
+            is_late = steady_s() - looked_s > self._lease_s / 2
+            if is_late:  # this write may have replaced another holder's lease: wait until it renews
+                time.sleep(self._lease_s / 2)
+        self._confirmed_s = looked_s
 
     def release(self) -> None:
         """Release the lease. Errors are ignored, because a lease that is not removed expires."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         if not self._is_held:
             return
-        self._thread.join()
         self._is_held = False
         once = ObjectStore(self._store.url, replace(self._store.retry, limit_s=0.0))
-        with suppress(ValueError, OSError):
+        try:
             lease = read_lease(once)
             if lease is not None and lease["token"] == self._token:
                 once.remove(LEASE_FILE)
+        except (ValueError, OSError):
+            return
 
     def _keep(self) -> None:
-        while not self.is_lost and not self._ended.wait(self._lease_s / RENEWALS):
-            # The next save raises LeaseLost, and uploads report an unreachable store.
-            with suppress(ValueError, OSError):
+        while not self._ended.wait(self._lease_s / RENEWALS):
+            try:
                 self.confirm()
+            except LeaseLost:
+                return  # the next save raises the error
+            except (ValueError, OSError):
+                continue  # uploads report an unreachable store
 
     def _content(self) -> bytes:
         self._count += 1
@@ -219,9 +237,13 @@ class _WatchedLease:
         """Read the lease. Return None if no job holds it."""
         lease = read_lease(self._store)
         if lease is None or lease != self._lease:
-            is_first = self._lease is None and lease is not None
-            self.is_renewed |= self._lease is not None and lease is not None
-            self._changed_s = time.monotonic() - (_age_s(self._store) if is_first else 0.0)
+            now_s = time.monotonic()
+            age_s = 0.0
+            if self._lease is None and lease is not None:
+                age_s = _age_s(self._store)
+            elif lease is not None:
+                self.is_renewed = True
+            self._changed_s = now_s - age_s
             self._lease = lease
         return lease
 
