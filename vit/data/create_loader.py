@@ -85,7 +85,7 @@ def create_loader(
         seed: seed of the sample order and of all random numbers.
         augment: settings of the config section `augment`, such as `{"mixup_alpha": 0.2}`; by
             default images are only cropped at random and flipped.
-        mean, std: one value per channel, for images scaled to [0, 1]; one channel means gray images.
+        mean, std: one value per channel (one for gray images), for images scaled to [0, 1].
         interpolation: `bicubic` or `bilinear`, antialiased.
         rank, world_size: rank of this process and number of ranks; by default those of
             `torch.distributed` if it is initialized, else 0 and 1.
