@@ -1,8 +1,7 @@
 """The image sets on which a model is evaluated: `data.val_split` and `eval.sets`.
 
-The sets are opened from the config and the model's classes. Each `EvalSet` contains a split, the
-model outputs that belong to its classes, and the correct classes of each image. Sets with the same
-images are grouped.
+Each `EvalSet` contains a split, the model outputs that belong to its classes, and the correct
+classes of each image.
 
 Classes are matched by name, because label 7 of a 200-class set is rarely output 7 of the model, and
 nothing else would detect the mix-up. The folders of ImageNet-V2 are named 0 to 999. These names are

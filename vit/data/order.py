@@ -225,7 +225,6 @@ class Order:
         """
         lane_rows = self.steps_per_epoch * self._lane_share
         drawn = self.num_lanes * math.ceil(lane_rows / self.aug_repeats)
-        # A source with more draws than samples repeats samples within an epoch.
         if not self.shares:
             return drawn
         return min(drawn, sum(min(share.num_draws, share.num_samples) for share in self.shares))
@@ -439,7 +438,6 @@ def possible_lanes(
 
 
 def divisors(n: int) -> list[int]:
-    """Return all divisors of n in ascending order."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 

@@ -45,7 +45,6 @@ class StallWatch:
         self.warn_after_s = min(WARN_AFTER_S, (stall_timeout_s or 1e9) / 4)
         self.look_each_s = min(LOOK_EACH_S, self.warn_after_s / 4)
         self.stuck_s = [0.0] * len(statuses)
-        """The time in seconds for which each process has made no progress."""
         self._changes = [status.num_changes for status in statuses]
         self.begin()
 

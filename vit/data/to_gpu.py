@@ -101,7 +101,6 @@ class Cuda:
             )
 
     def unlock(self, memory: Tensor) -> None:
-        """Undo `lock`."""
         with torch.cuda.device(self._device):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 

@@ -31,7 +31,6 @@ def to_levels(images: Tensor) -> Tensor:
 
 
 def invert(images: Tensor) -> Tensor:
-    """Return the negative of the images."""
     return 255.0 - images
 
 

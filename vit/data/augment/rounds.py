@@ -79,7 +79,6 @@ def plan_rounds(
     kinds, sources = (np.take_along_axis(values, orders, 1) for values in (kinds, sources))
     by_table = kinds == Kind.TABLE
     num_tables = by_table.cumsum().reshape(kinds.shape) - by_table
-    # Make indices relative to the block, because `apply_rounds` gets the rows of one block.
     block_moves = moves - block * block_rows
     arrays: list[NDArray] = [block_moves, numbers[sources], tables[sources[by_table]]]
     return Rounds(kinds, num_tables, *to_device(arrays, device))

@@ -170,7 +170,7 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
             continue
         name = OP_NAMES[op_column.op_set][int(op)]
         without = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
-        operations.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # no -0
+        operations.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # avoid -0
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:
         operations.append("erase")
     return operations

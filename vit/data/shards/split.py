@@ -54,10 +54,10 @@ class Split:
     ):
         """root: folder or URL. lengths: number of samples in each shard.
 
-        index: (num_samples,) INDEX_DTYPE; an array, or an object with rows like an array's, as
+        index: (num_samples,) INDEX_DTYPE; an array, or an object that is indexed like one, as
         in `vit.data.shards.split_slice`.
         class_names: name of each label, [] if unknown.
-        apply_exif: whether images were turned upright when the shards were written.
+        apply_exif: whether images were rotated upright when the shards were written.
         """
         self.root = root
         self.name = name

@@ -98,23 +98,18 @@ class SplitSlice(Split):
         )
 
     def read(self, i: int) -> bytes:
-        """See `Split.read`."""
         return self.whole.read(int(self.numbers[i]))
 
     def where(self, i: int) -> str:
-        """See `Split.where`."""
         return self.whole.where(int(self.numbers[i]))
 
     def key(self, i: int) -> str:
-        """See `Split.key`."""
         return self.whole.key(int(self.numbers[i]))
 
     def key_in(self, name: str) -> str:
-        """See `Split.key_in`."""
         return self.whole.key_in(name)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """See `Split.prefetch`."""
         self.whole.prefetch(self._in_whole(samples))
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
