@@ -61,9 +61,9 @@ the first batch 0.03 s. Without the table, each batch makes 1,600 numpy calls, b
 network is repeated until all positions are in range."""
 MAX_DEFAULT_LANES = 64
 MIN_DEFAULT_LANE_IMAGES = 4
-"""The default minimum number of distinct images per lane and batch with repeated augmentation.
-Copies of an image are this many rows apart, and few sets of copies are split at the end of a
-lane."""
+"""The default minimum number of distinct images that a batch takes from a lane, with repeated
+augmentation. Copies of an image are this many rows apart, and few sets of copies are split at the
+end of a lane."""
 
 
 class _EpochBlocks:

@@ -39,7 +39,7 @@ training."""
 
 @dataclass(frozen=True)
 class Ring:
-    """How a rank's batches are divided among its workers, and the memory for them."""
+    """The division of a rank's batches into parts and the memory slots for them."""
 
     part_rows: int
     """The number of rows that a worker makes at a time."""

@@ -47,7 +47,7 @@ NICENESS_BESIDE_GPU = 10
 of the threads that launch kernels and run NCCL. These threads need little time, but the GPU waits
 for them. If training runs on the CPU, workers and training have equal weight."""
 PARTS_PER_MEASUREMENT = 64
-"""A worker measures its memory after each multiple of this number of parts."""
+"""The number of parts between two measurements of a worker's memory."""
 MAX_QUEUED_PARTS = 256
 """The maximum number of parts in the pipe. They take 4 KiB, which fits in any pipe, so sending a
 part never blocks. Linux limits additional pipes of a user with a thousand pipes to 8 KiB each."""

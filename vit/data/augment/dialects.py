@@ -264,7 +264,7 @@ _BIG_VISION: dict[str, Op] = {
     "equalize": EQUALIZE,
     "invert": _TIMM["invert"],
     "rotate": _tf_warp(lambda s, size: _tf_turned(3.0 * s, size)),
-    # Keep at least 1 bit. Keeping 0 bits needs a shift by 8, which TensorFlow turns into a shift by
+    # Keep at least 1 bit. 0 bits would need a shift by 8, which TensorFlow turns into a shift by
     # 7.
     "posterize": _by_table(
         lambda x, s: pixel_ops.posterize(x, (0.4 * s.abs()).floor().clamp(min=1.0))

@@ -46,7 +46,7 @@ FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """Where to find the image and label of a sample. The defaults match most tools.
+    """The members that contain the image and label of a sample. The defaults match most tools.
 
     image: suffix of the image, or several joined by `;`, of which each sample has exactly one. None
     means IMAGE_EXTENSIONS.

@@ -128,7 +128,7 @@ class BlockCache:
                 log.warning("%s is damaged and is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
-            # Use `abs`, because a clock that was ahead would make a block look recently used for a
+            # Use `abs`, because a block with a time in the future would look recently used for a
             # long time.
             if abs(time.time() - status.st_mtime) > TOUCH_AFTER_S:
                 with suppress(OSError):  # the cache may be read-only

@@ -51,7 +51,7 @@ class Kind(NamedTuple):
     package: str
     """The package that fsspec needs for this store."""
     credentials: str
-    """Where the client looks for credentials, as text for messages."""
+    """The credential sources of the client, as text for messages."""
     transfer: dict[str, Any]
     """Options for uploads and downloads."""
 
