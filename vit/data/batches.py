@@ -1,10 +1,10 @@
-"""The content of batches: write any rows of any batch of a rank in place.
+"""Create the content of batches: write any rows of any batch of a rank in place.
 
-The order returns the samples of this rank's rows at a position. The index contains the offset and
-the size of each image, so crops are drawn before decoding. Images are decoded directly into their
-rows of preallocated memory (`vit.data.slots`). The content of a row depends neither on the process
-that makes it nor on earlier rows. A run can therefore start at any position without computing
-earlier batches. `vit.data.loader` assigns rows to workers.
+The order gives the sample numbers of this rank's rows at a position. The index contains the byte
+offset, width and height of each image, so crops are drawn before decoding. Images are decoded
+directly into their rows of preallocated memory (`vit.data.slots`). The content of a row depends
+neither on the process that makes it nor on earlier rows. A run can therefore start at any position
+without computing earlier batches. `vit.data.loader` assigns rows to workers.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from vit.system.files import ShardError
 from vit.system.stages import Stage
 
 ALIGNMENT = 64
-"""The alignment of a batch's tensors in bytes: one cache line."""
+"""The alignment in bytes of each tensor in a batch: one cache line."""
 TENSORS = ("images", "labels", "weights", "table", "ids")
-"""The fields of `Batch` with one row per sample."""
+"""The fields of `Batch` that contain one row per sample."""
 NOT_EXACT = "not exact: samples may repeat or be missed, and resuming starts a new pass"
-"""The note that is printed for batches whose `exact` is false."""
+"""The note to print if `exact` is false."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of one rank: B rows, images of H x W pixels with C channels."""
+    """A batch of one rank: B rows with images of H x W pixels and C channels."""
 
     images: Tensor
     """(B, C, H, W) uint8, channels last in memory."""
     labels: Tensor
     """(B,) int64."""
     weights: Tensor
-    """(B,) float32: 1, or 0 for a row that loss and metrics ignore."""
+    """(B,) float32: 1, or 0 for a row that the loss and metrics must ignore."""
     table: Tensor
     """(B, K) float32: parameters for `vit.data.augment.apply.Augment`; K = 0 in evaluation."""
     ids: Tensor
@@ -58,12 +58,11 @@ class Batch:
     """The keys of samples that could not be decoded, if `on_bad_image` is `skip`."""
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Return the micro-batch of rows [start, stop) as views."""
+        """Return rows [start, stop), a micro-batch, as views."""
         return self._map(lambda tensor: tensor[start:stop])
 
     def to(self, device: torch.device) -> Batch:
-        """Queue copies of images, labels and weights to `device`; other tensors stay on the
-        host."""
+        """Start copying images, labels and weights to `device`; other tensors stay on the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True), TENSORS[:3])
 
     def pin_memory(self) -> Batch:
@@ -81,20 +80,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The layout of a batch's tensors in one piece of memory."""
+    """The layout of the tensors of a batch in one contiguous buffer."""
 
     num_rows: int
     image_format: ImageFormat
     num_columns: int
-    """The number of columns of the table of augmentation parameters."""
+    """The number of columns in the augmentation table."""
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of one batch."""
+        """The number of bytes that one batch takes."""
         return sum(num_bytes for _, _, num_bytes in self._pieces().values())
 
     def batch_in(self, memory: memoryview) -> Batch:
-        """Return the batch whose tensors are views of `memory` (`num_bytes` long)."""
+        """Return a batch whose tensors are views of `memory`, a buffer of `num_bytes`."""
         memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
         offset = 0
         tensors: dict[str, Any] = {}
@@ -106,7 +105,7 @@ class BatchLayout:
         return Batch(**tensors)
 
     def _pieces(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-        """Return dtype, shape in memory, and number of bytes with padding of each tensor."""
+        """Return each tensor's dtype, shape in memory, and number of bytes including padding."""
         rows = self.num_rows
         shapes = {
             "images": (torch.uint8, (rows, *self.image_format.size, self.image_format.channels)),
@@ -126,20 +125,20 @@ class BatchLayout:
 
 
 class Batches(ABC):
-    """The batches that `vit.data.loader.Loader` iterates over and passes to its workers."""
+    """The batches that `vit.data.loader.Loader` returns and that its workers fill."""
 
     layout: BatchLayout
     """The layout of the largest batch."""
     row_unit = 1
-    """Each part of a batch begins at a multiple of this number of rows."""
+    """The number of rows of which each part's first row is a multiple."""
     exact = True
-    """Whether the order determines a batch, so that any process can make its rows again."""
+    """True if the order determines every batch, so that any process can make its rows again."""
 
     def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
-        """Open files that `num_processes` workers of this host will inherit when they start."""
+        """Open files that this host's `num_processes` workers will inherit when they start."""
 
     def layout_at(self, position: int) -> BatchLayout:
-        """Return the layout of the batch at `position`; its images may be smaller than the
+        """Return the layout of the batch at `position`, whose images may be smaller than the
         largest."""
         return self.layout
 
@@ -156,11 +155,12 @@ class Batches(ABC):
 
 
 def row_unit(augment: AugmentConfig, order: Order) -> int:
-    """Return the number of rows that one worker must make together: mixed rows and copies."""
+    """Return the smallest number of rows that one worker can make: mixed rows and copies stay
+    together."""
     unit = augment.mix_group_size if mixes(augment) else 1
     if order.aug_repeats == 1:
         return unit
-    # A lane contains all copies of its images. Two workers that share a lane would both decode
+    # A lane contains all copies of its images. If two workers shared a lane, both would decode
     # them.
     return math.lcm(unit, order.global_batch_size // order.num_lanes)
 
@@ -170,24 +170,24 @@ class Samples:
     """The samples of B rows of a training batch."""
 
     ids: NDArray[np.int64]
-    """(B,) sample numbers, which seed the random numbers and appear in error messages."""
+    """(B,) sample numbers, which seed the augmentation and appear in error messages."""
     copies: NDArray[np.int64] | int
-    """(B,) the number of each row's copy of its image (repeated augmentation)."""
+    """(B,) copy numbers: which copy of its image each row shows (repeated augmentation)."""
     entries: NDArray[Any]
-    """(B,) records with the `label`, `width` and `height` in pixels of each stored image."""
+    """(B,) records with fields `label`, `width` and `height`, the stored image's size in pixels."""
     groups: list[list[int]]
-    """The rows that show the same image, for each image. Each image is decoded once."""
+    """For each distinct image, the rows that show it. Each image is decoded once."""
     read: Callable[[int], bytes]
-    """A function that returns the encoded image of a row."""
+    """Returns the encoded image of a row."""
     key: Callable[[int], str]
-    """A function that returns the key of a row."""
+    """Returns the sample key of a row."""
     describe: Callable[[int], str]
-    """A function that returns the name of a row's image for an error message."""
+    """Describes the image of a row for an error message."""
 
 
 class AugmentedBatches(Batches):
-    """The training batches: crops, decoding and augmentation parameters, for any source of
-    samples."""
+    """Training batches from any source of samples: draws crops, decodes, and draws
+    augmentations."""
 
     def __init__(
         self,
@@ -200,8 +200,10 @@ class AugmentedBatches(Batches):
         on_bad_image: str = "error",
         num_batches: int | None = None,
     ):
-        """rows: this rank's rows of the global batch; None: all. num_batches: length of the run;
-        later batches are not read ahead."""
+        """rows: this rank's rows of the global batch; None: all.
+
+        num_batches: length of the run, so that batches after its end are not read ahead.
+        """
         rows = range(order.global_batch_size) if rows is None else rows
         self.split = split
         self.order = order
@@ -212,11 +214,11 @@ class AugmentedBatches(Batches):
         self.num_batches = num_batches
         self._num_columns = table_layout(augment).width
         self.layout = BatchLayout(len(rows), image_format.largest, self._num_columns)
-        # Rows that mix must be in one part, because a worker mixes only the rows of its own part.
+        # Rows that are mixed must be in one part, because a worker mixes only rows of its own part.
         self.row_unit = row_unit(augment, order)
 
     def layout_at(self, position: int) -> BatchLayout:
-        """See `Batches.layout_at`; the layout changes only between epochs."""
+        """See `Batches.layout_at`. The layout changes only between epochs."""
         form = self.image_format.in_epoch(position // self.order.steps_per_epoch)
         return BatchLayout(self.layout.num_rows, form, self._num_columns)
 
@@ -225,14 +227,14 @@ class AugmentedBatches(Batches):
     ) -> tuple[str, ...]:
         """Crop and decode `samples` into `rows`, and draw their augmentation parameters.
 
-        first_row: the row of the global batch at which `rows` begins. If an image cannot be
-        decoded, raises ShardError or, with `on_bad_image: skip`, returns its key once per row.
+        first_row: index of the first of `rows` in the global batch. If an image cannot be decoded,
+        raises ShardError or, with `on_bad_image: skip`, returns its key once per row.
         """
         widths = samples.entries["width"]
         heights = samples.entries["height"]
         epoch = position // self.order.steps_per_epoch
-        # The random numbers do not depend on the image size, which only scales crops and boxes. A
-        # run with another `schedule.image_sizes` therefore sees the same augmentations.
+        # Random numbers do not depend on the image size, which only scales crops and boxes. A run
+        # with a different `schedule.image_sizes` therefore uses the same augmentations.
         size = self.image_format.in_epoch(epoch).size
         keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
         crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
@@ -241,8 +243,8 @@ class AugmentedBatches(Batches):
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
-            # Outside the `try` because `on_bad_image` does not cover failed reads. A failed read
-            # means that a disk or a server is gone, and skipping would drop all images that follow.
+            # Read outside the `try`, because `on_bad_image` does not cover failed reads. If a disk
+            # or server is gone, skipping would drop all images that follow.
             data = samples.read(group[0])
             stages.current.enter(Stage.DECODE)
             try:
@@ -262,16 +264,17 @@ class AugmentedBatches(Batches):
                         f"{samples.describe(group[0])}: {error}; set data.on_bad_image=skip to"
                         " train without this image"
                     ) from None
-                # Slots are reused: without this line, the row would show an image of an old batch.
+                # Slots are reused, so without this line the row would show an image from an old
+                # batch.
                 for view in views:
                     view[:] = 0
                 weights[group] = 0.0
-                # One key per row, not per image, because the count must not depend on how workers
-                # divide the batch.
+                # Add one key per row, not per image, so that the count does not depend on how
+                # workers split the batch.
                 bad_keys += [samples.key(group[0])] * len(group)
         stages.current.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, widths, heights, size)
-        # Mixing follows decoding because it needs the weights: a row whose partner could not be
+        # Draw mixing after decoding, because it needs the weights. A row whose partner could not be
         # decoded stays unmixed.
         draw_mix(
             self.augment,
@@ -296,7 +299,7 @@ class FromShards:
     split: Split | Sources
 
     def prepare(self, num_processes: int) -> None:
-        """Open the files of the shards, which workers inherit."""
+        """Open the shard files, so that workers inherit them."""
         self.split.prepare(num_processes)
 
     def where(self, sample: int) -> str:
@@ -315,14 +318,13 @@ class FromShards:
 
 
 class TrainBatches(FromShards, AugmentedBatches):
-    """The rows of one rank in each training batch, read from shards with an index."""
+    """This rank's rows of each training batch, read from shards with an index."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """See `Batches.fill`; `first` and the number of rows are multiples of `row_unit`."""
+        """See `Batches.fill`. `first` and the number of rows must be multiples of `row_unit`."""
         first_row = self.first_row + first
         ids, copies = self.order.rows_and_copies(position, first_row, first_row + len(rows.labels))
-        # Before the first read, so that a remote split fetches all blocks of these rows together
-        # instead of one after the other.
+        # Prefetch before the first read, so that a remote split fetches all blocks concurrently.
         self.split.prefetch(ids)
         if first == 0:
             self._read_ahead(position)
@@ -347,10 +349,9 @@ class TrainBatches(FromShards, AugmentedBatches):
 
 
 class EvalBatches(FromShards, Batches):
-    """The batches of an evaluation. Each sample occurs once, and all ranks have equally many
-    batches.
+    """The batches of an evaluation. Each sample occurs once.
 
-    Padding rows have weight 0.
+    All ranks have the same number of batches. Padding rows have weight 0.
     """
 
     def __init__(
@@ -374,7 +375,7 @@ class EvalBatches(FromShards, Batches):
         return math.ceil(self.split.num_samples / (self.layout.num_rows * self.world_size))
 
     def num_filled(self, number: int) -> int:
-        """Return the number of rows of batch `number` that contain a sample; the others are
+        """Return the number of rows in batch `number` that contain a sample. Other rows are
         padding."""
         return min(max(self.split.num_samples - self._start(number), 0), self.layout.num_rows)
 
@@ -389,7 +390,7 @@ class EvalBatches(FromShards, Batches):
         later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
         candidates = np.concatenate([ids, later])
         self.split.prefetch(np.unique(candidates[candidates < num_samples]))
-        # Padding rows need a valid sample number because the label of each id is read below.
+        # Give padding rows a valid sample number, because the label of each id is read below.
         ids[~is_sample] = 0
         for row, sample in enumerate(ids.tolist()):
             if is_sample[row]:
@@ -425,7 +426,7 @@ class EvalBatches(FromShards, Batches):
 def write_rows(
     rows: Batch, labels: ArrayLike, weights: ArrayLike, table: ArrayLike, ids: ArrayLike
 ) -> None:
-    """Write everything but the images into the tensors of `rows`."""
+    """Write the given values to all tensors of `rows` except the images."""
     rows.labels.numpy()[:] = labels
     rows.weights.numpy()[:] = weights
     rows.table.numpy()[:] = table

@@ -3,8 +3,9 @@
     split -> order of samples -> decoded crops in shared memory -> augmented on the device
                                                                -> (inputs, targets) for a model
 
-The batches equal those of the trainer. An epoch contains each sample once, global batches do not
-depend on the number of ranks, and random numbers depend only on seed, epoch and sample.
+The batches equal those that the trainer would use. An epoch contains each sample once, global
+batches do not depend on the number of ranks, and random numbers depend only on seed, epoch and
+sample.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from vit.data.shards.split import Split
 
 
 class TrainLoader(Iterator[tuple[Tensor, Tensor]], AbstractContextManager["TrainLoader"]):
-    """Iterates over (inputs, targets) of this rank, from a given training step to the last one.
+    """Iterates over this rank's (inputs, targets), from a given training step to the last one.
 
     inputs: (B, C, H, W) float32 on the device, normalized by the mean and standard deviation.
     targets: (B, num_classes) float32 class probabilities; a mixed image has two nonzero values.
@@ -41,7 +42,7 @@ class TrainLoader(Iterator[tuple[Tensor, Tensor]], AbstractContextManager["Train
         self._augment = augment
 
     def __len__(self) -> int:
-        """Return the number of batches, including those that were taken."""
+        """Return the total number of batches, including those already returned."""
         return len(self._loader)
 
     def __next__(self) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,7 @@ class TrainLoader(Iterator[tuple[Tensor, Tensor]], AbstractContextManager["Train
         return self._augment.finish(batch.images, batch.labels, batch.table)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._loader.close()
 
     def __exit__(self, *error: object) -> None:
@@ -78,13 +79,13 @@ def create_loader(
     Args:
         split: the return value of `vit.open_split`.
         global_batch_size: number of images in one step, summed over all ranks.
-        image_size: size of the model's inputs in pixels, one number or (height, width).
+        image_size: input size of the model in pixels, one number or (height, width).
         epochs: number of epochs; each has `split.num_samples // global_batch_size` steps.
         start: first step. To resume, pass the next step; the loader has no other state.
         seed: seed of the sample order and of all random numbers.
         augment: settings of the config section `augment`, such as `{"mixup_alpha": 0.2}`; by
             default images are only cropped at random and flipped.
-        mean, std: values per channel for images scaled to [0, 1]; a single value reads gray images.
+        mean, std: one value per channel (one for gray images), for images scaled to [0, 1].
         interpolation: `bicubic` or `bilinear`, antialiased.
         rank, world_size: rank of this process and number of ranks; by default those of
             `torch.distributed` if it is initialized, else 0 and 1.
@@ -93,10 +94,10 @@ def create_loader(
 
     Raises:
         ValueError: the settings contradict each other, or the batch is not divisible by the ranks.
-        ShardError: an image cannot be read or decoded; raised when its batch is due.
+        ShardError: an image cannot be read or decoded; raised when its batch is requested.
     """
     device = torch.device(device)
-    # A whole config, because its checks reject settings that have no effect without other settings.
+    # Build a whole config, because its checks reject settings that have no effect without others.
     values = {"data": {"root": "."}, "train": {"epochs": epochs}, "augment": dict(augment or {})}
     recipe = from_dict(values, "create_loader").augment
     if rank is None or world_size is None:

@@ -1,12 +1,11 @@
-"""The image sets that a model is evaluated on: `data.val_split` and `eval.sets`.
+"""The image sets on which a model is evaluated: `data.val_split` and `eval.sets`.
 
-    config, classes of the model -> opened splits -> the model outputs that compete, and the
-    correct
-    classes of each image -> `EvalSet`s, grouped by their images
+Each `EvalSet` contains a split, the model outputs that belong to its classes, and the correct
+classes of each image.
 
-Classes are matched by name, because label 7 of a 200-class set is rarely output 7 of the model,
-and no check would notice the mix-up. The folders of ImageNet-V2 are named 0 to 999. These names
-are class numbers of the model, whatever the order of the shards.
+Classes are matched by name, because label 7 of a 200-class set is rarely output 7 of the model, and
+nothing else would detect the mix-up. The folders of ImageNet-V2 are named 0 to 999. These names are
+class numbers of the model, regardless of the order of the shards.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ from vit.system.files import ShardError
 from vit.system.spelling import few
 
 LEAST_AGREEMENT = 0.5
-"""The minimum share of images whose own label must occur in a list without keys. ReaL reaches 90 %.
-A list in the wrong order reaches about one divided by the number of classes."""
+"""The minimum fraction of images whose stored label must occur among their labels in a list without
+keys. ReaL reaches 90 %. A list in the wrong order reaches about 1 / (number of classes)."""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The images of a split with their correct classes."""
+    """The images of a split and their correct classes."""
 
     name: str
     split: Split
     columns: Tensor | None = None
-    """(classes,) int64: the model output for each class of the set; None: class i is output i."""
+    """(classes,) int64: the model output for each class of the set; None if class i is output i."""
     accepted: Tensor | None = None
-    """(num_images, most) int64: all correct classes of each image, padded with -1; None: the labels
-    of the split."""
+    """(num_images, most) int64: all correct classes of each image, padded with -1; None to use the
+    labels of the split."""
 
     @property
     def num_scored(self) -> int:
-        """The number of images that have a correct class."""
+        """The number of images with at least one correct class."""
         if self.accepted is None:
             return self.split.num_samples
         return int((self.accepted >= 0).any(1).sum())
 
     @property
     def num_skipped(self) -> int:
-        """The number of images without a correct class, which the score ignores."""
+        """The number of images without a correct class, which are not scored."""
         return self.split.num_samples - self.num_scored
 
     def is_right(self, predictions: Tensor) -> Tensor:
@@ -70,26 +69,26 @@ class EvalSet:
         return (self.accepted == predictions[:, None]).any(1)[is_scored]
 
     def where(self) -> str:
-        """Return the number of images and the split as text for a message."""
+        """Return the number of images and the split name as text for a message."""
         skipped = f" ({self.num_skipped} more have no label)" if self.num_skipped else ""
         return f"{self.num_scored} images of {self.split.name!r}{skipped}"
 
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """The classes that a model predicts."""
+    """The classes that a model can predict."""
 
     num_classes: int
     namings: Mapping[str, Sequence[str]]
-    """A mapping from a remark about each naming to the class names in it; empty without names."""
+    """Maps a note about each naming scheme to its class names; empty if the model has no names."""
 
 
 def open_sets(
     config: Config, val_split: Split, model: ModelClasses, world: World
 ) -> list[tuple[EvalSet, ...]]:
-    """Open `eval.sets`, and return all sets, grouped by their images.
+    """Open `eval.sets`, and return all sets, grouped by the images they use.
 
-    The first set of the first group is `data.val_split`. Raises ValueError with a line for each set
+    The first set of the first group is `data.val_split`. Raises ValueError with one line per set
     that cannot be evaluated. Possible causes are missing shards or labels, labels that do not match
     the shards, and classes that the model lacks.
     """
@@ -100,8 +99,8 @@ def open_sets(
     for name, chosen in config.eval.sets.items():
         key = (chosen.root or config.data.root, chosen.split or config.data.val_split)
         try:
-            # All ranks must fail together. If one rank left alone, the others would wait for it at
-            # the next collective.
+            # All ranks must fail together. If one rank raised its error, the others would wait for
+            # it at the next collective.
             with world.fail_together():
                 if key not in opened:
                     opened[key] = open_split(config.data, key[1], world, key[0])
@@ -143,8 +142,8 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
     """
     names = split.class_names
     if all(re.fullmatch(r"\d+", name) for name in names) and not _has_classes(model, names):
-        # Numeric folder names, as in ImageNet-V2, are class numbers of the model. A set without
-        # names only has labels, which are class numbers of the model too.
+        # Treat numeric folder names, as in ImageNet-V2, as class numbers of the model. Treat labels
+        # as class numbers too if the set has no class names.
         numbers = [int(name) for name in names] or list(range(split.num_classes))
         if max(numbers) >= model.num_classes:
             raise ValueError(
@@ -157,8 +156,8 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
             " classes do not: use data whose labels are the model's class numbers"
         )
     else:
-        # Use the naming that covers the most names. A model may have folder names and English
-        # names.
+        # Use the naming scheme that covers the most names. A model may have folder names and
+        # English names.
         model_names = min(model.namings.values(), key=lambda naming: len({*names} - {*naming}))
         output = {name: number for number, name in enumerate(model_names)}
         if missing := [name for name in names if name not in output]:
@@ -180,7 +179,7 @@ def _has_classes(model: ModelClasses, names: Sequence[str]) -> bool:
 
 def _read_labels(path: Path, split: Split) -> list[list[int]]:
     """Return the correct classes of each image of `split`, in its order. Raises ValueError."""
-    # The caller prepends `eval.sets.NAME` to the messages.
+    # The caller prepends `eval.sets.NAME` to this text.
     setting = f".labels={path}"
     try:
         content = json.loads(path.read_bytes())
@@ -219,7 +218,8 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
 
 
 def _in_order(keys: Sequence[str]) -> list[int]:
-    """Return the images sorted by the number at the end of their key, or else by key.
+    """Return image indices sorted by the number at the end of the key, or by key if numbers are not
+    unique.
 
     `n01440764_ILSVRC2012_val_00000293` is image 293 of ReaL's list, counted from 1.
     """

@@ -1,6 +1,6 @@
-"""The format of a model's input images: size, channels and resizing, in each epoch of a run.
+"""The format of a model's input images: size, channels and resizing, for each epoch of a run.
 
-Evaluation and prediction use one size. Training may begin with other sizes
+Evaluation and prediction use one size. Training may start with other sizes
 (`schedule.image_sizes`).
 """
 
@@ -18,22 +18,22 @@ class ImageFormat:
     """The format of a model's input images."""
 
     size: tuple[int, int]
-    """(height, width) in pixels."""
+    """The image size (height, width) in pixels."""
     channels: int = 3
-    """1 or 3."""
+    """The number of channels, 1 or 3."""
     interpolation: str = "bicubic"
-    """bilinear or bicubic, antialiased."""
+    """The interpolation, bilinear or bicubic, always antialiased."""
     scaled_decode: bool = False
-    """Whether large training crops may be decoded at 1/2, 1/4 or 1/8."""
+    """Allows large training crops to be decoded at 1/2, 1/4 or 1/8 size."""
     stages: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """The stages of training in order: pairs (epoch, size). Images have that size until that epoch.
-    After the last stage they have `size`."""
+    """The training stages in order, as pairs (epoch, size). Images have that size before that
+    epoch, and `size` after the last stage."""
 
     @classmethod
     def from_config(
         cls, model: ModelConfig, data: DataConfig, schedule: ScheduleConfig | None = None
     ) -> ImageFormat:
-        """Return the format that a config describes; pass `schedule` for training images."""
+        """Return the format that a config describes. Pass `schedule` for training images."""
         stages = () if schedule is None else schedule.image_sizes
         return cls(
             model.height_width(),
@@ -50,7 +50,7 @@ class ImageFormat:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """All distinct sizes, in the order of training."""
+        """All distinct image sizes, in the order in which training uses them."""
         return list(dict.fromkeys([*(size for _, size in self.stages), self.size]))
 
     @property

@@ -1,16 +1,17 @@
-"""The loader: worker processes write batches into shared memory that the GPU copies from.
+"""The loader: worker processes write batches into shared memory, from which they are copied to the
+GPU.
 
-Training puts parts of batches into one pipe. A part is a range of rows of one batch and the slot to
-write them to. A free worker takes the next part, writes its rows into the slot and reports
-completion in a few bytes. When all parts of a batch are complete, the loader returns the batch
-without copying, pickling or allocating anything. Several workers share a batch, so few slots keep
-many workers busy and the first batch arrives early.
+The training process sends parts of batches through one pipe. A part is a range of rows in one
+batch, and the slot of shared memory to write them to. A free worker takes the next part, writes its
+rows and reports completion in a few bytes. When all parts of a batch are complete, the loader
+returns the batch without copying, pickling or allocating anything. Because several workers share a
+batch, a few slots keep many workers busy, and the first batch arrives early.
 
     training                                       workers
     free slot, next position  -> (parts) pipe  ->  a free worker writes rows into the slot
     batch when it is complete <- result pipes  <-  slot, row, seconds, keys of bad images
 
-Workers are processes because decoding threads would make training steps wait for the GIL
+Workers are processes, because with decoding threads training would wait for the GIL
 (docs/experiments/).
 """
 
@@ -33,36 +34,37 @@ from vit.distributed.process_group import local_world_size
 from vit.system.stages import Tally, add_up
 
 STALL_TIMEOUT_S = 240.0
-"""The default stall timeout. Twice this time must be less than the ten minutes for which ranks wait
-for each other, because a worker and its replacement may both hang."""
+"""The default stall timeout in seconds. A worker and its replacement may both hang, so twice this
+time must be less than the ten minutes that ranks wait for each other."""
 
 
 class LoaderStats(NamedTuple):
-    """The time and images that a loader has spent on its batches."""
+    """The time that a loader has taken, and the number of images it has returned."""
 
     wait_s: float = 0.0
-    """The time that training waited for batches."""
+    """The time in seconds that training has waited for batches."""
     busy_s: float = 0.0
-    """The time that workers spent on `num_made` images, summed over the workers."""
+    """The time in seconds that workers spent on `num_made` images, summed over workers."""
     num_made: int = 0
 
 
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
-    """Iterates over the batches at positions [start, stop), made by workers or by this process.
+    """Iterates over the batches at positions [start, stop), made by worker processes or this
+    process.
 
-    Batches at positions in range(a, b) are skipped for each (a, b) in `passed_over`.
+    Positions in range(a, b) are skipped for each (a, b) in `passed_over`.
 
     The loader logs long waits with the current stage of each worker. A worker that makes no
     progress for `stall_timeout_s` is replaced; None disables this.
 
-    A batch does not change while the caller holds any of its tensors or a view of one. If the
-    caller holds more than two batches (three on a GPU), the loader returns copies, which is slower.
-    If `device` is a GPU, images, labels and weights are copied to it while the previous step
-    computes. Augmentation parameters and ids stay on the host. On a GPU, `on_device` runs right
-    after this copy, while the previous step still computes. Without a GPU it runs in this process.
-    See `slots.plan_ring` for `prefetch_gib` and `max_ready`.
+    A batch does not change while the caller holds any of its tensors or a view of them. If the
+    caller holds more than two batches (three with a GPU), the loader returns copies, which is
+    slower. If `device` is a GPU, images, labels and weights are copied to it while the previous
+    step is still computing, and `on_device` runs right after this copy. Augmentation parameters and
+    ids stay on the host. Without a GPU, `on_device` runs in this process. See `slots.plan_ring` for
+    `prefetch_gib` and `max_ready`.
 
-    The training process raises ShardError when the batch with the error is due. It raises
+    Iteration raises ShardError when it reaches a batch that failed. It raises
     `vit.data.worker_pool.WorkerError` immediately if a worker died, or if a worker hangs and cannot
     be replaced. Close the loader, or use it as a context manager. The loader is not thread-safe.
     """
@@ -100,16 +102,16 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             self._positions = [position for position in self._positions if position not in skipped]
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)
-        # Before the workers start: they inherit this memory and address it by slot number.
+        # Allocate the slots before the workers start, because workers inherit this memory.
         self._slots = Slots(self.ring, num_workers)
         self._slot_of: dict[int, int] = {}
-        """The slot of each position whose parts were put into the pool."""
+        """The slot of each position whose parts were sent to the workers."""
         self._done: defaultdict[int, list[Result]] = defaultdict(list)
-        """The finished parts of each position."""
+        """The results of the finished parts at each position."""
         self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
-            # Before the fork, so that workers inherit the open files; a large data set has
-            # thousands, and each worker would open all of them.
+            # Open files before the fork, so that workers inherit them. A large data set has
+            # thousands of files, which each worker would otherwise open.
             batches.prepare(num_workers * local_world_size())
             niceness = NICENESS_BESIDE_GPU if on_gpu else 0
             self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s, niceness)
@@ -123,25 +125,26 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._start_batches()
 
     def __len__(self) -> int:
-        """Return the number of batches, including those that were taken."""
+        """Return the total number of batches, including those already returned."""
         return len(self._positions)
 
     def __next__(self) -> Batch:
-        position = next(self._due)  # a batch that fails is not repeated: the next call is the next
+        position = next(self._due)  # advance first, so a failed batch is not retried
         began_s = time.perf_counter()
         batch = self._receive(position)
         waited_s = time.perf_counter() - began_s
-        # A new tuple, because the monitor keeps the tuple of each step and reads it one step later.
+        # Create a new tuple, because the monitor stores the tuple of each step and reads it one
+        # step later.
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
-        # Before the step, so that workers fill all free slots while it runs.
+        # Do this before the step, so that workers fill all free slots while it runs.
         self._start_batches()
         return batch if self._to_device is None else self._to_device(batch)
 
     def restart(self) -> None:
-        """Start again at `start` with the same workers and memory; statistics start at 0.
+        """Restart from `start` with the same workers and memory; reset the statistics.
 
-        Batches that were not taken are dropped; those that the caller holds do not change. Raises
-        WorkerError if a worker died.
+        Batches that were not returned yet are dropped. Batches that the caller holds do not change.
+        Raises WorkerError if a worker died.
         """
         self._pool.drop()
         self._slots.take_back()
@@ -153,11 +156,11 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._start_batches()
 
     def tally(self) -> Tally:
-        """Return the work of all workers, or of this process, so far."""
+        """Return the work done by all workers, or by this process, since the start."""
         return add_up([status.tally() for status in self._pool.statuses])
 
     def worker_bytes(self) -> int:
-        """Return the largest private memory of a worker; 0 until it is measured."""
+        """Return the largest private memory of any worker in bytes; 0 until it is measured."""
         return max(status.own_bytes for status in self._pool.statuses)
 
     @property
@@ -166,7 +169,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         return self._pool.num_replaced
 
     def close(self) -> None:
-        """End the workers at once. The memory lives as long as the caller holds a batch."""
+        """Stop the workers immediately. The memory remains valid as long as the caller holds a
+        batch."""
         self._due = iter(())
         self._pool.end()
         self._slots.close_file()
@@ -178,22 +182,24 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.close()
 
     def _receive(self, position: int) -> Batch:
-        # Results that arrived since the last batch are not part of this wait.
+        # Record results that arrived earlier, so that they do not count as part of this wait.
         self._note(self._pool.results(wait=False))
-        # The watch times the whole batch: parts that trickle in must not hide a long wait.
+        # Time the wait for the whole batch. Otherwise, parts that arrive slowly would hide a long
+        # wait.
         self._pool.watch.begin()
         num_rows = self._batches.layout.num_rows
         while sum(result.num_rows for result in self._done[position]) < num_rows:
-            # If no slot was free, this batch was not started; the caller may have released one.
+            # If no slot was free before, this batch was not started. The caller may have released a
+            # slot since.
             self._start_batches()
             self._note(self._pool.results(wait=True))
         slot = self._slot_of.pop(position)
-        # Sorted by row, not by arrival: the error that is raised and the order of bad keys must not
-        # depend on the speed of the workers.
+        # Sort by row, because neither the raised error nor the order of bad keys may depend on
+        # worker speed.
         results = sorted(self._done.pop(position), key=lambda result: result.first)
         for result in results:
             if result.error is not None:
-                # The batch is lost, but its slot is free: a caller that catches the error can
+                # Free the slot of the failed batch, so that a caller that catches the error can
                 # continue with the next batch.
                 self._slots.free.append(slot)
                 raise result.error

@@ -1,6 +1,6 @@
-"""Open the data of a config, on all ranks.
+"""Open the data that a config specifies, on all ranks.
 
-`open_split` opens one split of shards. `open_train_set` also selects training samples and supports
+`open_split` opens one split of shards. `open_train_set` selects training samples and also supports
 several sources or a stream. `vit.data.shards.data_set.open_split` opens a split without a config.
 """
 
@@ -25,8 +25,8 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READERS = {"webdataset": "vit.extras.stream.batches"}
-"""The modules that read training data without an index, by value of `data.reader`. Each module has
-`open_train_set` and `create_batches`, and is imported only if the config names its reader."""
+"""Maps values of `data.reader` to modules that read training data without an index. Each module has
+`open_train_set` and `create_batches`, and is imported only if the config selects its reader."""
 
 
 def open_split(
@@ -34,8 +34,8 @@ def open_split(
 ) -> Split:
     """Open `split` of `root` (by default `data.root`) with the cache and retry settings of `data`.
 
-    Rank 0 requests the versions of the shards from a server and broadcasts them. One rank of each
-    host checks all rows of the index. Raises ShardError.
+    For shards at a URL, rank 0 requests their versions and broadcasts them. One rank per host
+    checks all rows of the index. Raises ShardError.
     """
 
     def open_checked(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
@@ -57,7 +57,7 @@ def open_split(
 
     if world is None:
         return open_checked()
-    # Rank 0 opens the split first. If a thousand ranks sent a request per shard, they would
+    # Open the split on rank 0 first. If a thousand ranks each requested every shard, they would
     # overload the server and might see different versions of a shard.
     split_of_main = world.on_main(open_checked)
     versions = world.broadcast_from_main(
@@ -69,7 +69,7 @@ def open_split(
 
 
 def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
-    """Open the training split, or the split of each source; return [] for a stream."""
+    """Open the training split, or one split per source; return [] for a stream."""
     if data.reader != "index":
         return []
     if not data.sources:
@@ -83,7 +83,7 @@ def open_train_splits(data: DataConfig, world: World | None = None) -> list[Spli
 def open_train_set(
     data: DataConfig, val_split: Split, world: World | None = None, num_classes: int | None = None
 ) -> TrainSet:
-    """Open the training samples; see `choose_train_set` for arguments and errors."""
+    """Open and select the training samples; see `choose_train_set` for arguments and errors."""
     splits = open_train_splits(data, world)
     return choose_train_set(data, splits, val_split, world, num_classes)
 
@@ -95,9 +95,9 @@ def choose_train_set(
     world: World | None = None,
     num_classes: int | None = None,
 ) -> TrainSet:
-    """Select the training samples of `open_train_splits`.
+    """Select the training samples from `splits`, the result of `open_train_splits`.
 
-    A stream has no list of classes, so it gets those of `val_split`, or `num_classes` if that is
+    A stream has no class list, so it uses the classes of `val_split`, or `num_classes` if that is
     larger. Raises ShardError or ValueError if a setting names samples that do not exist, or if an
     image of `val_split` is also a training sample.
     """
@@ -129,7 +129,7 @@ def create_train_batches(
     rows: range,
     num_batches: int,
 ) -> AugmentedBatches:
-    """Return this rank's batches of `split`, the field of a `TrainSet`; see `TrainBatches`."""
+    """Return this rank's batches of `split`, taken from a `TrainSet`; see `TrainBatches`."""
     if config.data.reader != "index":
         streamed: AugmentedBatches = _reader(config.data).create_batches(
             config, split, order, image_format, world
@@ -171,7 +171,7 @@ def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> 
 def choose_num_classes(model: ModelConfig, data: DataConfig, *splits: Split | Sources) -> int:
     """Return the size of the head: `model.num_classes`, or the number of classes of `splits`.
 
-    Raises ValueError if the head would have fewer classes than the data.
+    Raises ValueError if `model.num_classes` is less than the number of classes in the data.
     """
     in_data = max(split.num_classes for split in splits)
     if model.num_classes is not None and model.num_classes < in_data:

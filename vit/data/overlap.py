@@ -1,8 +1,8 @@
 """Find images that are used both for training and for evaluation.
 
-Samples of the same index are compared by number, even for two slices of a split. Images of
-different indexes are compared by checksum and size, a chunk of rows at a time, which finds copies
-in another folder. No image is read.
+Samples from the same index are compared by number, even in two slices of a split. Images from
+different indexes are compared by checksum and size, in chunks of rows, which finds copies in
+another folder. Images are not read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from vit.data.sources import TrainSet
 
 
 def find_trained(train_set: TrainSet, split: Split) -> list[NDArray[np.bool_]]:
-    """Return a mask (n,) for each source: the images of `split` that are also selected from it."""
+    """Return a mask (n,) for each source that marks the images of `split` also selected from that
+    source."""
     return [_same_numbers(source, chosen, split) for source, chosen in _sources(train_set)]
 
 
 def count_equal(train_set: TrainSet, split: Split) -> int:
-    """Return how many images of `split` are training samples or equal one."""
+    """Return the number of images in `split` that are training samples or copies of them."""
     is_equal = np.zeros(split.num_samples, np.bool_)
     for source, chosen in _sources(train_set):
         is_equal |= _same_numbers(source, chosen, split)
@@ -35,7 +36,7 @@ def count_equal(train_set: TrainSet, split: Split) -> int:
 
 
 def image_keys(index: Any) -> NDArray[np.uint64]:
-    """Return one number per image, (n,), that combines checksum and size.
+    """Return one number per image, (n,), that combines its checksum and size.
 
     index: (n,) INDEX_DTYPE, or an object that returns its columns.
     """
@@ -43,7 +44,7 @@ def image_keys(index: Any) -> NDArray[np.uint64]:
 
 
 def _sources(train_set: TrainSet) -> list[tuple[Split, NDArray[np.integer] | None]]:
-    """Return each source with the numbers of its selected samples; None: all samples."""
+    """Return each source with the numbers of its selected samples, or None if all are selected."""
     return [*zip_longest(train_set.split.splits, (share.chosen for share in train_set.shares))]
 
 
@@ -59,7 +60,7 @@ def _same_numbers(
 
 
 def _place(split: Split) -> tuple[str, str]:
-    # Resolve the path, because `.` and links allow several names for one folder.
+    # Resolve the path, because one folder can have several names, due to `.` and links.
     root = str(split.root.resolve()) if isinstance(split.root, Path) else split.root
     return root, parse_name(split.name).split
 
@@ -73,8 +74,8 @@ def _same_checksums(
         chunk = slice(start, start + CHUNK_ROWS)
         trained = np.sort(image_keys(source.index[chunk if chosen is None else chosen[chunk]]))
         nearest = np.minimum(np.searchsorted(trained, keys), len(trained) - 1)
-        # Search in sorted keys, because np.isin takes 20 times as long.
+        # Search sorted keys, because np.isin takes 20 times as long.
         is_trained |= trained[nearest] == keys
-    # An unknown checksum is stored as 0, so equal zeros do not mean equal images.
+    # Ignore checksums of 0, which mean unknown, so equal zeros do not mean equal images.
     is_trained &= keys >> np.uint64(32) != 0
     return is_trained[places]

@@ -1,9 +1,9 @@
-"""Select the training samples of a split: excluded keys and classes, a filter, a subset.
+"""Select the training samples of a split by excluded keys and classes, a filter, and a subset.
 
-The index is read in chunks of rows. Excluded samples and samples that do not pass the filter are
-removed. A subset keeps the samples with the smallest hash of (subset seed, sample number), among
-all samples or per class. A smaller subset is therefore part of a larger one. The selected sample
-numbers are sorted, so that neighbors in the shards stay neighbors. Shards and index do not change.
+The index is read in chunks of rows. Excluded samples and samples that do not match the filter are
+removed. A subset consists of the samples with the smallest hash of (subset seed, sample number),
+among all samples or per class. A larger subset therefore contains every smaller one. Sample numbers
+are sorted, so that neighbors in the shards stay neighbors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 
 CHUNK_ROWS = 1 << 20
-"""The number of rows of the index that are in memory at the same time."""
+"""The number of index rows that are in memory at the same time."""
 MAX_NAMED = 3
 QUARANTINE = ".jsonl"
-"""The suffix of a list of samples that data_prep skipped. They may be absent from the split."""
+"""The suffix of a list of samples that data_prep skipped. The split may lack these samples."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Chosen:
 
     num_samples: int
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
-    """(num_samples,) ascending; None: all samples of the split."""
+    """(num_samples,) sample numbers in ascending order; None if all samples are selected."""
     summary: str
-    """The numbers of selected and excluded samples as text; "" if nothing was selected."""
+    """The numbers of selected and excluded samples as text; "" if there was no selection."""
     identity: str
     """The length and a hash of `numbers`; "" if all samples are selected."""
 
@@ -52,8 +52,8 @@ class Chosen:
 def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     """Return the samples of `split` that match `selection`.
 
-    name: prefix of the setting names in error messages. Raises ShardError if no sample is left, or
-    if a setting names keys or classes that do not exist.
+    name: prefix of the setting names in messages. Raises ShardError if no sample remains, or if a
+    setting names keys or classes that do not exist.
     """
     total = split.num_samples
     if all(getattr(selection, key) == value for key, value in Selection()):
@@ -108,8 +108,8 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
     missing = [key for key in keys if key not in numbers]
     if not missing:
         return ""
-    # Missing keys are allowed, because data_prep never writes the samples of its own list. A list
-    # without any matching key is an error, because it was made for another data set.
+    # Allow missing keys, because data_prep does not write samples from its own list of skipped
+    # samples. A list without any matching key was made for another data set, so it is an error.
     if not numbers and not labels and path.suffix != QUARANTINE:
         raise ShardError(
             f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"
@@ -132,7 +132,7 @@ def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> N
 def count_labels(
     labels: NDArray[np.integer], numbers: range | NDArray[np.integer], num_classes: int
 ) -> NDArray[np.int64]:
-    """Return the number of samples of each class among `numbers`, (num_classes,)."""
+    """Return the number of samples per class among the samples `numbers`, (num_classes,)."""
     counts = np.zeros(num_classes, np.int64)
     for start in range(0, len(numbers), CHUNK_ROWS):
         chunk = numbers[start : start + CHUNK_ROWS]
@@ -162,9 +162,9 @@ def _subset(
 
 
 def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[int]]:
-    """Return the keys and the labels that the file `path` excludes from `split`.
+    """Return the keys and labels that the file `path` excludes from `split`.
 
-    Raises ShardError with a list of the invalid lines.
+    Raises ShardError that lists the invalid lines.
     """
     try:
         lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
@@ -209,8 +209,9 @@ def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
     for key in keys:
         name = idx_name(key)
         candidates = numbers.get(name, [])
-        # `.idx` files replace spaces, so `a b` and `a_b` have the same name. The tar header
-        # distinguishes them, but costs a read.
+        # Compare the keys in the tar headers, because `.idx` files replace spaces, so `a b` and
+        # `a_b` have the same name there. Headers are read only for such duplicates, because each
+        # costs a read.
         if len(candidates) > 1 or num_keys[name] > 1:
             candidates = [number for number in candidates if split.key(number) == key]
         if candidates:
@@ -221,8 +222,8 @@ def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
 def _idx_names(split: Split) -> Iterator[str]:
     """Yield the `idx_name` of each sample.
 
-    Names come from the `.idx` file next to the tar if that file matches the index. Otherwise they
-    come from the tar headers, which takes one read per sample.
+    Names are read from the `.idx` file next to the tar if it matches the index, and otherwise from
+    the tar headers, which takes one read per sample.
     """
     if isinstance(split, SplitSlice):
         names = list(_idx_names(split.whole))
@@ -243,7 +244,7 @@ def _idx_names(split: Split) -> Iterator[str]:
             lines = []
         if len(lines) != stop - first:
             lines = [""] * (stop - first)
-        # Convert to lists, because reading a field from a structured array's row takes a
+        # Convert to lists, because reading a field of one row in a structured array takes a
         # microsecond.
         offsets, sizes = (split.index[name][first:stop].tolist() for name in ("offset", "size"))
         for number, line in enumerate(lines):

@@ -1,11 +1,11 @@
-"""Measure how well an order shuffles, and compare it with a perfect shuffle.
+"""Measure how well an order shuffles, compared with a perfect shuffle.
 
-The two measures are the number of classes per batch, and the distance between a sample's position
-in the shuffle and in storage. They are averaged over some batches that are evenly spaced in one
-shuffle. The values for a perfect shuffle follow from the counts of all labels. Only labels are
-read, not images.
+There are two measures: the number of classes per batch, and the distance between the positions of a
+sample in the shuffle and in storage. They are averaged over batches that are evenly spaced in one
+shuffle. The values for a perfect shuffle follow from the class sizes. Only labels are read, not
+images.
 
-If a shuffle only mixes samples that are stored close together and shards are sorted by class,
+If shards are sorted by class and a shuffle only mixes samples that are stored close together,
 batches contain few classes and samples move little.
 """
 
@@ -22,26 +22,27 @@ from vit.data.order import Order, Share
 from vit.data.select import count_labels
 
 NUM_BATCHES = 32
-"""The number of measured batches. They take 0.1 s with 4,096 ImageNet samples each."""
+"""The number of batches to measure, which takes 0.1 s with 4,096 ImageNet samples per batch."""
 PERFECT_DISTANCE = 1 / 3
 """The mean distance between two independent uniform numbers in [0, 1)."""
 POOR = 0.95
-"""An order with a smaller share of a perfect shuffle's classes per batch is reported as poor."""
+"""The order is reported as poor if its classes per batch are below this fraction of a perfect
+shuffle's."""
 
 
 @dataclass(frozen=True)
 class ShuffleQuality:
-    """The measures of an order; `str` returns one line."""
+    """The measures of an order. `str` returns them as one line."""
 
     classes_per_batch: float
     """The mean number of distinct classes in a batch."""
     perfect_classes_per_batch: float
-    """The expected number in a perfect shuffle."""
+    """The expected number of distinct classes in a batch of a perfect shuffle."""
     distance: float
     """The mean distance between a sample's positions in storage and in the shuffle, as a fraction
     of the data set; 1/3 for a perfect shuffle."""
     remedy: str = ""
-    """The setting that would shuffle better; "" if the order is good."""
+    """The setting that would improve the shuffle; "" if the order is good."""
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""
@@ -55,7 +56,8 @@ class ShuffleQuality:
 def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality:
     """Measure the first shuffle of `order` over samples with `labels` (N,).
 
-    With several sources, the position in storage is the number of the draw, source after source.
+    With several sources, the position in storage is the index of the draw, numbered source by
+    source.
     """
     num_steps = order.steps_per_shuffle
     num_batches = min(NUM_BATCHES, num_steps)
@@ -88,7 +90,7 @@ def quality_of(
 ) -> ShuffleQuality:
     """Measure batches of (labels, positions in storage).
 
-    A batch begins at its `starts` and takes `duration`, both as fractions of one shuffle.
+    starts, duration: start of each batch and length of a batch, as fractions of one shuffle.
     """
     num_classes = []
     expected = []

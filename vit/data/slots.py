@@ -1,9 +1,9 @@
-"""The memory of batches: a ring of slots that training and its workers share.
+"""The memory for batches: a ring buffer of slots that training and its workers share.
 
-The size of a batch, the number of workers and a memory budget determine the ring. The ring is
-allocated once, before training, so page faults occur only in the first round. Workers write rows
-into a slot, and training gets a batch whose tensors are views of the slot. The slot becomes free
-when the last of these tensors is released.
+The batch size, the number of workers and a memory budget determine the size of the ring. It is
+allocated once before training, so page faults occur only when each slot is first used. Workers
+write rows to a slot, and training gets a batch whose tensors are views of the slot. The slot
+becomes free when the last of these tensors is released.
 
 The memory is an anonymous file (memfd) because containers limit /dev/shm to 64 MiB.
 """
@@ -27,31 +27,32 @@ from vit.data.batches import Batch, BatchLayout
 from vit.system.stages import STATUS_BYTES, WorkerStatus
 
 PART_ROWS = 128
-"""The number of rows in a part of a batch. Computing the order and the random numbers costs 2 ms
-per part and 0.01 ms per row, decoding costs 1 ms per row (docs/experiments/)."""
+"""The number of rows in a part of a batch. Computing the order and the random numbers takes 2 ms
+per part and 0.01 ms per row. Decoding takes 1 ms per row (docs/experiments/)."""
 DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
-"""The maximum number of ready batches by default. More would not smooth the supply further."""
+"""The default maximum number of ready batches. More would not smooth the supply further."""
 EVAL_READY_BATCHES = 2
-"""The number of ready batches in evaluation. Its slots stay allocated during training."""
+"""The number of ready batches in evaluation. It is small because the slots stay allocated during
+training."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The division of a rank's batches among its workers, and their memory."""
+    """The division of a rank's batches into parts and the memory slots for them."""
 
     part_rows: int
-    """The number of rows that one worker makes at a time."""
+    """The number of rows that a worker makes at a time."""
     num_slots: int
-    """The number of batches that can be in progress, ready or in use at the same time."""
+    """The maximum number of batches that are in progress, ready or in use at the same time."""
     slot_bytes: int
-    """The number of bytes for one batch, rounded up to whole pages."""
+    """The number of bytes per batch, rounded up to whole pages."""
     held_slots: int
-    """The number of batches that training may hold. Further batches are copies."""
+    """The number of batches that training may hold. Beyond this number, it gets copies."""
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes in all slots."""
+        """The total number of bytes in all slots."""
         return self.num_slots * self.slot_bytes
 
 
@@ -66,14 +67,14 @@ def plan_ring(
 ) -> Ring:
     """Plan the memory of one rank's loader for `num_batches` batches in total.
 
-    `prefetch_gib` limits the memory. By default the memory keeps all workers busy and holds up to
-    `max_ready` more batches if they fit in 1 GiB. The rows of a part are a multiple of `row_unit`.
-    Raises ValueError if `prefetch_gib` is too small.
+    `prefetch_gib` limits the memory. By default, the memory keeps all workers busy and holds up to
+    `max_ready` more batches if they fit in 1 GiB. The number of rows per part is a multiple of
+    `row_unit`. Raises ValueError if `prefetch_gib` is too small.
     """
     rows = layout.num_rows
     slot_bytes = math.ceil(layout.num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
-    # On a GPU, training holds three batches: one computes, one is being copied, and one was just
-    # returned. With two slots, the loader would copy each batch on the host.
+    # On a GPU, training holds three batches: one in the current step, one being copied, and one
+    # just returned. With two slots, the loader would copy each batch on the host.
     held = 3 if on_gpu else 2
     part_rows = rows
     if num_workers:
@@ -85,7 +86,8 @@ def plan_ring(
         slots = min(max(least, DEFAULT_PREFETCH_BYTES // slot_bytes), least + max_ready)
     else:
         slots = int(prefetch_gib * 2**30) // slot_bytes
-    # After `Loader.restart`, held batches may come from the previous pass, so add their number.
+    # After `Loader.restart`, held batches may be left over from the previous pass, so add their
+    # count.
     slots = min(slots, num_batches + held)
     least = min(least, num_batches + held)
     if slots < least:
@@ -99,9 +101,9 @@ def plan_ring(
 
 
 class Slots:
-    """The memory of a ring and the status of `num_workers` workers.
+    """The shared memory: the ring of slots and the status of `num_workers` workers.
 
-    After pickling to a worker process, the object maps the same memory.
+    A copy pickled to a worker process maps the same memory.
     """
 
     def __init__(self, ring: Ring, num_workers: int = 0):
@@ -117,7 +119,8 @@ class Slots:
         os.ftruncate(self._file, self._num_bytes)
         self._map = mmap.mmap(self._file, self._num_bytes)
         self.close_file = weakref.finalize(self, os.close, self._file)
-        """Closes the file. Call it when no more workers will start; the mapped memory remains."""
+        """Closes the file. Call it when no more workers will start. The mapped memory remains
+        valid."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -133,11 +136,11 @@ class Slots:
         os.close(file)
 
     def take_back(self) -> None:
-        """Free all slots that are not lent. No worker may be writing to a slot."""
+        """Free all slots that are not lent. Call this only while no worker is writing to a slot."""
         self.free.clear()
         for slot in range(self.ring.num_slots):
-            # The garbage collector may call `give_back` during this loop and free the slot. A
-            # second entry would lend the slot to two batches.
+            # Check for duplicates, because the garbage collector may call `give_back` during this
+            # loop and free the slot. A second entry would lend the slot to two batches.
             if slot not in self._lent and slot not in self.free:
                 self.free.append(slot)
 
@@ -146,34 +149,34 @@ class Slots:
         return torch.frombuffer(self._map, dtype=torch.uint8, count=self.ring.num_bytes)
 
     def status(self, number: int) -> WorkerStatus:
-        """Return the status of worker `number`; without workers, number 0 is this process."""
+        """Return the status of worker `number`. Without workers, number 0 is this process."""
         start = self.ring.num_bytes + number * STATUS_BYTES
         return WorkerStatus(memoryview(self._map)[start : start + STATUS_BYTES])
 
     def batch(self, slot: int, layout: BatchLayout) -> Batch:
-        """Return the batch in `slot` for writing."""
+        """Return the batch in `slot`, for writing."""
         return layout.batch_in(self._memory(slot, layout))
 
     def lend(self, slot: int, layout: BatchLayout) -> Batch:
-        """Return the batch in `slot` for reading. The slot is freed when its tensors are released.
+        """Return the batch in `slot`, for reading. The slot is freed when its tensors are released.
 
         Returns a copy if training already holds `Ring.held_slots` batches.
         """
-        # Without this limit, a caller that keeps batches would use up all slots, and the next batch
-        # could never be made.
+        # Limit the lent slots. Otherwise, a caller that keeps batches would use up all slots, and
+        # no further batch could be made.
         if len(self._lent) >= self.ring.held_slots:
             batch = self.batch(slot, layout).clone()
             self.free.append(slot)
             return batch
 
-        # The garbage collector may call this function between any two operations of other code, so
-        # it must not take a lock. Both lines are atomic.
+        # The garbage collector may call this function between any two bytecodes, so it must not
+        # take a lock. Both lines are atomic.
         def give_back(_: object) -> None:
             del self._lent[slot]
             self.free.append(slot)
 
-        # All tensors of the batch and all views of them hold a reference to this memory, so the
-        # callback runs when the last of them is released.
+        # All tensors of the batch and their views hold a reference to this memory, so the callback
+        # runs when the last one is released.
         memory = self._memory(slot, layout)
         self._lent[slot] = weakref.ref(memory, give_back)
         return layout.batch_in(memory)

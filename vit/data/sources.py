@@ -1,10 +1,10 @@
-"""Join several splits into one training split, with a number of draws per epoch for each.
+"""Join several splits into one training split, each with its own number of draws per epoch.
 
-Samples are numbered source after source, so a number determines the source and the sample in it.
-Labels follow the class names of the evaluation split. If a source has different names, or names in
-another order, its labels are mapped by name. If the source or the evaluation split has no names,
-labels are mapped by number, with a note in the log. In that case all sources with names must have
-the same names.
+Samples are numbered source by source, so a number identifies the source and the sample within it.
+Labels are those of the evaluation split. If a source has different class names or another order,
+its labels are mapped by name. If the source or the evaluation split has no names, labels are used
+unchanged, with a note in the log. In that case, all sources that have names must have the same
+ones.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ MAX_NAMED = 10
 
 
 class TrainSet(NamedTuple):
-    """The training samples of a run."""
+    """The training samples of a run, with the number of draws from each source."""
 
     split: Any
-    """A `Split`, `Sources`, or the object of another reader."""
+    """A `Split`, a `Sources`, or an object from another reader."""
     num_draws: int
-    """The number of images in an epoch, including those that do not fill a batch."""
+    """The number of images drawn per epoch, including those that do not fill a batch."""
     shares: tuple[Share, ...] = ()
-    """The value of `Order.shares`."""
+    """The shares to pass to `Order`."""
     summary: tuple[str, ...] = ()
-    """The lines that describe the selection; () if it is one complete split."""
+    """Lines that describe the selection; () for one complete split."""
     identity: str = ""
-    """A text that must not change when a run is resumed."""
+    """A fingerprint of the selection, which must not change when a run is resumed."""
 
 
 def train_set_of(split: Split, selection: Selection) -> TrainSet:
@@ -64,10 +64,10 @@ def train_set_of_sources(
     classes_of: Split,
     block_samples: int | None,
 ) -> TrainSet:
-    """Return the selected samples of several splits, with draws in proportion to `weights`.
+    """Return the selected samples of several splits, drawn in proportion to `weights`.
 
-    classes_of: the evaluation split. block_samples: see `data.block_samples`. Raises ShardError and
-    ValueError.
+    classes_of: the evaluation split, which defines the labels. block_samples: see
+    `data.block_samples`. Raises ShardError and ValueError.
     """
     chosen = [
         choose(split, selection, f"data.sources[{number}].")
@@ -101,7 +101,7 @@ def train_set_of_sources(
 def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64]:
     """Return the number of images of each class in an epoch, (num_classes,).
 
-    If sources have weights, the numbers are averages over epochs and may be fractional.
+    With weighted sources, these are averages over epochs and may be fractional.
     """
     labels = train_set.split.index["label"]
     counts = np.zeros(num_classes)
@@ -124,13 +124,16 @@ def content_sha256(split: Split | Sources) -> str:
 
 
 class Sources:
-    """Several splits that are read like one `Split`. The object may be forked and pickled."""
+    """Several splits that can be read like one `Split`. The object can be forked and pickled."""
 
     name = "sources"
 
     def __init__(self, splits: Sequence[Split], chosen: Sequence[Chosen], classes_of: Split):
-        """Raises ShardError if `classes_of` lacks the class of a selected sample, or if it has no
-        class names and the sources have different ones."""
+        """Join `splits`. classes_of: the evaluation split.
+
+        Raises ShardError if `classes_of` lacks the class of a selected sample, or if it has no
+        class names and the sources have different ones.
+        """
         self.splits = list(splits)
         self.root = " + ".join(str(split.root) for split in splits)
         self.firsts = first_samples(split.num_samples for split in splits)
@@ -152,7 +155,7 @@ class Sources:
 
     @property
     def read_ahead_batches(self) -> int:
-        """The number of batches before its use that a sample should be prefetched; 0: never."""
+        """The number of batches before a sample's use at which to prefetch it; 0 if never."""
         return max(split.read_ahead_batches for split in self.splits)
 
     def identity(self) -> str:
@@ -229,7 +232,7 @@ class _Rows:
 def _divided(
     splits: list[Split], firsts: list[int], samples: NDArray[np.int64]
 ) -> Iterator[tuple[Split, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield for each split the numbers of its samples and their positions in `samples`."""
+    """Yield each split with the numbers of its samples and their positions in `samples`."""
     split_numbers = np.searchsorted(firsts, samples, side="right") - 1
     for number, split in enumerate(splits):
         places = np.flatnonzero(split_numbers == number)

@@ -1,9 +1,9 @@
-"""Detect hanging processes that make batches, and report why training waits.
+"""Detect hanging processes that make batches, and report why training is waiting.
 
 While training waits for a batch, the watch checks the status of each process (`vit.system.stages`)
-about once per second. A process whose status does not change makes no progress, and a warning
-reports its name, its stage and the time of the last change. `vit.data.worker_pool` replaces workers
-that hang for too long. A training process that makes its own batches is only reported.
+about once per second. If the status of a process does not change, a warning reports the process,
+its stage and the time of the last change. `vit.data.worker_pool` replaces workers that hang for too
+long. A training process that makes its own batches is reported but not stopped.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from collections.abc import Callable
 from vit.system.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
-"""The time after which a wait of training is reported for the first time and between reports, at
-most a quarter of the stall timeout."""
+"""The time in seconds before the first report of a wait and between reports, limited to a quarter
+of the stall timeout."""
 LOOK_EACH_S = 1.0
-"""The time between two checks while training waits; shorter if the stall timeout is short."""
+"""The time in seconds between two checks while training waits; shorter if the stall timeout is
+short."""
 MAX_NAMED = 4
 """The maximum number of processes that a warning names."""
 log = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """The time for which each process has made no progress.
+    """Measures the time for which each process has made no progress.
 
-    Only checks add time. A stopped training process (Ctrl-Z, a suspended job) adds none, because it
-    does not mean that a worker hangs.
+    Time is added only during checks. While the training process itself is stopped (Ctrl-Z, a
+    suspended job), no time is added, because this does not mean that a worker hangs.
     """
 
     def __init__(
@@ -38,33 +39,33 @@ class StallWatch:
         where: Callable[[int], str],
         stall_timeout_s: float | None,
     ):
-        """where: a function from a sample number to the file that contains it, for reports."""
+        """where: maps a sample number to the file that contains it, for reports."""
         self._statuses = statuses
         self._where = where
         self.warn_after_s = min(WARN_AFTER_S, (stall_timeout_s or 1e9) / 4)
         self.look_each_s = min(LOOK_EACH_S, self.warn_after_s / 4)
         self.stuck_s = [0.0] * len(statuses)
-        """The time for which each process has made no progress."""
         self._changes = [status.num_changes for status in statuses]
         self.begin()
 
     def begin(self) -> None:
-        """Start to measure the time that training waits."""
+        """Start measuring how long training waits."""
         self._looked_s = time.monotonic()
         self._waited_s = 0.0
         self._warn_s = self.warn_after_s
         self.idle_s = 0.0
-        """The time for which all processes have been idle."""
+        """The time in seconds for which all processes have been idle."""
 
     @property
     def is_due(self) -> bool:
-        """Whether the next check is due."""
+        """True if the next check is due."""
         return time.monotonic() - self._looked_s >= self.look_each_s
 
     def look(self, name: Callable[[int], str]) -> None:
-        """Check each status and log a due warning. name: a function from process number to name."""
+        """Check each status, and log a warning if one is due. name: maps a process number to its
+        name."""
         now_s = time.monotonic()
-        # Add at most two intervals, because more time passes only if this process was stopped.
+        # Add at most two intervals, because a longer gap means that this process was stopped.
         passed_s = min(now_s - self._looked_s, 2 * self.look_each_s)
         self._looked_s = now_s
         self._waited_s += passed_s
@@ -94,7 +95,7 @@ class StallWatch:
         log.warning("training has waited %.0f s for its next batch: %s", self._waited_s, activities)
 
     def activity(self, number: int) -> str:
-        """Return the activity of a process as text: "has been reading ... since 12:13:14"."""
+        """Return what a process is doing as text: "has been reading ... since 12:13:14"."""
         status = self._statuses[number]
         began_s = time.time() - (time.monotonic() - status.since_s)
         since = time.strftime("%H:%M:%S", time.localtime(began_s))
@@ -106,13 +107,13 @@ class StallWatch:
 
 
 def watch_in_thread(status: WorkerStatus, watch: StallWatch) -> Callable[[], None]:
-    """Watch this process from a thread. Return a function that ends the thread."""
+    """Watch this process from a thread, and return a function that stops the thread."""
     ended = threading.Event()
 
     def look() -> None:
         part = status.part
         while not ended.wait(watch.look_each_s):
-            if status.stage == Stage.IDLE or status.part != part:  # a new batch, or none
+            if status.stage == Stage.IDLE or status.part != part:  # a new batch, or no batch
                 part = status.part
                 watch.begin()
             else:

@@ -4,11 +4,11 @@
     python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache
     python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache
 
-The first command fetches from a URL into the default cache. The second command copies from a
-mounted folder to the local disk. The third command fetches the data that a run of this config will
-read. As in training, root, split and cache determine the blocks. Threads fetch the missing blocks
-until the cache is full. Several commands on one host share the work: each starts at a different
-block, and each block has a lock.
+The first command fetches from a URL into the default cache. The second copies from a mounted folder
+to the local disk. The third fetches the data that a run with this config will read. As in training,
+the blocks are determined by root, split and cache. Threads fetch missing blocks until the cache is
+full. Several commands on one host share the work: each starts at a different block and locks each
+block that it fetches.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 NUM_THREADS = 16
-"""The number of blocks that are fetched concurrently; each is held in memory."""
+"""The number of blocks to fetch concurrently. Each is held in memory."""
 
 
 def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
-    """Fetch the blocks of these shards that the cache lacks, until the cache is full.
+    """Fetch those blocks of these shards that are not cached yet, until the cache is full.
 
     Returns a report, and whether all fetched bytes match the index. Raises ShardError if a block
     cannot be fetched or stored.
@@ -50,7 +50,7 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     cache = tars.cache
     blocks = list(tars.blocks(shards))
     all_bytes = sum(block.num_bytes for block in blocks)
-    # Start at a random block, or several commands would wait for the locks of the first.
+    # Start at a random block. Otherwise, several commands would wait for each other's locks.
     start = int(hash64(os.getpid())) % len(blocks)
     missing = [block for block in blocks[start:] + blocks[:start] if not cache.holds(block.name)]
     is_full = threading.Event()
@@ -69,7 +69,7 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
         return fetched
 
     def fetch(block: CacheBlock) -> int:
-        """Return the number of bytes that this call added to the cache."""
+        """Fetch a block, and return the number of bytes added to the cache."""
         if not is_full.is_set() and cache.has_room(block.num_bytes):
             cache.fetch(block.name, lambda: get(block), may_remove=False)
             if cache.holds(block.name):
@@ -87,7 +87,7 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
                 fetched_bytes += future.result()
                 meter.update(done, num_bytes=fetched_bytes)
     finally:
-        is_full.set()  # after an error or Ctrl-C, so that threads do not start another block
+        is_full.set()  # after an error or Ctrl-C, do not start another block
         threads.shutdown(wait=False, cancel_futures=True)
     lacking_bytes = sum(block.num_bytes for block in missing) - fetched_bytes
     report = (
@@ -217,4 +217,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     exit_status = main()
     sys.stdout.flush()
-    os._exit(exit_status)  # threads may still wait for a slow store
+    os._exit(exit_status)  # threads may still be waiting for a slow store

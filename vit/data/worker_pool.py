@@ -1,13 +1,13 @@
-"""The worker processes that make parts of batches: how they start, work, hang, die and end.
+"""The worker processes that make parts of batches, and the handling of those that hang or die.
 
-A part is a range of rows of one batch. All parts go into one pipe, and a free worker takes the next
-one. Each worker sends its results through its own pipe and writes its current stage into shared
-memory, which `vit.data.stall_watch` checks while training waits. If a worker makes no progress for
-`stall_timeout_s`, the pool kills all workers. The pool does the same if all workers are idle for
-that time while parts are missing, because then a worker was stopped before it took its part. When
-all killed workers are dead and can no longer write, the pool starts new workers, which make the
-missing parts again. The run ends if two workers hang at the same part, or if the kernel cannot end
-a worker. Without workers, `OwnProcess` makes the parts.
+A part is a range of rows in one batch. All parts are sent through one pipe, from which each free
+worker takes the next one. Each worker sends results through its own pipe and writes its current
+stage to shared memory, which `vit.data.stall_watch` checks while training waits. If a worker makes
+no progress for `stall_timeout_s`, the pool kills all workers. It does the same if all workers are
+idle for that time while parts are missing, because a worker must then have stopped before it took
+its part. When all killed workers are dead and can no longer write, the pool starts new workers,
+which make the missing parts again. The run fails if two workers hang at the same part, or if a
+worker cannot be killed. Without workers, `OwnProcess` makes the parts.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from vit.system.host import num_oom_kills, process_state
 from vit.system.stages import Stage, WorkerStatus
 
 END_WAIT_S = 1.0
-"""The time within which a killed process ends, unless it waits inside the kernel."""
+"""The time in seconds within which a killed process ends, unless it waits inside the kernel."""
 NICENESS_BESIDE_GPU = 10
-"""The niceness of workers next to a GPU. Workers get a tenth of the scheduler weight of the threads
-that launch kernels and run NCCL. These threads need little time, but the GPU waits for them. If
-training runs on the CPU, workers and training have the same weight."""
+"""The niceness of workers if training uses a GPU. Workers then get a tenth of the scheduler weight
+of the threads that launch kernels and run NCCL. These threads need little time, but the GPU waits
+for them. If training runs on the CPU, workers and training have equal weight."""
 PARTS_PER_MEASUREMENT = 64
-"""A worker measures its memory each time it has made this many parts."""
+"""The number of parts between two measurements of a worker's memory."""
 MAX_QUEUED_PARTS = 256
-"""The maximum number of parts in the pipe. These 4 KiB fit in any pipe, so adding a part never
-blocks. Linux limits further pipes of a user with a thousand pipes to 8 KiB each."""
+"""The maximum number of parts in the pipe. They take 4 KiB, which fits in any pipe, so sending a
+part never blocks. Linux limits additional pipes of a user with a thousand pipes to 8 KiB each."""
 _PART = struct.Struct("<qii")
-"""The message that describes a part: position, slot, first row. A pipe delivers so few bytes in one
-piece to any number of readers."""
+"""The message that describes a part: position, slot, first row. A message this small is read as a
+whole, even if several workers read from the pipe."""
 RowRange = tuple[int, int]
-"""(position, first row)."""
+"""A part of a batch, as (position, first row)."""
 log = logging.getLogger(__name__)
 
 
@@ -72,13 +72,13 @@ class Result(NamedTuple):
     busy_s: float
     bad_keys: tuple[str, ...]
     error: Exception | None
-    """The error of a failed part; a ShardError if the user can fix it."""
+    """The error if the part failed; a ShardError if the user can fix it."""
 
 
 class OwnProcess:
-    """The loader without workers. This process makes a part when training waits for it.
+    """Makes the parts in this process when training waits for them; used without workers.
 
-    A thread watches this process. It can report a hang but cannot end it.
+    A thread watches this process. It can report a hang but cannot stop it.
     """
 
     num_replaced = 0
@@ -89,8 +89,8 @@ class OwnProcess:
         self._parts = deque[tuple[int, int, int]]()
         self.statuses = [slots.status(0)]
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
-        # Finalize also runs if the loader is never closed; otherwise the watch thread would never
-        # end.
+        # Use Finalize, which also runs if the loader is never closed. Otherwise, the watch thread
+        # would never end.
         self.end = Finalize(self, watch_in_thread(self.statuses[0], self.watch))
 
     def put(self, position: int, slot: int, first: int) -> None:
@@ -98,13 +98,13 @@ class OwnProcess:
         self._parts.append((position, slot, first))
 
     def drop(self) -> None:
-        """Drop all parts that were not made yet."""
+        """Drop all parts that have not been made yet."""
         self._parts.clear()
 
     def results(self, wait: bool) -> list[Result]:
-        """Make the next part, if training waits for one."""
-        # Make parts only on demand. Making them ahead would take the same time from training, and
-        # more memory.
+        """Make the next part if `wait` is true, and return its result."""
+        # Make parts only on demand. Preparing them in advance would take just as much time from
+        # training, and more memory.
         if not wait:
             return []
         position, slot, first = self._parts.popleft()
@@ -113,19 +113,19 @@ class OwnProcess:
             batch = self._slots.batch(slot, self._batches.layout_at(position))
             return [_make(self._batches, self.statuses[0], position, first, batch)]
         except BaseException:
-            # Ctrl-C loses the batch but must not lose its slot. Otherwise a caller that catches the
-            # error and continues would soon run out of slots.
+            # Free the slot after Ctrl-C. Otherwise, a caller that catches the exception and
+            # continues would soon run out of slots.
             self._slots.free.append(slot)
             raise
         finally:
             self.statuses[0].enter(Stage.IDLE)
-            # Restore the old status: this process may decode other images, for instance for a
-            # report, and they must not look like a batch that training waits for.
+            # Restore the old status. This process may decode other images, for instance for a
+            # report, which must not look like a batch that training waits for.
             stages.use(status_before)
 
 
 class WorkerPool:
-    """The worker processes, the pipe with their parts, and the pipes with their results."""
+    """The worker processes, the pipe that sends them parts, and the pipes that return results."""
 
     def __init__(
         self,
@@ -135,9 +135,9 @@ class WorkerPool:
         stall_timeout_s: float | None,
         niceness: int = 0,
     ):
-        """niceness: increment to the niceness of this process."""
-        # Forked workers share memory and open files with this process. Without fork, each worker
-        # would take 340 MiB, open every shard again and need seconds to start.
+        """niceness: added to the niceness of this process."""
+        # Fork the workers, so that they share memory and open files with this process. Otherwise,
+        # each worker would take 340 MiB, open every shard again and need seconds to start.
         self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches = batches
         self._slots = slots
@@ -149,16 +149,17 @@ class WorkerPool:
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
         self._oom_kills_before = num_oom_kills()
         self._waiting = deque[tuple[int, int, int]]()
-        """The parts that were not written to the pipe yet."""
+        """Parts that have not been sent to the pipe yet."""
         self._queued: dict[RowRange, int] = {}
         """The slot of each part that is in the pipe or in a worker."""
         self._hung = set[RowRange]()
-        """The parts at which a worker hung. Each part gets one retry, then the run ends."""
+        """The parts at which a worker hung. Each part is retried once. If the retry hangs, the run
+        fails."""
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
-        # Finalize also runs if the loader is never closed. Without it the process would never end:
-        # at exit Python sends SIGTERM to the workers, which ignore it, and joins them.
+        # Use Finalize, which also runs if the loader is never closed. Otherwise, the process would
+        # never end: at exit, Python sends SIGTERM to the workers, which ignore it, and joins them.
         self.end = Finalize(
             self,
             _end_workers,
@@ -169,14 +170,14 @@ class WorkerPool:
             self._start(number)
 
     def put(self, position: int, slot: int, first: int) -> None:
-        """Add a part for the next free worker. Returns without waiting."""
+        """Add a part for the next free worker, without waiting."""
         self._waiting.append((position, slot, first))
         self._fill_pipe()
 
     def drop(self) -> None:
         """Drop all parts that are not in the pipe, and wait until the others are made.
 
-        Workers write into slots until their parts are made, so the slots cannot be reused earlier.
+        Slots cannot be reused earlier, because workers write to them until their parts are made.
         """
         self._waiting.clear()
         self.watch.begin()
@@ -186,14 +187,14 @@ class WorkerPool:
     def results(self, wait: bool) -> list[Result]:
         """Return the results of finished parts. With `wait`, wait for at least one result.
 
-        Reports and replaces workers that hang during the wait. Raises WorkerError if a worker died,
+        Reports and replaces workers that hang in the meantime. Raises WorkerError if a worker died,
         or if a worker hangs and cannot be replaced.
         """
         results = list[Result]()
         while True:
-            # Training waits for workers only on the next line, for all of them together. The wait
-            # ends when a worker sends a result or dies, because the pipe of a dead worker becomes
-            # readable. The timeout leaves time for the next status check.
+            # Wait for all workers together. The wait ends when a worker sends a result or dies,
+            # because the pipe of a dead worker becomes readable, or when the next status check is
+            # due.
             events = self._selector.select(self.watch.look_each_s if wait else 0)
             for key, _ in events:
                 if self._receive(key.data, results):
@@ -206,17 +207,17 @@ class WorkerPool:
                 return results
 
     def _fill_pipe(self) -> None:
-        # The limit keeps the write from blocking. A blocked write would be a deadlock: workers stop
-        # taking parts when this process does not read their results.
+        # Limit the queued parts, so that this write never blocks. A blocked write would be a
+        # deadlock, because workers stop taking parts when this process does not read their results.
         while self._waiting and len(self._queued) < MAX_QUEUED_PARTS:
             position, slot, first = self._waiting.popleft()
             self._queued[position, first] = slot
             os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def _start(self, number: int) -> None:
-        # Before the worker starts, because from then on only the worker writes its status.
+        # Reset the status now, because only the worker writes it after it starts.
         self.statuses[number].restart()
-        # Block signals until `_work` ignores them, because a signal to the job must not end a new
+        # Block signals until `_work` ignores them, because a signal to the job must not kill a new
         # worker.
         with signals_blocked():
             results, send = self._context.Pipe(duplex=False)
@@ -226,16 +227,16 @@ class WorkerPool:
                 daemon=True,
             )
             worker.start()
-            # The worker now has the only copy of `send`, so the pipe ends when the worker dies. A
-            # copy in this process would hide the death.
+            # Close `send`, so that only the worker has it open and the pipe ends when the worker
+            # dies.
             send.close()
         self._workers[number] = (worker, results)
         self._selector.register(results, selectors.EVENT_READ, number)
 
     def _receive(self, number: int, received: list[Result]) -> bool:
         pipe = self._workers[number][1]
-        # The pipe of a dead worker ends after everything it sent. If the kill cut a message in
-        # half, reading the message raises EOFError too.
+        # The pipe of a dead worker ends after everything that the worker sent. Reading a message
+        # that was cut off by the kill raises EOFError too.
         with suppress(EOFError, OSError):
             while pipe.poll():
                 result = pipe.recv()
@@ -255,8 +256,8 @@ class WorkerPool:
         """Replace all workers if one hangs for too long, or if all are idle while parts are
         missing.
 
-        In the second case, a worker was stopped before it took or began a part. The statuses do not
-        show which worker.
+        In the second case, a worker was stopped before it took or began a part, and the statuses do
+        not show which worker.
         """
         stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
         if stuck:
@@ -288,15 +289,15 @@ class WorkerPool:
     def _replace_all(self, received: list[Result], problem: str) -> None:
         """Kill all workers, start new ones, and queue the missing parts again.
 
-        All workers are killed because one may die after it took a part and before it wrote that
-        into its status. When all are dead and the pipe is empty, the missing parts are exactly
-        those without a result. This wastes at most one part per worker. Raises WorkerError(problem)
-        if a worker does not die.
+        All workers are killed, because one may have died after it took a part and before it updated
+        its status. When all are dead and the pipe is empty, the missing parts are exactly those
+        without a result. At most one part per worker is wasted. Raises WorkerError(problem) if a
+        worker does not die.
         """
         for worker, _ in self._workers.values():
             worker.kill()
         # A process that waits inside the kernel dies only when that wait ends, for instance when a
-        # mount comes back.
+        # mount recovers.
         deadline = time.monotonic() + self._timeout_s
         for number, (worker, pipe) in list(self._workers.items()):
             while worker.exitcode is None:
@@ -309,14 +310,14 @@ class WorkerPool:
             self._receive(number, received)
             self._selector.unregister(pipe)
             pipe.close()
-        # Only now that all are dead, because a living worker could still write into a slot or take
-        # a part.
+        # Empty the pipe only after all workers are dead, because a live worker could still take a
+        # part or write to a slot.
         os.set_blocking(self._parts.fileno(), False)
         with suppress(BlockingIOError):
             while os.read(self._parts.fileno(), _PART.size):
                 pass
         os.set_blocking(self._parts.fileno(), True)  # new workers inherit the pipe and must block
-        # Missing parts go first, in their old order, because training waits for the first of them.
+        # Put missing parts first, in their old order, because training waits for the first of them.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )
@@ -353,8 +354,8 @@ class WorkerPool:
                 f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
                 " if memory ran out, lower data.num_workers or data.prefetch_gib"
             )
-            # An unreadable count is None. A higher count proves that memory ran out on this host or
-            # in this container, but the killed process may be another one.
+            # The count is None if it cannot be read. A higher count proves that memory ran out on
+            # this host or in this container, but another process may have been killed.
             if num_kills and kills_before is not None and num_kills > kills_before:
                 cause = (
                     "because memory ran out, according to the kernel: lower data.num_workers or"
@@ -369,7 +370,8 @@ def _end_workers(
     put: Connection,
     selector: selectors.BaseSelector,
 ) -> None:
-    """Kill the workers. Waiting for their results could delay a clean exit by a slow read."""
+    """Kill the workers. Waiting for their results instead could delay a clean exit by a slow
+    read."""
     selector.close()
     for worker, _ in workers.values():
         worker.kill()
@@ -377,8 +379,9 @@ def _end_workers(
         results.close()
         worker.join(END_WAIT_S)
         if worker.exitcode is None:
-            # The worker waits inside the kernel, for instance for a dead mount. Python would join
-            # it at exit and hang, so remove it from the list of children.
+            # The worker waits inside the kernel, for instance for a dead mount. Remove it from the
+            # list of children, because Python would otherwise hang at exit when it joins the
+            # worker.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()
     put.close()
@@ -391,10 +394,10 @@ def _work(
     batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection, niceness: int
 ) -> None:
     os.nice(niceness)
-    # A worker must use one core. By default its resizes would start a thread on every core.
+    # Use one core per worker. By default, each worker's resizes would start a thread on every core.
     torch.set_num_threads(1)
     # `follow_parent` also ignores signals. If a SIGTERM to the job killed a worker, its rank would
-    # fail before it saved the last checkpoint.
+    # fail before saving the last checkpoint.
     follow_parent()
     status = slots.status(number)
     stages.use(status)
@@ -408,11 +411,12 @@ def _work(
             rows = batch.rows(first, first + slots.ring.part_rows)
             result = _make(batches, status, position, first, rows)
             if result.error is not None and not isinstance(result.error, ShardError):
-                # Send text: some exceptions cannot be pickled, and a pickle loses the traceback.
+                # Send the traceback as text, because some exceptions cannot be pickled, and
+                # pickling drops tracebacks.
                 stack = "".join(traceback.format_exception(result.error))
                 result = result._replace(error=RuntimeError(f"in a loader worker:\n{stack}"))
             num_made += 1
-            # Measure at the second part, because the first one still opens files and allocates
+            # Measure after the second part, because the first one still opens files and allocates
             # memory.
             if num_made % PARTS_PER_MEASUREMENT == 2:
                 status.measure_memory()
@@ -430,7 +434,7 @@ def _make(batches: Batches, status: WorkerStatus, position: int, first: int, row
     try:
         bad_keys = batches.fill(position, first, rows)
     except Exception as raised:
-        # Return the error, so that training raises it with its batch, after all earlier batches.
+        # Return the error, so that training raises it when it reaches this batch.
         error = raised
     busy_s = time.perf_counter() - began_s
     status.count_retries()

@@ -1,13 +1,13 @@
 """Augment batches on the device, as a pure function of (images, labels, table).
 
-Images arrive as uint8 and stay uint8 for all operations on gray levels. These are the reflected
-margin of the simple crop, the flip, and then one operation after another (RandAugment, 3-Augment,
-color jitter), grouped by kind (`vit.data.augment.rounds`). Images are then converted to float32 and
-normalized by the mean and standard deviation of the data. Finally, boxes are erased, and rows and
-labels are mixed with their partners.
+Images stay uint8 through the first steps: the reflected margin of the simple crop, the flip, and
+the operations of RandAugment, 3-Augment and color jitter, which are grouped by kind
+(`vit.data.augment.rounds`). The images are then converted to float32 and normalized by the mean and
+standard deviation of the data. Finally, boxes are erased, and rows and labels are mixed with their
+partners.
 
-This module draws no random numbers and never waits for the device. The augmentation table, which is
-on the host (`vit.data.augment.draw`), lists the rows of each operation.
+This module draws no random numbers and never waits for the device. The augmentation table
+(`vit.data.augment.draw`) stays on the host and contains the operations of each row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
-"""The number of image values that are changed at the same time. On a CPU, a block of one image of
-224 pixels stays in the cache between two operations (docs/experiments/). On a GPU, a block of 891
-images fits in memory next to a model."""
+"""The number of image values that are processed together. On a CPU, this is one image of 224
+pixels, which stays in the cache between two operations (docs/experiments/). On a GPU, it is 891
+such images, which fit in memory next to a model."""
 
 
 def rows_at_once(images: Tensor) -> int:
-    """Return how many of `images` (B, C, H, W) are changed at the same time."""
+    """Return how many of `images` (B, C, H, W) are processed together."""
     values = CPU_VALUES if images.device.type == "cpu" else GPU_VALUES
     return max(1, values // images[0].numel())
 
@@ -40,12 +40,12 @@ def rows_at_once(images: Tensor) -> int:
 class Augment:
     """Converts decoded pixels to the model's inputs and targets.
 
-    A call consists of `change` and `finish`. `change` costs the host as much time for a few images
-    as for many, so it gets all micro-batches together, before their step. `finish` produces float32
-    images, which take four times the memory, so it gets one micro-batch at a time.
+    A call runs `change` and then `finish`. `change` takes the host as long for a few images as for
+    many, so the trainer calls it once for all micro-batches, before their step. `finish` returns
+    float32 images, which take four times the memory, so the trainer calls it per micro-batch.
 
     `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: use `torch.compile` for the
-    computation whose shapes never change. Evaluation has no table and only calls `normalize`.
+    part whose shapes never change. Evaluation has no table and only calls `normalize`.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Augment:
         self.num_classes = num_classes
         self.layout = table_layout(config)
         self.compiled = compiled
-        # (x / 255 - mean) / std as one multiplication and addition.
+        # Compute (x / 255 - mean) / std as one multiplication and one addition.
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
-        # Computed once, because a compiled graph would compute the quantiles on the host in each
-        # step and wait for the copy.
+        # Compute the quantiles once. A compiled graph would recompute them on the host in each step
+        # and wait for the copy.
         self.quantiles = pixel_ops.normal_quantiles(device)
         self._finish = self._finish_on_device
         if compiled:
@@ -81,10 +81,9 @@ class Augment:
         return self.finish(self.change(images, table), labels, table)
 
     def change(self, images: Tensor, table: Tensor) -> Tensor:
-        """Apply margin, flip and operations on gray levels; return new uint8 images.
+        """Apply the margin, the flip and the uint8 operations; return new uint8 images.
 
-        The channels of the result are separate in memory, which makes later steps twice as fast on
-        a CPU.
+        The result stores each channel contiguously, which makes later steps twice as fast on a CPU.
         """
         out = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
         size = (images.shape[2], images.shape[3])
@@ -102,22 +101,23 @@ class Augment:
         return out
 
     def change_batch(self, batch: Any) -> Any:
-        """Return `batch` with changed images; used as `on_device` of `vit.data.loader.Loader`."""
+        """Return `batch` with images processed by `change`; used as `on_device` of
+        `vit.data.loader.Loader`."""
         return replace(batch, images=self.change(batch.images, batch.table))
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize, erase and mix `images` (uint8, after `change`); see `__call__`."""
+        """Normalize, erase and mix `images`, the uint8 output of `change`; see `__call__`."""
         device = images.device
-        # Select only rows with a box, because noise is costly. `nonzero` runs on the host, because
-        # on the device it would be a host-device sync. A compiled graph processes all rows, because
-        # one shape is cheaper than a graph for each number of rows.
+        # Compute noise only for rows with a box, because noise is costly. Call `nonzero` on the
+        # host, because on the device it would force a host-device sync. A compiled graph processes
+        # all rows, because it would be recompiled for each number of rows.
         erased = np.arange(len(table))
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]
             erased = (bottom > top).numpy().nonzero()[0]
         values = table.numpy()
-        # The partner's share of each pixel is 0 or 1 depending on the box (CutMix), or 1 - lambda
-        # (MixUp). Rows that do not mix have lambda 1, so rows need not be selected.
+        # The partner's weight is 0 or 1 per pixel for CutMix, and 1 - lambda for MixUp. Unmixed
+        # rows have lambda 1, so all rows can be mixed in the same way.
         partner_share = 1.0 - values[:, LAMBDA, None]
         is_cut = values[:, CUTMIX] > 0
         partner = partners(self.config, len(table))
@@ -144,9 +144,9 @@ class Augment:
     ) -> tuple[Tensor, Tensor]:
         """Run the device part of `finish`; all arguments are on the device.
 
-        `erased` (int64): rows with a box. `partner` (B,) int64: the row that each row mixes with.
-        `partner_share` (B, 1) float32: the weight of the partner. `is_cut` (B,) bool: whether the
-        row uses CutMix.
+        `erased` (int64): rows with a box to erase. `partner` (B,) int64: the row that each row is
+        mixed with. `partner_share` (B, 1) float32: the weight of that row. `is_cut` (B,) bool: True
+        for CutMix.
         """
         inputs = self.normalize(images)
         targets = torch.zeros(len(labels), self.num_classes, device=labels.device)
@@ -176,7 +176,7 @@ class Augment:
         if self.config.erasing_mode == "rand":
             fill = columns[:, 4 : 4 + inputs.shape[1], None, None]
         elif self.config.erasing_mode == "pixel":
-            # Noise is a hash of the row's seed, so it is identical on any device and in any
+            # Noise is a hash of the row's seed, so it is the same on every device and in every
             # micro-batch.
             seeds = columns[:, 4].int()
             fill = pixel_ops.noise(seeds, self.quantiles, *inputs.shape[1:])

@@ -1,17 +1,17 @@
 """The augmentation operations of each set: four variants of RandAugment, two of AutoAugment,
 TrivialAugment, 3-Augment and color jitter.
 
-The augmentation table contains the number of an operation and its strength on the scale of its set
-(`vit.data.augment.draw`). This module converts both into inputs of the device: a `Kind`, and a
-table of levels or a few numbers. They are computed on the host as in the source of the set.
+The augmentation table (`vit.data.augment.draw`) contains the index of an operation and its strength
+on the scale of its set. On the host, this module converts them to inputs for the device, with the
+formulas of the set's source: a `Kind`, and a lookup table or a few parameters.
 
 Sources:
-timm/data/auto_augment.py, bilinear. "Increasing" operations (`rand-m9-mstd0.5-inc1`) change an
-image more at a larger strength, and others at a smaller one.
-torchvision/transforms/autoaugment.py on Pillow images, with the bilinear interpolation of
-torchvision's references, on black.
-big_vision/pp/autoaugment.py of google-research/big_vision (nearest pixel, on gray), including side
-effects of TensorFlow that comments explain.
+timm/data/auto_augment.py, bilinear. "Increasing" operations (`rand-m9-mstd0.5-inc1`) have a
+stronger effect at a larger strength, others at a smaller one.
+torchvision/transforms/autoaugment.py on Pillow images, bilinear as in torchvision's reference
+scripts, black outside the image.
+big_vision/pp/autoaugment.py of google-research/big_vision (nearest pixel, gray outside the image),
+including quirks of TensorFlow, which comments explain.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ Size = tuple[int, int]
 
 
 class Drawn(NamedTuple):
-    """The random numbers of one operation for n images of `size`."""
+    """The random numbers for one operation on n images of `size`."""
 
     strength: Tensor
     """(n, 1) float32."""
     place: Tensor
-    """(n, 2) float32 in [0, 1): x and y of the cutout; zeros in other sets."""
+    """(n, 2) float32 in [0, 1): the relative x and y position of the cutout; zeros in other
+    sets."""
     size: Size
 
 
 class Op(NamedTuple):
-    """An operation: its kind and a function that returns its numbers.
+    """An operation: its kind and a function that computes its parameters.
 
-    For `Kind.TABLE`, `numbers` returns levels 0..255 (n, 256). For other kinds, it returns the
-    numbers listed in `Kind`, each (n, 1) or one number for all images.
+    For `Kind.TABLE`, `numbers` returns lookup tables (n, 256) with levels 0..255. For other kinds,
+    it returns the parameters listed in `Kind`, each (n, 1) or one number for all images.
     """
 
     kind: Kind
@@ -57,7 +58,8 @@ AUTO_CONTRAST = Op(Kind.AUTO_CONTRAST, lambda drawn: ())
 EQUALIZE = Op(Kind.EQUALIZE, lambda drawn: ())
 
 MEAN_COLOUR = (124.0, 116.0, 104.0)
-"""The fill color of timm's warps: `img_mean`, ImageNet's mean color, used for all data."""
+"""The fill color of timm's warps (`img_mean`): the mean color of ImageNet, used for all data
+sets."""
 BLACK = (0.0, 0.0, 0.0)
 MIDDLE_GREY = (128.0, 128.0, 128.0)
 
@@ -86,13 +88,12 @@ def _turned(degrees: Tensor) -> Matrix:
 
 
 def _sheared_x(shear: Tensor, size: Size) -> Matrix:
-    """Return the matrix that moves row y to the left by `shear` * y pixels, y from the upper
-    border."""
+    """Return the matrix that moves row y, counted from the top, left by `shear` * y pixels."""
     return 1.0, shear, shear * (size[0] / 2), 0.0, 1.0, 0.0
 
 
 def _sheared_y(shear: Tensor, size: Size) -> Matrix:
-    """Return the matrix that moves column x up by `shear` * x pixels, x from the left border."""
+    """Return the matrix that moves column x, counted from the left, up by `shear` * x pixels."""
     return 1.0, 0.0, 0.0, shear, 1.0, shear * (size[1] / 2)
 
 
@@ -104,7 +105,7 @@ def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    # Compute in double precision like the source, because the last bit can change a level.
+    # Compute in double precision like the source, because a rounding difference can change a level.
     return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
@@ -152,7 +153,7 @@ _TIMM_AUTO: dict[str, Op] = {
 
 
 def _magnitude_of(strength: Tensor, largest: float, num: int) -> Tensor:
-    """Return the source's float32 magnitude in double, because its last bits change some levels."""
+    """Return the source's float32 magnitude as float64, because rounding can change a level."""
     magnitudes = torch.linspace(0.0, largest, num).double()
     return magnitudes[strength.abs().long()].copysign(strength)
 
@@ -165,10 +166,10 @@ def _torchvision(
     bits: Callable[[Tensor], Tensor],
     threshold: Callable[[Tensor], Tensor],
 ) -> dict[str, Op]:
-    """Return torchvision's operations for the given functions of the strength.
+    """Return torchvision's operations, given functions that convert the strength.
 
-    pixels: a function of strength and side that returns whole pixels; positive values move the
-    content right or down. change: returns a factor minus 1, in double precision.
+    pixels: converts strength and side length to whole pixels; positive values move the content
+    right or down. change: converts strength to a factor minus 1, in double precision.
     """
 
     def factor(strength: Tensor) -> Tensor:
@@ -228,14 +229,14 @@ def _big_vision_factor(strength: Tensor) -> Tensor:
 
 
 def _tf_contrast(drawn: Drawn) -> Tensor:
-    # The source averages the 256 counts of the histogram instead of the levels. The result is a
-    # constant, 196 for 224 x 224 pixels.
+    # The source averages the 256 histogram counts instead of the levels, so the mean is a constant:
+    # 196 for 224 x 224 pixels.
     mean = float(min(math.prod(drawn.size) // 256, 255))
     return mean + _big_vision_factor(drawn.strength) * (pixel_ops.LEVELS - mean)
 
 
 def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
-    """Return top, bottom, left, right of a square of up to 80 pixels (at strength 10)."""
+    """Return the top, bottom, left and right of a square of up to 80 pixels (at strength 10)."""
     height, width = drawn.size
     half = (4.0 * drawn.strength.abs()).floor()
     x = (drawn.place[:, :1] * width).floor()
@@ -244,7 +245,7 @@ def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
 
 
 def _tf_turned(degrees: Tensor, size: Size) -> Matrix:
-    """Return the rotation about the center from tensorflow_addons/image/transform_ops.py."""
+    """Return a rotation about the center, as in tensorflow_addons/image/transform_ops.py."""
     last_y, last_x = (side - 1 for side in size)
     angle = degrees * (math.pi / 180.0)
     cos = angle.cos()
@@ -263,12 +264,13 @@ _BIG_VISION: dict[str, Op] = {
     "equalize": EQUALIZE,
     "invert": _TIMM["invert"],
     "rotate": _tf_warp(lambda s, size: _tf_turned(3.0 * s, size)),
-    # Keeping 0 bits would be a shift by 8, which TensorFlow replaces by a shift by 7.
+    # Keep at least 1 bit. 0 bits would need a shift by 8, which TensorFlow turns into a shift by
+    # 7.
     "posterize": _by_table(
         lambda x, s: pixel_ops.posterize(x, (0.4 * s.abs()).floor().clamp(min=1.0))
     ),
-    # The source casts the threshold to uint8. At strength 10, 256 therefore becomes 0, which
-    # inverts all pixels.
+    # The source casts the threshold to uint8. At strength 10, the threshold of 256 therefore
+    # becomes 0, which inverts all pixels.
     "solarize": _by_table(
         lambda x, s: pixel_ops.solarize(x, (25.6 * s.abs()).floor().remainder(256.0))
     ),
@@ -292,7 +294,7 @@ _THREE_AUGMENT: dict[str, Op] = {
     "blur": Op(Kind.BLUR, lambda drawn: pixel_ops.box_weights(drawn.strength)),
 }
 
-# --- color jitter: strengths are factors; for hue they are turns of the color wheel ---------------
+# --- color jitter: strengths are factors, for hue turns of the color wheel ------------------------
 
 _COLOR_JITTER: dict[str, Op] = {
     "brightness": _by_table(lambda x, s: x * s),
@@ -316,4 +318,4 @@ OPS: dict[str, tuple[Op, ...]] = {
     "flip": (NONE, Op(Kind.FLIP, lambda drawn: ())),
     **{name: tuple(_SETS[name][op] for op in names) for name, names in OP_NAMES.items()},
 }
-"""The operations named in `vit.data.augment.table.OP_NAMES`, by set and number, plus the flip."""
+"""Maps each set of `vit.data.augment.table.OP_NAMES` to its operations, plus the flip."""

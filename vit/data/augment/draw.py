@@ -1,15 +1,15 @@
-"""Draw the random numbers of augmentation on the host: crops, operations and mixing.
+"""Draw the random numbers for augmentation on the host: crops, operations and mixing.
 
 A counter-based hash of (seed, epoch, sample, copy) gives each sample a key. The key determines the
-crop for the decoder and a row of a small float table (B, K). The table describes all work of
-`vit.data.augment.apply` on the device (see `vit.data.augment.table` for its columns). Mixing is
-drawn from (seed, position) for groups, pairs or rows of the *global* batch. The augmentation of a
-sample therefore does not depend on ranks, workers, the rest of the batch or the device.
+crop for the decoder and one row of a small float table (B, K), the augmentation table.
+`vit.data.augment.apply` applies this table on the device (see `vit.data.augment.table` for its
+columns). Mixing depends on (seed, position) and on groups, pairs or rows of the *global* batch. The
+augmentation of a sample therefore does not depend on ranks, workers, the rest of the batch or the
+device.
 
 A published stream of random numbers never changes. `tests/data/augment/golden_draws.json` contains
-the random numbers of the recipes. A new purpose of random numbers gets a new constant below. The
-operation sets are frozen because their length affects the draws, so a new operation needs a new
-set.
+the random numbers of the recipes. New random numbers need a new constant below. The length of an
+operation set affects the random numbers, so a new operation needs a new set.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vit.data.augment.table import (
 )
 from vit.system.hashing import fold, uniform
 
-# The purpose of a hash is part of its key. These constants are part of the random stream.
+# Each use of random numbers has its own constant, which is hashed into the key. Never change one.
 _CROP, _FLIP, _RANDAUGMENT, _MIX, _THREE_AUGMENT, _JITTER, _ERASE, _MIX_PAIR, _MIX_ROW = range(9)
 _AUTO_AUGMENT = 9
 
@@ -42,21 +42,24 @@ RANDAUGMENT_PROB = 0.5
 """The probability that timm applies a selected operation; torchvision and big_vision always apply
 it."""
 TRIVIAL_AUGMENT_BINS = 31
-"""The number of strengths of TrivialAugment, all equally likely (`num_magnitude_bins` in
+"""The number of equally likely strengths in TrivialAugment (`num_magnitude_bins` in
 torchvision)."""
 SIMPLE_CROP_MARGIN = 4
-"""The width of the reflected margin around the resized image for the simple crop, in pixels (DeiT
+"""The width in pixels of the reflected margin around the resized image in the simple crop (DeiT
 III)."""
 BLUR_RADIUS = (0.1, 2.0)
-"""The range of the radius of 3-Augment's Gaussian blur in pixels."""
+"""The range of the blur radius in pixels for 3-Augment's Gaussian blur."""
 NUM_TRIES = 10
-"""The number of attempts to find a random box for crops and erasing, as in torchvision and timm."""
+"""The maximum number of attempts to draw a box that fits, as in torchvision and timm."""
 
 
 def sample_keys(
     seed: int, epoch: int, ids: NDArray[np.int64], copies: NDArray[np.int64] | int = 0
 ) -> NDArray[np.uint64]:
-    """Return a key for each (sample, copy), (B,), that seeds all its random numbers in an epoch."""
+    """Return a key, shape (B,), for each (sample, copy) pair.
+
+    The key seeds all random numbers of the pair in an epoch.
+    """
     return fold(seed, epoch, ids, copies)
 
 
@@ -68,7 +71,7 @@ def _uniform_between(
 
 
 def _normal(u1: NDArray[np.float64], u2: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return standard normal numbers from two uniform ones (Box and Muller 1958)."""
+    """Convert two uniform numbers to a standard normal number (Box and Muller 1958)."""
     return np.sqrt(-2.0 * np.log(1.0 - u1)) * np.cos(2.0 * np.pi * u2)
 
 
@@ -79,9 +82,10 @@ def _draw_boxes(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Draw both sides (B, NUM_TRIES) of random boxes; aspect = first / second side.
+    """Draw the side lengths (B, NUM_TRIES) of random boxes; aspect = first side / second side.
 
-    area: range of the share of `whole_area`, drawn uniformly. aspect: range, drawn log-uniformly.
+    area: range of the fraction of `whole_area`, drawn uniformly. aspect: range, drawn
+    log-uniformly.
     """
     tries = np.arange(NUM_TRIES)
     log_aspect = (math.log(aspect[0]), math.log(aspect[1]))
@@ -112,11 +116,11 @@ def draw_crops(
 def _random_resized_crops(
     config: AugmentConfig, keys: NDArray[np.uint64], widths: NDArray, heights: NDArray
 ) -> NDArray[np.int64]:
-    """Draw the crops of Szegedy et al. 2015 with torchvision's details.
+    """Draw the crops of Szegedy et al. 2015 with the details of torchvision.
 
-    As in RandomResizedCrop in transforms/v2/_geometry.py, area and log-uniform aspect are drawn up
-    to ten times and rounded. If no box fits, the crop is the largest centered window with an
-    allowed aspect.
+    As in RandomResizedCrop (transforms/v2/_geometry.py), up to ten boxes are drawn, with uniform
+    area and log-uniform aspect, and rounded to pixels. If no box fits, the crop is the largest
+    centered window with an allowed aspect ratio.
     """
     w, h = widths.astype(np.float64), heights.astype(np.float64)
     tries_w, tries_h = _draw_boxes(
@@ -127,7 +131,7 @@ def _random_resized_crops(
     first = fits.argmax(1)
     clipped = np.clip(w / h, *config.crop_ratio)
     has_fit = fits.any(1)
-    # If no box fits, take the full side, or as much of it as the aspect allows.
+    # If no box fits, use the largest window with an allowed aspect ratio.
     widest = np.where(w / h > clipped, np.rint(h * clipped), w)
     tallest = np.where(w / h < clipped, np.rint(w / clipped), h)
     crop_w = np.where(has_fit, tries_w[rows, first], widest)
@@ -144,10 +148,10 @@ def _simple_crops(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Draw DeiT III's simple random crops (facebookresearch/deit:augment.py).
 
-    The image is resized until it just covers `size` and reflected by four pixels beyond each
-    border, and a window of `size` is cut out. Returns windows (B, 4) like `draw_crops`, and the
-    shift (B, 2) of each view beyond the border of the image in x and y, in pixels of `size`.
-    Windows begin at the pixel of the stored image that is nearest to the drawn position.
+    The image is resized until it just covers `size` and padded by four reflected pixels on each
+    side. A window of `size` is then cut out. Returns windows (B, 4) like `draw_crops`, and the
+    distance (B, 2) in x and y by which each view exceeds the image, in pixels of `size`. Windows
+    begin at the stored pixel that is nearest to the drawn position.
     """
     height, width = size
     w = widths.astype(np.float64)
@@ -160,7 +164,7 @@ def _simple_crops(
         covered = np.maximum(resized, side)
         places = covered + 2 * SIMPLE_CROP_MARGIN - side + 1
         drawn = np.floor(uniform(keys, _CROP, 4, axis) * places) - SIMPLE_CROP_MARGIN
-        # The decoder crops the part inside the image, and the device fills the rest by reflection.
+        # The decoder crops the part inside the image. The device fills the rest by reflection.
         inside = np.clip(drawn, 0, covered - side)
         crop = np.clip(np.rint(np.minimum(w / width, h / height) * side), 1, stored)
         starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))
@@ -179,7 +183,7 @@ def draw_table(
     heights: NDArray,
     size: tuple[int, int],
 ) -> NDArray[np.float32]:
-    """Return the table (B, K) for images of `size` = (height, width), without mixing.
+    """Return the augmentation table (B, K) for images of `size` = (height, width), without mixing.
 
     widths, heights: sizes of the stored images in pixels. `draw_mix` fills the mixing columns.
     """
@@ -207,7 +211,7 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
     """Draw one layer of RandAugment (Cubuk et al. 2020).
 
     The columns are the operation, its signed strength on the scale of the operation set, and the
-    position of the cutout.
+    cutout position.
     """
     chosen, applied, negated, u1, u2 = (uniform(keys, _RANDAUGMENT, layer, i) for i in range(5))
     op = np.floor(chosen * len(OP_NAMES[config.randaugment_ops]))
@@ -227,9 +231,9 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
 def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
     """Draw AutoAugment (Cubuk et al. 2019) or TrivialAugment (Mueller and Hutter 2021).
 
-    Returns the number and the signed strength of each operation, in the order of application.
-    AutoAugment draws one pair of the policy and applies each operation of the pair with its own
-    probability. TrivialAugment draws one operation at any strength.
+    Returns the index and the signed strength of each operation, in the order of application.
+    AutoAugment draws one pair of operations from the policy and applies each with its own
+    probability. TrivialAugment draws one operation and one strength.
     """
     if config.auto_augment is None:
         return []
@@ -252,11 +256,11 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
 
 
 def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
-    """Draw the enabled jitter operations in a random order for each sample.
+    """Draw a random order and random factors for the enabled jitter operations of each sample.
 
-    Returns the number and the factor (for hue: the shift) of each operation. As in ColorJitter of
-    torchvision/transforms/v2/_color.py, factors are uniform in [max(0, 1 - amount), 1 + amount] and
-    shifts in [-amount, amount].
+    Returns each operation's index and its factor (for hue, its shift). As in torchvision's
+    ColorJitter (transforms/v2/_color.py), factors are uniform in [max(0, 1 - amount), 1 + amount]
+    and shifts in [-amount, amount].
     """
     ops = np.flatnonzero(np.array(config.color_jitter) > 0)
     factors = np.empty((len(ops), len(keys)))
@@ -273,11 +277,12 @@ def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[N
 def _draw_erasing(
     config: AugmentConfig, keys: NDArray[np.uint64], size: tuple[int, int]
 ) -> list[NDArray]:
-    """Draw top, bottom, left, right of the erased box (Zhong et al. 2020), in pixels; 0: none.
+    """Draw the top, bottom, left and right of the box to erase (Zhong et al. 2020), in pixels; 0 if
+    none.
 
-    As in timm/data/random_erasing.py with one box, area and log-uniform aspect (height / width) are
-    drawn up to ten times and rounded. The first box that is smaller than the image on both sides is
-    used.
+    As in timm/data/random_erasing.py with one box, up to ten boxes are drawn, with uniform area and
+    log-uniform aspect ratio (height / width), and rounded to pixels. The first box that is smaller
+    than the image on both sides is used.
     """
     height, width = size
     tries_h, tries_w = _draw_boxes(
@@ -312,11 +317,11 @@ def mixes(config: AugmentConfig) -> bool:
 
 
 def partners(config: AugmentConfig, num_rows: int) -> NDArray[np.int64]:
-    """Return for each row the row that it mixes with.
+    """Return the partner of each row, the row that it is mixed with.
 
-    Each row mixes with the next row of its group, and the last row with the first. With
-    `mixup_mode: pair`, the first row mixes with the last, the second with the second to last, and
-    so on.
+    By default, each row is mixed with the next row of its group, and the last row with the first.
+    With `mixup_mode: pair`, the first row is mixed with the last, the second with the second to
+    last, and so on.
     """
     size = config.mix_group_size
     rows = np.arange(num_rows)
@@ -338,10 +343,10 @@ def draw_mix(
     """Fill the mixing columns of `table` (B, K) for MixUp (Zhang et al. 2018) and CutMix (Yun et
     al. 2019).
 
-    The table contains rows [first_row, first_row + B) of the global batch at `position`, in `epoch`
-    (counted from 0), for images of `size` = (height, width). Lambda, the box and the choice of
-    method are drawn for a group, a pair, or each row (`mixup_mode`). A row stays unmixed if its
-    partner has weight 0 because it could not be decoded.
+    `table` describes rows [first_row, first_row + B) of the global batch at `position`, in `epoch`
+    (counted from 0), with images of `size` = (height, width). Lambda, the box and the method are
+    drawn per group, pair or row (`mixup_mode`). A row stays unmixed if its partner has weight 0
+    because it could not be decoded.
     """
     is_over = config.mixup_off_epoch is not None and epoch >= config.mixup_off_epoch
     if not mixes(config) or is_over:
@@ -349,13 +354,14 @@ def draw_mix(
     assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, (
         "a group must not be divided"
     )
-    # Keys use the row in the global batch, so that draws do not depend on ranks and workers.
+    # Use the row in the global batch for keys, so that random numbers do not depend on ranks and
+    # workers.
     row = first_row + np.arange(len(table))
     partner = partners(config, len(table))
     if config.mixup_mode == "batch":
         keys = fold(seed, position, row // config.mix_group_size, _MIX)
     elif config.mixup_mode == "pair":
-        # Use the lower row of the pair as the key, so that both partners get the same random
+        # Use the lower row of the pair for the key, so that both partners get the same random
         # numbers.
         keys = fold(seed, position, np.minimum(row, first_row + partner), _MIX_PAIR)
     else:
@@ -377,9 +383,9 @@ def draw_mix(
     half_w = np.floor(cut * width) // 2
     top, bottom = np.clip(middle_y - half_h, 0, height), np.clip(middle_y + half_h, 0, height)
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
-    # Lambda is the area outside the box after clipping at the border, as in the paper's code.
+    # Compute lambda from the box after clipping it at the border, as in the paper's code.
     area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
-    # A partner with weight 0 is a black image, and mixing would add its label without a picture.
+    # Do not mix with a partner of weight 0. Its image is black, but its label would be mixed in.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
     table[:, LAMBDA] = np.where(mixed, np.where(cutmix, area_outside, mixup_lambda), 1.0)
     table[:, CUTMIX] = cutmix & mixed
@@ -388,10 +394,9 @@ def draw_mix(
 
 
 def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Draw Beta(alpha, alpha) for each key by Johnk's method (1964).
+    """Draw from Beta(alpha, alpha) for each key by Johnk's method (1964).
 
-    A rejection only advances the counter of its own key, so the draws of different keys are
-    independent.
+    A rejection advances the counter of its own key only, so keys do not affect each other.
     """
     out = np.empty(len(keys))
     todo = np.arange(len(keys))

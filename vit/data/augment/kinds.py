@@ -1,8 +1,8 @@
-"""The kinds of augmentation operations. The device applies all operations of a kind together.
+"""The kinds of augmentation operations. The device applies all operations of one kind together.
 
-In a round, each image has one operation. The images are sorted by kind, so that images of one kind,
-and of kinds that share work, form one slice. A GPU therefore launches as many kernels for 500
-images as for one image of each kind.
+In a round, each image gets one operation. Images are sorted by kind, so that images of one kind,
+and of kinds that share computation, are contiguous. A GPU therefore launches as many kernels for
+500 images as for one image of each kind.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import vit.data.augment.pixel_ops as pixel_ops
 
 
 class Kind(IntEnum):
-    """The kinds of operations, in the order by which a round sorts its images."""
+    """The kinds of operations, in the order in which a round sorts its images."""
 
     NONE = 0
     FLIP = auto()
     TABLE = auto()
-    """A lookup of levels in a table from the host."""
+    """A lookup of each level in a table from the host."""
     AUTO_CONTRAST = auto()
     TF_AUTO_CONTRAST = auto()
     EQUALIZE = auto()
     TF_WARP = auto()
-    """A warp by `pixel_ops.affine_nearest`, with the same numbers as `WARP`."""
+    """A warp by `pixel_ops.affine_nearest`, with the same parameters as `WARP`."""
     WARP = auto()
-    """A warp by a to f of `pixel_ops.affine`, and the color outside the image."""
+    """A warp by `pixel_ops.affine`: matrix entries a to f, and the fill color outside the image."""
     CONTRAST = auto()
     """A blend between the mean gray level (factor 0) and the image (factor 1)."""
     SATURATION = auto()
@@ -40,15 +40,15 @@ class Kind(IntEnum):
     """A blend between the smoothed image (factor 0) and the image (factor 1)."""
     TF_SHARPNESS = auto()
     BLUR = auto()
-    """A blur by `pixel_ops.box_weights`."""
+    """A blur with `pixel_ops.box_weights`."""
     HUE = auto()
     """A rotation of the color wheel, in turns."""
     CUTOUT = auto()
-    """A gray square, given by top, bottom, left, right."""
+    """A gray square, given by its top, bottom, left and right."""
 
 
 NUM_NUMBERS = 9
-"""The maximum number of numbers per kind; warps use 9."""
+"""The maximum number of parameters per kind; warps use 9."""
 CUTOUT_GREY = 128
 
 
@@ -60,10 +60,10 @@ _TABLES: dict[Kind, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 
 class Round:
-    """A round of operations on images (B, C, H, W) uint8, sorted by kind. Changes images in place.
+    """A round of operations that changes images (B, C, H, W) uint8, sorted by kind, in place.
 
-    starts: the first row of each kind, followed by B. numbers: (B, NUM_NUMBERS) float32 on the
-    device. tables: levels on the device, (n, 256) uint8, with at least one row per `Kind.TABLE`
+    starts: the first row of each kind, followed by B. numbers: parameters (B, NUM_NUMBERS) float32
+    on the device. tables: lookup tables (n, 256) uint8 on the device, at least one per `Kind.TABLE`
     image.
     """
 
@@ -86,7 +86,7 @@ class Round:
                 change(self._images[rows], self._numbers[rows])
 
     def _rows(self, first: Kind, last: Kind, within: Kind = Kind.NONE) -> slice:
-        """Return the rows of kinds `first` to `last`, counted from the first row of `within`."""
+        """Return the rows of kinds `first` to `last`, relative to the first row of `within`."""
         offset = self._starts[within]
         return slice(self._starts[first] - offset, self._starts[last + 1] - offset)
 
@@ -138,7 +138,8 @@ class Round:
         pixel_ops.affine(floats, numbers[:, :6], numbers[:, 6:9, None, None], out=floats)
 
     def _blend(self, floats: Tensor, numbers: Tensor) -> None:
-        """Blend each image with a base image: factor 0 gives the base, factor 1 the image."""
+        """Blend each image with a base image: factor 0 returns the base image, factor 1 the
+        image."""
         contrast, colour, tf_colour, sharp, tf_sharp = (
             self._rows(kind, kind, Kind.CONTRAST)
             for kind in (
@@ -157,15 +158,15 @@ class Round:
         if tf_colour.start < tf_colour.stop:
             bases.append(pixel_ops.tf_grey(floats[tf_colour]))
         if sharp.start < tf_sharp.stop:
-            # Start with the image itself; smoothing below replaces everything except its border.
+            # Start with a copy of the image, because smoothing below does not write its border.
             bases.append(floats[sharp.start :])
         shape = floats.shape[1:]
         base_images = torch.cat([base.expand(-1, *shape) for base in bases])
         for rows, rounding in ((sharp, 6), (tf_sharp, 0)):
             if rows.start < rows.stop:
                 pixel_ops.smooth(floats[rows], rounding, base_images[rows])
-        # Use the order of Pillow's Blend.c, because another order rounds differently. Work in
-        # place, because allocating memory costs more than the sums.
+        # Use the order of operations in Pillow's Blend.c, because another order rounds differently.
+        # Work in place, because allocating memory costs more than the arithmetic.
         floats.sub_(base_images).mul_(numbers[:, :1, None, None]).add_(base_images)
 
     @staticmethod

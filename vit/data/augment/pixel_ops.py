@@ -1,12 +1,13 @@
 """Pixel arithmetic on batches, with separate arguments for each sample.
 
-Levels are whole numbers 0..255. Images (B, C, H, W) and tables of levels (B, C, 256) are uint8 or
-float32, as each docstring states. Arguments are (B, 1, 1, 1) float32. `to_levels` clamps to 0..255
-and truncates fractions like Pillow, so operations that round must do so before. No operation draws
-random numbers, waits for the device or branches on a value, so rows do not affect each other.
+Levels are integers 0..255. Images (B, C, H, W) and lookup tables (B, C, 256) are uint8 or float32,
+as each docstring states. Arguments are (B, 1, 1, 1) float32. `to_levels` clamps to 0..255 and
+truncates fractions like Pillow, so operations that round must round before that call. Operations
+draw no random numbers, do not wait for the device and do not branch on values, so rows do not
+affect each other.
 
-On a CPU, the results equal Pillow's exactly unless a docstring states a difference. On a GPU, they
-may differ by one level if the exact result is an integer.
+On a CPU, results equal Pillow's exactly unless a docstring states a difference. On a GPU, results
+may differ by one level where the exact result is an integer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEVELS = torch.arange(256, dtype=torch.float32)
-"""All levels, on the host. Applying an operation to them gives its table."""
+"""All levels, on the host. Applying an operation to them gives its lookup table."""
 
 
 def to_levels(images: Tensor) -> Tensor:
@@ -26,16 +27,15 @@ def to_levels(images: Tensor) -> Tensor:
     return images.clamp(0.0, 255.0).to(torch.uint8)
 
 
-# --- operations on single levels: images or `LEVELS`, float32 -------------------------------------
+# --- operations on each level: images or `LEVELS`, float32 ----------------------------------------
 
 
 def invert(images: Tensor) -> Tensor:
-    """Return the negative."""
     return 255.0 - images
 
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
-    """Retain the `bits` highest of 8 bits; with 0 bits, the result is black."""
+    """Keep the highest `bits` of 8 bits; 0 bits give black."""
     unit = torch.exp2(8.0 - bits)
     return (images / unit).floor() * unit
 
@@ -46,18 +46,18 @@ def solarize(images: Tensor, threshold: Tensor) -> Tensor:
 
 
 def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
-    """Brighten the darker half of the range by `addition` levels."""
+    """Add `addition` to levels in the darker half of the range."""
     return torch.where(images < 128.0, (images + addition).clamp(max=255.0), images)
 
 
-# --- tables of levels that depend on the image ----------------------------------------------------
+# --- lookup tables that depend on the image -------------------------------------------------------
 
 
 def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """Write tables that stretch each channel to 0..255 into `out` (B, C, 256) uint8.
+    """Write lookup tables that stretch each channel to 0..255 into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. dtype: precision of
-    the arithmetic: float64 as in Pillow, where the highest level may become 254, or float32 as in
+    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. dtype: float64 for the
+    arithmetic of Pillow, in which the highest level may become 254, or float32 for that of
     TensorFlow.
     """
     pair = torch.add(highest, levels.amin(2, keepdim=True), alpha=256)
@@ -67,35 +67,36 @@ def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: tor
 
 @lru_cache
 def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return all tables (65536, 256); row 256 * lowest + highest stretches this range of levels."""
+    """Return all lookup tables (65536, 256); row 256 * lowest + highest stretches that range of
+    levels."""
     every = torch.arange(256, dtype=dtype)
     tables = torch.empty(256, 256, 256, dtype=torch.uint8)
     for low, of_low in enumerate(tables):
         span = (every - low)[:, None]
-        # `255.0 / tensor` would multiply by the reciprocal, which rounds differently.
+        # Divide tensors, because `255.0 / tensor` multiplies by the reciprocal, which rounds
+        # differently.
         factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
         offsets = torch.where(span > 0, low * factors, 0.0)
-        # Entries outside low to high are arbitrary, because the channel does not contain these
-        # levels.
+        # Entries outside low to high are arbitrary, because the channel has no such levels.
         of_low.copy_((every * factors - offsets).clamp_(0.0, 255.0))
     return tables.view(-1, 256).to(device)
 
 
 def _range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():  # a new range costs nothing within a graph
+    if torch.compiler.is_compiling():  # a compiled graph creates the range at no cost
         return torch.arange(stop, dtype=dtype, device=device)
     return _kept_range(stop, dtype, device)
 
 
 @lru_cache
 def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Create the range on the host, so that all streams of a GPU can read it when `to` returns. If a
-    # stream created it, another stream could read the cached tensor before it is written.
+    # Create the tensor on the host, so that all streams of a GPU can read it when `to` returns. If
+    # one stream created it, another stream could read the cached tensor before it is written.
     return torch.arange(stop, dtype=dtype).to(device)
 
 
 def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
-    """Write tables that equalize each channel's histogram into `out` (B, C, 256) uint8.
+    """Write lookup tables that equalize each channel's histogram into `out` (B, C, 256) uint8.
 
     levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. Rounds like Pillow
     (PIL/ImageOps.py, equalize).
@@ -103,19 +104,20 @@ def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
     every = _range(256, torch.int64, levels.device)
     counts = torch.zeros(*levels.shape[:2], 257, device=levels.device, dtype=torch.int64)
     counts[..., 1:].scatter_add_(2, levels, every[1].expand_as(levels))
-    below = counts.cumsum(2)[..., :256]  # number of pixels of lower levels
+    below = counts.cumsum(2)[..., :256]  # number of pixels with lower levels
     step = below.gather(2, highest) // 255
     table = (below + step // 2) // step.clamp(min=1)
-    # `minimum` can write into uint8 directly. `clamp` would need a cast and another tensor.
+    # `minimum` can write to uint8 directly. `clamp` would need a cast and another tensor.
     torch.minimum(torch.where(step > 0, table, every), every[-1], out=out)
 
 
 def look_up(tables: Tensor, levels: Tensor, out: Tensor) -> None:
-    """Look up `levels` (B, C, H * W) int64 in `tables`, and write to uint8 images `out`."""
+    """Look up `levels` (B, C, H * W) int64 in `tables`, and write the results to uint8 images
+    `out`."""
     torch.gather(tables, 2, levels, out=out.flatten(2))
 
 
-# --- images to blend with, and other colors: float32 ----------------------------------------------
+# --- base images for blending, and other colors: float32 ------------------------------------------
 
 
 def grey(images: Tensor) -> Tensor:
@@ -124,19 +126,20 @@ def grey(images: Tensor) -> Tensor:
         return images
     red, green, blue = images.split(1, 1)
     half = _constant((0.5,), torch.float32, images.device)
-    # Pillow's integer weights. All sums have at most 24 bits, so float32 is also exact.
+    # Use Pillow's integer weights. Sums have at most 24 bits, so float32 is exact too.
     sums = torch.add(half, red, alpha=19595 / 65536).add_(green, alpha=38470 / 65536)
     return sums.add_(blue, alpha=7471 / 65536).floor_()
 
 
 @lru_cache
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a (1, C, 1, 1) tensor; cached, because each creation is a host-device sync."""
+    """Return a (1, C, 1, 1) tensor. The result is cached, because creating one forces a host-device
+    sync."""
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
 def tf_grey(images: Tensor) -> Tensor:
-    """Return tf.image.rgb_to_grayscale of uint8 images: its weights, times 255.5, truncated."""
+    """Return tf.image.rgb_to_grayscale of uint8 images: the weighted sum times 255.5, truncated."""
     weights = _constant((0.2989, 0.5870, 0.1140), torch.float32, images.device)
     red, green, blue = (images / 255.0).mul_(weights).split(1, 1)
     return (red + green).add_(blue).mul_(255.5).floor_()
@@ -144,15 +147,15 @@ def tf_grey(images: Tensor) -> Tensor:
 
 def mean_level(grey: Tensor) -> Tensor:
     """Return the rounded mean (B, 1, 1, 1) of gray images (B, 1, H, W)."""
-    # In double precision, because a float32 sum over all pixels could round to a different level.
+    # Use double precision, because a float32 sum over all pixels could round to another level.
     return grey.mean((2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
 
 
 def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
-    """Apply Pillow's SMOOTH to whole levels: a 3 x 3 mean in which the center counts five times.
+    """Apply Pillow's SMOOTH to integer levels: a 3 x 3 mean in which the center counts five times.
 
-    Writes to `out` (the shape of `images`) except its border of one pixel. `rounding`: thirteenths
-    that are added to the mean before it is truncated.
+    Writes to `out`, which has the shape of `images`, except its border of one pixel. `rounding`:
+    added to the weighted sum before it is divided by 13 and truncated.
     """
     # On a CPU, pooling is 13 times slower than adding. On a GPU, it needs a quarter of the kernels.
     sum_of_nine = _added if images.device.type == "cpu" else _pooled
@@ -166,40 +169,39 @@ def _added(images: Tensor) -> Tensor:
 
 
 def _pooled(images: Tensor) -> Tensor:
-    """Return the same sums as `_added`, exactly equal because sums of whole levels are exact."""
+    """Return the same sums as `_added`. They are exactly equal because the levels are integers."""
     return F.avg_pool2d(images, 3, stride=1, divisor_override=1)
 
 
 def hue(images: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the color wheel by `turns` in -0.5..0.5, without changing value and saturation.
+    """Rotate hues by `turns` of the color wheel (-0.5..0.5), without changing value and saturation.
 
-    Differs from torchvision's result on tensors by at most one level (adjust_hue_image in
+    Differs by at most one level from torchvision's result on tensors (adjust_hue_image in
     transforms/v2/functional/_color.py). Pillow has only 256 hues.
     """
     red, green, blue = images.split(1, 1)
     value = images.amax(1, keepdim=True)
     least = images.amin(1, keepdim=True)
     chroma = value - least
-    safe = chroma.clamp(min=1.0)  # levels are whole: a chroma is 0 or at least 1
+    safe = chroma.clamp(min=1.0)  # levels are integers, so chroma is 0 or at least 1
     sixths = torch.where(
         value == red,
         (green - blue) / safe,
         torch.where(value == green, 2.0 + (blue - red) / safe, 4.0 + (red - green) / safe),
     )
-    # Each channel is `value` minus a share of the chroma that depends on the channel's distance
-    # from the hue (Smith 1978, without cases).
+    # Each channel is `value` minus a fraction of the chroma that depends on the distance between
+    # channel and hue (Smith 1978, without branches).
     turned = sixths + 6.0 * turns
     distances = (turned + _constant((5.0, 3.0, 1.0), torch.float32, images.device)).remainder_(6.0)
     taken = torch.minimum(distances, 4.0 - distances).clamp_(0.0, 1.0)
-    return (value - chroma * taken) * (255.999 / 255.0)  # scaled to levels as in torchvision
+    return (value - chroma * taken) * (255.999 / 255.0)  # scale to levels like torchvision
 
 
 def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights in `blur` of a pixel, its neighbors and the next ones, shaped like
-    `radius`.
+    """Return the `blur` weights of a pixel, its neighbors and the next ones, shaped like `radius`.
 
-    For `radius` = 0..2 pixels, Pillow's Gaussian is three box filters along each axis (Gwosdek et
-    al. 2011; BoxBlur.c). The box covers at most one full pixel and a part of a second one.
+    For `radius` = 0..2 pixels, Pillow's Gaussian blur is three box filters along each axis (Gwosdek
+    et al. 2011; BoxBlur.c). The box covers at most one full pixel and a fraction of a second one.
     """
     variance = radius * radius / 3.0
     full = ((torch.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0).floor()
@@ -216,7 +218,7 @@ def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
     """Blur three times along each axis with `box_weights`, and round after each pass.
 
-    Differs from Pillow by up to three levels at a few radii, such as 1, at which sums fall halfway
+    Differs from Pillow by up to three levels at a few radii, such as 1, because sums fall halfway
     between two levels.
     """
     for axis in (3, 2):
@@ -224,7 +226,7 @@ def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
         for _ in range(3):
             padded = F.pad(images, (2, 2, 0, 0) if axis == 3 else (0, 0, 2, 2), mode="replicate")
             left2, left1, right1, right2 = (padded.narrow(axis, at, size) for at in (0, 1, 3, 4))
-            # Work in place, because allocating memory costs more than the sums.
+            # Work in place, because allocating memory costs more than the arithmetic.
             images = (
                 (left1 + right1)
                 .mul_(near)
@@ -240,9 +242,9 @@ def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
 
 
 def _mapped(matrix: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the points (a x + b y + c, d x + e y + f), (B, 2, H, W), for `matrix` (B, 6)."""
+    """Map coordinates by `matrix` (B, 6) to points (a x + b y + c, d x + e y + f), (B, 2, H, W)."""
     rows = matrix.view(-1, 2, 3, 1, 1)
-    # Keep this order of sums, because another order rounds differently.
+    # Keep this order of additions, because another order rounds differently.
     return (rows[:, :, 0] * x + rows[:, :, 1] * y[:, None]).add_(rows[:, :, 2])
 
 
@@ -252,10 +254,11 @@ def _from_centre(side: int, device: torch.device) -> Tensor:
 
 
 def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute output pixel (x, y) at the point to which `matrix` (B, 6) maps it; outside: `fill`.
+    """Sample output pixel (x, y) at the point that `matrix` (B, 6) maps it to.
 
-    Interpolates float32 images bilinearly, with points measured from the center. Differs from
-    Pillow by at most one level. `fill`: (B, C, 1, 1). out: tensor for the result; may be `images`.
+    Points outside the image get `fill` (B, C, 1, 1). Interpolates float32 images bilinearly, with
+    coordinates relative to the center. Differs from Pillow by at most one level. out: tensor for
+    the result; may be `images`.
     """
     height, width = images.shape[-2:]
     at = _mapped(matrix, _from_centre(width, images.device), _from_centre(height, images.device))
@@ -270,15 +273,15 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = No
         padding_mode="border",
         align_corners=False,
     )
-    # Add a thousandth of a level. Otherwise rounding could put an exact level just below itself,
-    # and the later truncation would lose a level.
+    # Add a thousandth of a level. Otherwise rounding errors could put an exact level just below
+    # itself, and later truncation would lower it by one.
     return torch.where(inside, warped.add_(2.0**-10), fill, out=out)
 
 
 def affine_nearest(
     images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Warp like `affine`, but use the nearest pixel, with points measured from the first pixel.
+    """Warp like `affine`, but take the nearest pixel, with coordinates relative to the first pixel.
 
     Accepts images of any dtype. Rounds halves away from 0 like TensorFlow's
     ImageProjectiveTransformV3.
@@ -296,9 +299,9 @@ def affine_nearest(
 
 
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """Move the view by `right` and `down` pixels (B,) int64, and mirror the image at its border.
+    """Shift the view by `right` and `down` pixels (B,) int64, and reflect the image at its border.
 
-    The mirrored part does not repeat the outermost pixels. Accepts images of any dtype.
+    The reflection does not repeat the outermost pixels. Accepts images of any dtype.
     """
     height, width = images.shape[-2:]
     row, column = (_range(side, torch.int64, images.device) for side in (height, width))
@@ -307,14 +310,15 @@ def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
         for side, at, offset in ((height, row, down), (width, column, right))
     )
     rows = _range(len(images), torch.int64, images.device).view(-1, 1, 1)
-    # Advanced indices around a slice put the channels last, which is their order in memory.
+    # Advanced indices around a slice put the channels last, which matches their order in memory.
     return images[rows, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
 def in_box(images: Tensor, box: Tensor) -> Tensor:
     """Return a mask (B, 1, H, W) of the pixels in `box` (B, 4) float32.
 
-    Columns of `box`: top, bottom, left, right. A box has rows [top, bottom), columns [left, right).
+    The columns of `box` are top, bottom, left, right. A box covers rows [top, bottom) and columns
+    [left, right).
     """
     height, width = images.shape[-2:]
     at = _range(max(height, width), torch.float32, images.device)
@@ -323,11 +327,11 @@ def in_box(images: Tensor, box: Tensor) -> Tensor:
 
 
 def noise(seeds: Tensor, quantiles: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Return standard normal numbers (B, channels, height, width) float32.
+    """Return standard normal noise (B, channels, height, width) float32.
 
-    The result is a pure function of `seeds` (B,) int32 and the position of the pixel. Each 32-bit
-    hash (lowbias32, Wellons 2018) serves two neighboring pixels: its halves select two of the
-    65,536 `quantiles`, which range up to 4.2. A lookup is far cheaper than a logarithm and a
+    The noise depends only on `seeds` (B,) int32 and the pixel position. Each 32-bit hash
+    (lowbias32, Wellons 2018) serves two neighboring pixels: its halves select two of the 65,536
+    `quantiles`, whose absolute values reach 4.2. A lookup is far cheaper than a logarithm and a
     cosine.
     """
     num = channels * height * width
@@ -338,13 +342,14 @@ def noise(seeds: Tensor, quantiles: Tensor, channels: int, height: int, width: i
 
 
 def normal_quantiles(device: torch.device) -> Tensor:
-    """Return the standard normal quantiles that `noise` chooses from, (65536,) float32."""
+    """Return the (65536,) float32 standard normal quantiles from which `noise` selects."""
     shares = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
     return torch.special.ndtri(shares).float().to(device)
 
 
 def _hash32(x: Tensor) -> Tensor:
-    # Products overflow as intended. The masks turn int32's arithmetic shifts into logical ones.
+    # Products overflow as intended. The masks turn the arithmetic shifts of int32 into logical
+    # ones.
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ ((x >> 16) & 0xFFFF)

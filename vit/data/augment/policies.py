@@ -1,9 +1,9 @@
 """The policies of AutoAugment (Cubuk et al. 2019): 25 pairs of operations.
 
-Each operation has a probability and a strength, and `vit.data.augment.draw` draws a pair for each
-image. torchvision (transforms/autoaugment.py, `_get_policies`) and timm (data/auto_augment.py,
-`auto_augment_policy_*`) use the same pairs for ImageNet but different scales of strength
-(`vit.data.augment.dialects`). timm has three "posterize" operations.
+Each operation has a probability and a strength. `vit.data.augment.draw` draws one pair per image.
+torchvision (transforms/autoaugment.py, `_get_policies`) and timm (data/auto_augment.py,
+`auto_augment_policy_*`) use the same pairs for ImageNet but different strength scales
+(`vit.data.augment.dialects`). timm has three versions of "posterize".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vit.data.augment.table import AUTO_AUGMENT_SETS, OP_NAMES
 
-# Each line is a pair of operations with probability and, if the operation has one, strength.
+# Each line is a pair of operations, each with its probability and, if it has one, its strength.
 _IMAGENET = """
 posterize .4 8, rotate .6 9
 solarize .6 5, auto_contrast .6
@@ -137,18 +137,19 @@ _PAIRS = {
 
 
 class SubPolicies(NamedTuple):
-    """The pairs of a policy, each array (25, 2)."""
+    """The pairs of operations in a policy, as arrays of shape (25, 2)."""
 
     ops: NDArray[np.int64]
-    """The numbers of the operations in `OP_NAMES` of the policy's operation set."""
+    """Indices of the operations in `OP_NAMES` for the policy's operation set."""
     probs: NDArray[np.float64]
     strengths: NDArray[np.float64]
-    """The strengths; 0 for an operation without a strength."""
+    """Strengths of the operations; 0 if an operation has none."""
 
 
 @lru_cache
 def sub_policies(name: str) -> SubPolicies:
-    """Return the pairs of the policy `name`: any `augment.auto_augment` except `ta_wide`."""
+    """Return the pairs of operations for `name`, a value of `augment.auto_augment` except
+    `ta_wide`."""
     numbers = OP_NAMES[AUTO_AUGMENT_SETS[name][0]]
     rows = []
     for line in _PAIRS[name].strip().splitlines():

@@ -1,8 +1,8 @@
 """Plan a batch's augmentation operations on the host, and apply them on the device.
 
-The host knows the operation of each row, so planning does not wait for the device. In each round,
-images are sorted by kind (`vit.data.augment.kinds`). All numbers of the plan are copied to the
-device together.
+The host knows the operation of each row, so planning does not wait for the device. Each round
+applies one operation to each image, with images sorted by kind (`vit.data.augment.kinds`). The
+whole plan is sent to the device in one copy.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _KIND_BOUNDS = np.arange(len(Kind) + 1)
 
 
 class Rounds(NamedTuple):
-    """The operations of B rows in R rounds. The first round is the flip.
+    """The operations to apply to each of B rows in each of R rounds. The first round is the flip.
 
-    In each round, the rows of a block are sorted by kind. A row never leaves its block.
+    In each round, the rows of a block are sorted by kind. Rows never move to another block.
     """
 
     kinds: NDArray[np.int64]
-    """(R, B) the kind of each row, in the row order of each round."""
+    """(R, B): the kind of each row, in the order of each round."""
     num_tables: NDArray[np.int64]
-    """(R, B) the number of rows of `Kind.TABLE` before each row, over all rounds."""
+    """(R, B): the number of `Kind.TABLE` rows that precede each row, over all rounds."""
     moves: Tensor
-    """(R + 1, B) int64: `moves[r, i]` is the place in round r - 1 of the row that round r has at
-    place i. Places are counted from the first row of the block. Before the first round and after
-    the last one, rows are in batch order."""
+    """(R + 1, B) int64: `moves[r, i]` is the index in round r - 1 of the row at index i in round r.
+    Indices are relative to the first row of the block. Before the first round and after the last
+    one, rows are in batch order."""
     numbers: Tensor
-    """(R, B, NUM_NUMBERS) float32, in the row order of each round."""
+    """(R, B, NUM_NUMBERS) float32: the parameters of each row, in the order of each round."""
     tables: Tensor
-    """(rows of `Kind.TABLE`, 256) uint8, in the row order of each round."""
+    """(number of `Kind.TABLE` rows, 256) uint8: lookup tables, in the order of each round."""
 
 
 def plan_rounds(
@@ -53,7 +53,8 @@ def plan_rounds(
     block_rows: int,
     device: torch.device,
 ) -> Rounds:
-    """Plan the rounds for the rows of `table` (B, K) and images of `size`; tensors on `device`."""
+    """Plan the rounds for the rows of `table` (B, K) and images of `size`; put tensors on
+    `device`."""
     # An example with four rows in one block, two rounds and kinds 0 to 2:
     #
     #                                  round 0    round 1
@@ -70,32 +71,31 @@ def plan_rounds(
     kinds, sources, numbers, tables = _find_numbers(columns, table, size)
     batch = np.arange(len(table))
     block = batch // block_rows
-    # The block comes first in the key, so that rows stay in their block, because `apply_rounds`
-    # gets one block at a time. A stable sort gives the same plan in every version of numpy.
+    # Sort by block first, because `apply_rounds` gets one block at a time. A stable sort gives the
+    # same plan in every version of numpy.
     orders = np.argsort(block * len(Kind) + kinds, axis=1, kind="stable")
     places = np.argsort(orders, axis=1)
     moves = np.take_along_axis(np.vstack([batch, places]), np.vstack([orders, batch]), 1)
     kinds, sources = (np.take_along_axis(values, orders, 1) for values in (kinds, sources))
     by_table = kinds == Kind.TABLE
     num_tables = by_table.cumsum().reshape(kinds.shape) - by_table
-    # Moves count from the first row of a block, because `apply_rounds` indexes the rows of one
-    # block.
     block_moves = moves - block * block_rows
     arrays: list[NDArray] = [block_moves, numbers[sources], tables[sources[by_table]]]
     return Rounds(kinds, num_tables, *to_device(arrays, device))
 
 
 def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> None:
-    """Apply the rounds to `images`, one block (`rows`) of the batch, and write to `out`."""
+    """Apply the rounds to `images`, the block `rows` of the batch, and write the result to
+    `out`."""
     moves = rounds.moves[:, rows]
-    # Blocks of one row, which occur with large images on a CPU, have nothing to sort. Skipping the
-    # moves saves a copy of the image in each round; the operations then work in `out`.
+    # Skip the moves in blocks of one row, which occur with large images on a CPU, to save a copy of
+    # the image per round. The operations then work in `out`.
     is_single = len(images) == 1
     current = out.copy_(images) if is_single else images
     for index, kinds in enumerate(rounds.kinds[:, rows]):
         if not is_single:
             current = current.index_select(0, moves[index])
-        # Kinds are sorted, so each kind is one slice, which takes one call on the device.
+        # Kinds are sorted, so each kind is one slice and needs one call on the device.
         starts = np.searchsorted(kinds, _KIND_BOUNDS).tolist()
         tables = rounds.tables[rounds.num_tables[index, rows.start] :]
         Round(current, starts, rounds.numbers[index, rows], tables)()
@@ -106,17 +106,18 @@ def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> No
 def _find_numbers(
     columns: Sequence[OpColumn], table: NDArray[np.float32], size: Size
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.uint8]]:
-    """Return the kinds (R, B), sources (R, B), numbers (R * B, NUM_NUMBERS), tables (R * B, 256).
+    """Return kinds (R, B), sources (R, B), numbers (R * B, NUM_NUMBERS) and tables (R * B, 256).
 
-    For each row of each round, `sources` contains its row in `numbers` and `tables`.
+    `sources` contains, for each row of each round, the index of its entry in `numbers` and
+    `tables`.
     """
     shape = len(columns), len(table)
-    drawn = np.zeros((shape[0] * shape[1], 4), np.float32)  # operation, strength, place
+    drawn = np.zeros((shape[0] * shape[1], 4), np.float32)  # operation, strength, position
     for rows, column in zip(np.split(drawn, len(columns)), columns, strict=True):
         width = 4 if column.op_set == "big_vision" else 2
         rows[:, :width] = table[:, column.column : column.column + width]
         rows[:, 0] += np.where(rows[:, 0] < 0, 0, _FIRST_OP[column.op_set])
-    # Sort by operation over all rounds, so that each operation computes its numbers in one call.
+    # Sort by operation over all rounds, so that each operation computes its parameters in one call.
     order = np.argsort(drawn[:, 0], kind="stable")
     drawn = drawn[order]
     kinds = np.zeros(len(drawn), np.int64)
@@ -124,7 +125,7 @@ def _find_numbers(
     tables = np.empty((len(drawn), len(pixel_ops.LEVELS)), np.uint8)
     ops, starts = np.unique(drawn[:, 0], return_index=True)
     for number, start, stop in zip(ops, starts, [*starts[1:], len(drawn)], strict=True):
-        if number < 0:  # -1: these rows drew no operation
+        if number < 0:  # -1 means that these rows have no operation
             continue
         op = _ALL_OPS[int(number)]
         kinds[start:stop] = op.kind
@@ -135,17 +136,17 @@ def _find_numbers(
             continue
         for place, value in enumerate(op_numbers):
             numbers[start:stop, place : place + 1] = value
-    # The inverse of `order`: the place of each (round, row) in the sorted arrays.
+    # Invert `order` to get the index of each (round, row) in the sorted arrays.
     sources = np.argsort(order).reshape(shape)
     return kinds[sources], sources, numbers, tables
 
 
 def to_device(arrays: Sequence[NDArray], device: torch.device) -> list[Tensor]:
-    """Copy `arrays` to `device` in a single copy, without waiting for it."""
-    # Pad to 8 bytes, because a view as int64 must begin at a multiple of 8.
+    """Copy `arrays` to `device` in one transfer, without waiting for it."""
+    # Pad to 8 bytes, because a view as int64 must begin at a multiple of 8 bytes.
     starts = np.cumsum([0, *(math.ceil(array.nbytes / 8) * 8 for array in arrays)]).tolist()
-    # A copy is only asynchronous from page-locked memory. Without a GPU, `device` may still be
-    # "cuda" for fake tensors, and pinning would fail.
+    # Pin the memory, because only copies from page-locked memory are asynchronous. Without a GPU,
+    # `device` may still be "cuda" for fake tensors, and pinning would fail.
     pinned = device.type == "cuda" and torch.cuda.is_available()
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
     views = [

@@ -1,7 +1,8 @@
 """The columns of a batch's augmentation table (B, K).
 
-`vit.data.augment.draw` writes the table on the host, and `vit.data.augment.apply` reads it for the
-device. The config determines the columns: flip, mixing, then one operation after another.
+The table contains the augmentation parameters of each row. `vit.data.augment.draw` writes it on the
+host, and `vit.data.augment.apply` reads it. The config determines the columns: flip, mixing, then
+the operations in order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from vit.config.schema import AugmentConfig
 
 # Every table begins with these columns; `table_layout` returns the others. LAMBDA is the weight of
-# the row's own image and label (MixUp). TOP to RIGHT is the box that CutMix copies from the
+# the row's own image and label (MixUp). TOP to RIGHT are the box that CutMix copies from the
 # partner.
 FLIP, LAMBDA, CUTMIX, TOP, BOTTOM, LEFT, RIGHT, FIRST_OP = range(8)
 
@@ -79,17 +80,17 @@ OP_NAMES: dict[str, tuple[str, ...]] = {
     "three_augment": ("grayscale", "solarize", "blur"),
     "color_jitter": ("brightness", "contrast", "saturation", "hue"),
 }
-"""The operation sets. Their order and length equal those of the source and are part of the random
-stream, so sets never change. RandAugment: timm/data/auto_augment.py (`_RAND_INCREASING_TRANSFORMS`,
-`_RAND_TRANSFORMS`), torchvision/transforms/autoaugment.py, big_vision/pp/autoaugment.py.
-AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT III. Color jitter:
-torchvision."""
+"""The operation sets. Their order and length equal those of the source. A set must never change,
+because that would change the random numbers. RandAugment: timm/data/auto_augment.py
+(`_RAND_INCREASING_TRANSFORMS`, `_RAND_TRANSFORMS`), torchvision/transforms/autoaugment.py,
+big_vision/pp/autoaugment.py. AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT
+III. Color jitter: torchvision."""
 AUTO_AUGMENT_SETS: dict[str, tuple[str, ...]] = {
     "ta_wide": ("ta_wide",),
     **dict.fromkeys(("imagenet", "cifar10", "svhn"), ("torchvision_auto",) * 2),
     **dict.fromkeys(("original", "originalr", "v0", "v0r"), ("timm_auto",) * 2),
 }
-"""The operation sets for each value of `augment.auto_augment`, in the order of application."""
+"""Maps each value of `augment.auto_augment` to its operation sets, in the order of application."""
 _WITHOUT_STRENGTH = {
     "three_augment": ("grayscale", "solarize"),
     "randaugment": ("identity", "auto_contrast", "equalize", "invert"),
@@ -100,9 +101,9 @@ _WITHOUT_STRENGTH = {
 class OpColumn:
     """The table columns that describe one operation per sample.
 
-    `column` contains the operation's number in `OP_NAMES[op_set]` (-1: no operation), and the next
-    column its strength. Operations of big_vision have two more columns for the x and y position of
-    the cutout, uniform in [0, 1).
+    `column` contains the index of the operation in `OP_NAMES[op_set]` (-1: no operation), and the
+    next column its strength. Operations of big_vision have two more columns for the relative x and
+    y position of the cutout, uniform in [0, 1).
     """
 
     op_set: str
@@ -111,22 +112,22 @@ class OpColumn:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The columns that depend on the config; None: the table lacks them."""
+    """The columns that depend on the config; None if the table does not have them."""
 
     op_columns: tuple[OpColumn, ...]
-    """The operations in the order of application: RandAugment or AutoAugment, 3-Augment, color
-    jitter."""
+    """The columns of the operations in the order of application: RandAugment or AutoAugment,
+    3-Augment, color jitter."""
     shift: int | None
-    """The first of two columns: the number of pixels by which the view exceeds the left (negative)
-    or right border of the image, and the upper (negative) or lower border."""
+    """The first of two columns, for x and y: the number of pixels by which the view exceeds the
+    image. Negative values mean the left or upper border."""
     erase: int | None
-    """The first of four columns with the erased box: top, bottom, left, right (all 0: no box).
+    """The first of four columns with the box to erase: top, bottom, left, right (all 0 if none).
     `num_noise` more columns follow."""
     num_noise: int
-    """The number of columns for the fill. 3: a color; 1: an integer below 2**24 that seeds the
+    """The number of columns for the fill. 3: a color. 1: an integer below 2**24 that seeds the
     noise."""
     width: int
-    """The number of columns, K."""
+    """The number of columns (K)."""
 
 
 def table_layout(config: AugmentConfig) -> TableLayout:
@@ -155,7 +156,8 @@ def table_layout(config: AugmentConfig) -> TableLayout:
 
 
 def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
-    """Return the operations of a row (K,) except mixing: "flip", "rotate -8.7", "erase"."""
+    """Return the operations of a row (K,) as text, without mixing: "flip", "rotate -8.7",
+    "erase"."""
     layout = table_layout(config)
     operations = []
     if layout.shift is not None and row[layout.shift : layout.shift + 2].any():
@@ -168,7 +170,7 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
             continue
         name = OP_NAMES[op_column.op_set][int(op)]
         without = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
-        operations.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # no -0
+        operations.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # avoid -0
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:
         operations.append("erase")
     return operations

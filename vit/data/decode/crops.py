@@ -1,7 +1,7 @@
 """Decode encoded image bytes into cropped and resized uint8 views.
 
 `vit.data.decode.images` decodes a window of the image. torch's antialiased uint8 resize then writes
-the result directly into its row of the batch. Pixels are never converted to float.
+directly to a row of the batch, without converting pixels to float.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from vit.system import stages
 from vit.system.stages import Stage
 
 REDUCE_FROM = 2.5
-"""With `scaled`, a window is decoded at a reduced size if both sides are at least this many times
-as long as the sides of the view:
+"""The minimum ratio of window to view, for both sides, at which `scaled` decodes a reduced image:
 
     window / view    2.5    5      10
     decoded at       1/2    1/4    1/8
 
-For photographs, the PSNR of such views against exact views is 44 dB (median; 38 dB in the worst
-twentieth). With a limit of 2 it would be 41 dB. For comparison, it is 39 dB between bilinear and
-bicubic."""
+For photographs, the median PSNR between such views and exact views is 44 dB (5th percentile: 38
+dB). With a minimum ratio of 2, the median would be 41 dB. For comparison, the PSNR between bilinear
+and bicubic views is 39 dB.
+"""
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ def resize(
 ) -> Tensor:
     """Resize (H, W, C) uint8 pixels to `size` = (height, width), with antialiasing.
 
-    scales: new size / old size, for height and width. If given, `pixels` are only the beginning of
-    an image, and `size` is the beginning of the resized image.
+    scales: new size / old size, for height and width. Pass them if `pixels` are only the first rows
+    or columns of an image, and `size` covers only those of the resized image.
     Returns (C, height, width) uint8, channels last in memory, or `out`.
     """
     if out is None:
@@ -76,9 +76,9 @@ def _resize_by_torch(image: Tensor, size: tuple[int, int], interpolation: str) -
 def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
     """Return the operator behind torch's public function, or None if the operator has changed.
 
-    The operator takes 0.6 of the time, because it writes into existing memory with any order of
-    channels. It is not a public interface, and a new release of torch must not change any pixels.
-    Each process therefore first compares the operator and the public function on a small image.
+    The operator takes 0.6 times as long as the function, because it writes to existing memory in
+    any channel order. The operator is private, and a new torch release must not change any pixels.
+    Each process therefore first compares it with the public function on a small image.
     """
     y, x = torch.arange(60)[:, None], torch.arange(90)
     planes = torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
@@ -100,7 +100,7 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
                 operator(part[None], part_size, False, *scales, out=view[None])
                 if not torch.equal(view, expected[:, : part_size[0], : part_size[1]]):
                     raise ValueError("it returns different pixels")
-    except Exception as error:  # a later release may raise anything
+    except Exception as error:  # later releases may raise any exception
         log.warning(
             "torch %s: resizing takes 1.7 times as long, because the fast internal operator has"
             " changed: %s",
@@ -124,15 +124,17 @@ def decode_views(
 ) -> Sequence[Tensor]:
     """Decode an image once for several views: each of `windows`, resized to `size`.
 
-    size: (height, width). scaled: if a window is `REDUCE_FROM` times as large as the view, decode a
-    reduced JPEG; such views are not exact. stored_size: see `decode_box`.
-    Returns (channels, height, width) uint8 tensors, one per window, channels last in memory; `out`
-    if given. Raises ValueError like `decode_box`.
+    size: (height, width). scaled: decode a JPEG at a reduced size if a window is at least
+    `REDUCE_FROM` times as large as the view; pixels then differ slightly. stored_size: see
+    `decode_box`.
+    Returns one (channels, height, width) uint8 tensor per window, channels last in memory, or
+    `out`. Raises ValueError like `decode_box`.
     """
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
     reductions = [_reduction(window, size) if scaled else 1 for window in windows]
-    # Windows of equal reduction share a decoded box, so a view does not depend on other windows.
+    # Decode one box for all windows with the same reduction. A view thus does not depend on windows
+    # with another reduction.
     for reduce in set(reductions):
         numbers = [number for number, reduction in enumerate(reductions) if reduction == reduce]
         box = _bounding_box([windows[number] for number in numbers])
@@ -145,7 +147,7 @@ def decode_views(
             if reduced == 1:
                 resize(part, size, interpolation, out[number])
             else:
-                # Use Pillow, because torch cannot resize a part whose borders are between pixels.
+                # Use Pillow, because torch cannot resize a region whose borders lie between pixels.
                 x, y = x % reduced, y % reduced
                 borders = x / reduced, y / reduced, (x + width) / reduced, (y + height) / reduced
                 out[number].copy_(_resize_by_pillow(part, size, interpolation, borders))
@@ -161,7 +163,7 @@ def _bounding_box(windows: Sequence[Window]) -> Window:
 
 
 def _reduction(window: Window, size: tuple[int, int]) -> int:
-    """Return 2, 4 or 8 if 1/2, 1/4 or 1/8 of the image suffices for this view, else 1."""
+    """Return 2, 4 or 8 if decoding at 1/2, 1/4 or 1/8 size suffices for this view, else 1."""
     times = min(window[2] / size[1], window[3] / size[0]) / REDUCE_FROM
     return next((reduce for reduce in (8, 4, 2) if times >= reduce / 2), 1)
 
@@ -174,7 +176,7 @@ def _resize_by_pillow(
 ) -> Tensor:
     """Resize like `resize`, but with Pillow's arithmetic.
 
-    borders: left, top, right, bottom of the part to resize; by default everything.
+    borders: left, top, right, bottom of the region to resize; by default the entire image.
     """
     image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
     resized = np.array(image.resize((size[1], size[0]), PILLOW[interpolation], borders))
@@ -197,12 +199,13 @@ def decode_center(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the evaluation view: the center of `size` from the image resized by `view`.
+    """Return the evaluation view: resize the image as `view` specifies, and crop its center to
+    `size`.
 
-    Pixels exactly equal those of torchvision's `v2.Resize` and `v2.CenterCrop` on a tensor. If
+    Pixels equal those of torchvision's `v2.Resize` and `v2.CenterCrop` on a tensor. If
     `view.resizer` is pillow, they equal those of torchvision and timm's `create_transform` on a
-    Pillow image. Only the visible part of a JPEG is decoded. With `view.apply_exif`, the image is
-    turned upright first. Returns (channels, height, width) uint8. Raises ValueError like
+    Pillow image. For a JPEG, only the visible part is decoded. With `view.apply_exif`, the image is
+    first rotated upright. Returns (channels, height, width) uint8. Raises ValueError like
     `decode_box`.
     """
     data = upright(data, channels) if view.apply_exif else data
@@ -211,7 +214,7 @@ def decode_center(
     except ValueError as error:
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
-    if math.prod(resized) > MAX_PIXELS:  # an extreme aspect ratio makes the long side huge
+    if math.prod(resized) > MAX_PIXELS:  # extreme aspect ratios make the long side huge
         reason = (
             f"{width} x {height} pixels are too elongated: after resizing they would exceed"
             f" {MAX_PIXELS} pixels"
@@ -220,7 +223,7 @@ def decode_center(
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
     across = _plan_line(width, resized[1], size[1], interpolation, can_stop)
-    # Pixels outside of `place` do not affect the crop, so they stay uninitialized.
+    # Leave pixels outside of `place` uninitialized, because they do not affect the crop.
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
     box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
@@ -239,38 +242,40 @@ def decode_center(
 
 
 class _Line(NamedTuple):
-    """The plan for a row or column of the image, from stored pixels to the center crop."""
+    """The pixels that one axis (rows or columns) needs, from the stored image to the center
+    crop."""
 
     start: int
     stop: int
-    """The end of the visible pixels [start, stop) of the image."""
+    """The end of the visible range [start, stop) of stored pixels."""
     length: int
-    """The end of the resized pixels [0, length). They begin at the image's first pixel, because the
-    filter's positions would otherwise be rounded differently."""
+    """The end of the range [0, length) of pixels to resize. The range begins at the first pixel of
+    the image, because the filter positions would otherwise be rounded differently."""
     resized: int
     """The number of pixels after the resize."""
     scale: float | None
-    """The scale for torch, if the line ends where the view ends."""
+    """The scale to pass to torch if only the beginning of the axis is resized; otherwise None."""
     first: int
-    """The first pixel of the crop in the resized line."""
+    """The first pixel of the crop after the resize."""
 
 
 def _plan_line(
     original: int, resized: int, cropped: int, interpolation: str, can_stop: bool
 ) -> _Line:
-    """Plan the central `cropped` pixels of a line of `original` pixels resized to `resized`.
+    """Plan an axis of `original` pixels, resized to `resized` pixels, for the central `cropped`
+    pixels.
 
-    can_stop: whether the resize accepts a scale, so that it can end before the line ends.
+    can_stop: whether the resize accepts a scale, so that it can stop after the visible pixels.
     """
     first = round((resized - cropped) / 2)
     scale = original / resized
-    # Half the width of the filter, plus 1 for rounding.
+    # Half the filter width, plus 1 for rounding.
     reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1
     start = max(math.floor((first + 0.5) * scale - reach), 0)
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
-    if can_stop and stop != first + cropped:  # torch would only copy a line that keeps its length
-        # torch inverts its argument. The inverse must be exactly the scale that torch uses without
-        # the argument, and for one line in eight no such number exists.
+    if can_stop and stop != first + cropped:  # torch only copies lines of unchanged length
+        # torch inverts its scale argument. The inverse must exactly equal the scale that torch
+        # computes without the argument. For one line in eight, no such number exists.
         near = resized / original
         for inverse in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)):
             if 1 / inverse == scale:
@@ -283,7 +288,8 @@ def _plan_line(
 def resized_size(
     image: tuple[int, int], size: tuple[int, int], view: EvalConfig
 ) -> tuple[int, int]:
-    """Return the (height, width) of the resized `image`, before the crop to the center of `size`.
+    """Return the (height, width) that `image` is resized to, before its center is cropped to
+    `size`.
 
     image, size: (height, width).
     """
@@ -294,7 +300,7 @@ def resized_size(
     if view.crop_mode == "squash":
         return cover_h, cover_w
     height, width = image
-    if cover_h != cover_w:  # timm/data/transforms.py, ResizeKeepRatio; torchvision has none
+    if cover_h != cover_w:  # timm/data/transforms.py, ResizeKeepRatio; not in torchvision
         ratio = min(height / cover_h, width / cover_w)
         return round(height / ratio), round(width / ratio)
     if height <= width:  # torchvision/transforms/functional.py, _compute_resized_output_size

@@ -1,4 +1,4 @@
-"""Find and read files that may contain an image, by suffix and first bytes.
+"""Read image files, and recognize them by suffix or by first bytes.
 
 `vit.data.decode.images` decodes the bytes. This module does not import torch.
 """
@@ -10,10 +10,10 @@ import re
 from importlib.util import find_spec
 
 MAX_IMAGE_BYTES = 1 << 28
-"""The maximum size of an encoded image, 256 MiB. A larger file is a decompression bomb or not an
-image."""
+"""The maximum size of an encoded image, 256 MiB. Larger files are decompression bombs or not
+images."""
 HEIF = (".heic", ".heif", ".hif")
-"""The suffixes of phone photos that the package pillow-heif reads."""
+"""The suffixes of phone photos, which need the package pillow-heif."""
 READS_HEIF = find_spec("pillow_heif") is not None
 EXTENSIONS = (
     *(HEIF if READS_HEIF else ()),
@@ -38,7 +38,7 @@ EXTENSIONS = (
     ".jp2",
     ".j2k",
 )
-"""The suffixes of images that `vit.data.decode.images` reads."""
+"""The suffixes of image files that `vit.data.decode.images` can read."""
 NOT_READ = (
     *(() if READS_HEIF else HEIF),
     ".jxl",
@@ -63,19 +63,20 @@ NOT_READ = (
     ".pef",
     ".srw",
 )
-"""The suffixes of images that cannot be read: from phones, raw camera data, drawings, others."""
+"""The suffixes of image files that cannot be read: phone photos, raw camera data, drawings and
+others."""
 READ_MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
     rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
     re.DOTALL,
 )
-"""The first bytes of images that can be read."""
+"""The first bytes (magic numbers) of the supported image formats."""
 HEIC_MAGIC = re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
-"""The first bytes of HEIC and HEIF, the formats of phone photos."""
+"""The first bytes (magic numbers) of HEIC and HEIF, the formats of phone photos."""
 
 
 def how_to_convert(suffix: str) -> str:
-    """Return the remedy for images with a suffix in NOT_READ."""
+    """Return advice on how to convert images whose suffix is in NOT_READ."""
     package = "install a reader (pip install pillow-heif), or " * (suffix in HEIF)
     return (
         f"{package}convert them to JPEG in their folder, for instance with ImageMagick: find ."
@@ -84,9 +85,10 @@ def how_to_convert(suffix: str) -> str:
 
 
 def is_image(path: str) -> bool:
-    """Return whether a file is a readable image, by its suffix or, without one, its first bytes."""
+    """Return whether a file is a readable image, judged by its suffix or, if it has none, its first
+    bytes."""
     suffix = os.path.splitext(path)[1].lower()
-    if suffix or not os.path.isfile(path):  # a pipe would block
+    if suffix or not os.path.isfile(path):  # opening a pipe would block
         return suffix in EXTENSIONS
     try:
         with open(path, "rb") as file:
@@ -97,7 +99,7 @@ def is_image(path: str) -> bool:
 
 
 def read_image(path: str) -> bytes:
-    """Return the bytes of a file.
+    """Return the bytes of an image file.
 
     Raises OSError, and ValueError if the file is not a regular file or exceeds MAX_IMAGE_BYTES.
     """

@@ -1,20 +1,20 @@
 """Decode encoded images to uint8 pixels.
 
-libjpeg-turbo decodes ordinary JPEGs (8 bits, gray or color), if possible only in the window. The
-first decoder that works is used: the optional C decoder (`vit.data.decode.native`); simplejpeg on a
-smaller JPEG that is cut out of the bytes (`vit.data.decode.jpeg_cut`); simplejpeg on the entire
-image. Pillow decodes JPEGs that simplejpeg rejects and all other images. Its list of allowed
-formats excludes programs such as EPS. All decoders produce the same pixels.
+libjpeg-turbo decodes ordinary JPEGs (8 bits, gray or color), and if possible only the window. The
+decoders are tried in this order: the optional C decoder (`vit.data.decode.native`), simplejpeg on a
+smaller JPEG cut out of the bytes (`vit.data.decode.jpeg_cut`), simplejpeg on the entire image.
+Pillow decodes all other images and JPEGs that simplejpeg rejects. Its list of allowed formats
+excludes formats that are programs, such as EPS. All decoders produce the same pixels.
 
 Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transparency is dropped
-without blending, palettes are looked up, CMYK is read as Adobe writes it, and profiles are ignored.
-There are two exceptions, because clipping would ruin the image. 16-bit gray values are scaled to 8
-bits (of 16-bit colors, Pillow reads the upper 8). 32-bit integers and floats are rejected because
-their range is unknown. Only the first frame of an animation is used. EXIF orientation is ignored,
-as in all published results, except that Pillow itself turns TIFFs.
+without blending, palettes are resolved, CMYK is interpreted like Adobe's, and color profiles are
+ignored. There are two exceptions, because clipping would ruin the image. 16-bit gray values are
+scaled to 8 bits (of 16-bit colors, Pillow reads the upper 8). 32-bit integers and floats are
+rejected because their range is unknown. Only the first frame of an animation is used. EXIF
+orientation is ignored, as in all published results, except that Pillow rotates TIFFs.
 
-The size in a header is compared with `MAX_PIXELS` before memory is allocated. Apart from Pillow's
-decoder (1 to 4 bytes per pixel), only the requested pixels are allocated. The largest image
+The size in the header is compared with `MAX_PIXELS` before memory is allocated. Apart from the 1 to
+4 bytes per pixel of Pillow's decoder, only the requested pixels are allocated. The largest image
 therefore takes about 0.7 GB plus its window.
 """
 
@@ -39,21 +39,22 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
 from vit.system.tar_walk import TAR_BLOCK, describe_content
 
 Pixels = NDArray[np.uint8]
-"""(H, W, channels)."""
+"""An array of pixels, (H, W, channels)."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "HEIF")
-"""The formats that Pillow may try, by Pillow's names. JPEG includes MPO, several JPEGs in a row."""
+"""The formats that Pillow may try, by Pillow's names. JPEG includes MPO, a file of several
+JPEGs."""
 MAX_JPEG_SIDE = 65_500
-"""The maximum width and height in libjpeg."""
+"""The maximum width and height that libjpeg supports."""
 TILE_TAGS = (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
 STRIP_PIXELS = 1 << 20
-"""The number of pixels that are converted at a time, because a converted copy of a large image
-could be larger than the image."""
+"""The number of pixels to convert at a time. Converting a large image at once could take more
+memory than the image."""
 UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
-"""Random pixels that a decoder would never produce; see `_decode_cut`."""
+"""Random pixels, used by `_decode_cut` to detect whether a decoder has written the last line."""
 
 
 def decoder_name() -> str:
-    """Return the decoder of ordinary JPEGs: native (the package's C decoder) or simplejpeg."""
+    """Return the decoder for ordinary JPEGs: native (the package's C decoder) or simplejpeg."""
     return "native" if native.AVAILABLE else "simplejpeg"
 
 
@@ -61,14 +62,14 @@ def decoder_name() -> str:
 
 
 def read_image_size(data: bytes) -> tuple[int, int]:
-    """Return (width, height) in pixels as stored, from the headers.
+    """Read the stored (width, height) in pixels from the headers.
 
     `data` may end anywhere after the headers. Raises ValueError with the reason if `data` is not an
     image or exceeds a limit.
     """
     try:
         header = read_header(data)  # takes an eighth of Pillow's time
-    except ValueError:  # another format, or strange bytes between the headers
+    except ValueError:  # another format, or extra bytes between the headers
         return open_image(data).size
     check_jpeg(header)
     return header.size
@@ -94,20 +95,20 @@ def _check_size(width: int, height: int, is_jpeg: bool) -> None:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Return Pillow's image of `data`, in one of FORMATS. Reads only the headers.
+    """Open `data` with Pillow as one of FORMATS. Reads only the headers.
 
-    Raises ValueError with the reason if `data` is not an image, exceeds a limit, or has pixels of
-    unknown range.
+    Raises ValueError with the reason if `data` is not an image, exceeds a limit, or has pixels with
+    an unknown range.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             image = Image.open(io.BytesIO(data), formats=_formats())
-            # libtiff allocates a complete tile, even if the image is smaller than a tile.
+            # libtiff allocates an entire tile, even if the image is smaller than a tile.
             tags = getattr(image, "tag_v2", {})
             tile_width, tile_height = (int(tags.get(tag, 0)) for tag in TILE_TAGS)
     except Image.DecompressionBombError:
         raise ValueError(f"more than {MAX_PIXELS} pixels") from None
-    except Exception as error:  # each of Pillow's plugins raises other exceptions
+    except Exception as error:  # Pillow's plugins raise various exceptions
         raise ValueError(_why_not(data, error)) from None
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
     _check_size(tile_width, tile_height, is_jpeg=False)
@@ -120,8 +121,7 @@ def open_image(data: bytes) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Return the FORMATS that the installed Pillow supports, and HEIC if pillow-heif is
-    installed."""
+    """Return those FORMATS that this Pillow supports, and HEIF if pillow-heif is installed."""
     Image.init()
     if READS_HEIF:
         import pillow_heif
@@ -162,17 +162,16 @@ def _is_16_bit(image: Image.Image) -> bool:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Decode an image of `open_image` and convert it to RGB or L (gray). Raises ValueError."""
+    """Decode an image from `open_image` to RGB or L (gray). Raises ValueError."""
     with _reasons():
         _load(image, mode)
         return _converted(image, mode, _is_16_bit(image))
 
 
 def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) -> Pixels:
-    """Decode an image of `open_image`, or its part `box`, to (H, W, channels) uint8; 1: gray, 3:
-    RGB.
+    """Decode an image from `open_image`, or its region `box`, to (H, W, channels) uint8.
 
-    Raises ValueError with the reason if it cannot be decoded.
+    channels: 1 (gray) or 3 (RGB). Raises ValueError with the reason if decoding fails.
     """
     mode = "RGB" if channels == 3 else "L"
     left, top, width, height = box or (0, 0, *image.size)
@@ -190,7 +189,8 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
 
 @contextmanager
 def _reasons() -> Iterator[None]:
-    """Convert all errors of Pillow to ValueError with the reason, and ignore Pillow's warnings."""
+    """Convert all exceptions from Pillow to ValueError with the reason, and ignore Pillow's
+    warnings."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -202,14 +202,15 @@ def _reasons() -> Iterator[None]:
 def _load(image: Image.Image, mode: str) -> None:
     size = image.size
     if mode == "L" and _is_jpeg(image):
-        image.draft("L", None)  # the stored luma, as in the other decoders
+        image.draft("L", None)  # read the stored luma, like the other decoders
     image.load()
     if image.size != size:
         raise ValueError(
             f"the image has {image.size[0]} x {image.size[1]} pixels, but its headers say"
             f" {size[0]} x {size[1]}"
         )
-    # Drop transparency, or Pillow would convert a color that marks transparent pixels.
+    # Drop transparency, because Pillow would otherwise convert the color that marks transparent
+    # pixels.
     image.info.pop("transparency", None)
 
 
@@ -247,12 +248,12 @@ def decode_jpeg(
 ) -> Pixels:
     """Decode an ordinary JPEG of `size` = (width, height) with simplejpeg.
 
-    reduce: divide each side by 1, 2, 4 or 8, rounded up. into: an array for the pixels. strict:
-    reject any damage; otherwise reject only damage that libjpeg cannot repair. Raises ValueError.
+    reduce: divide each side by 1, 2, 4 or 8, rounded up. into: output array. strict: reject any
+    damage; otherwise only damage that libjpeg cannot repair. Raises ValueError.
     """
     colorspace = "RGB" if channels == 3 else "GRAY"
-    # libjpeg offers sizes of n/8 of the image. simplejpeg selects the smallest one that has at
-    # least these pixels.
+    # libjpeg can scale an image to n/8 of its size. simplejpeg selects the smallest scale that
+    # yields at least this many pixels.
     least = math.ceil(size[1] / reduce), math.ceil(size[0] / reduce)
     return simplejpeg.decode_jpeg(data, colorspace, False, False, *least, reduce, into, strict)
 
@@ -266,14 +267,14 @@ def decode_box(
     stored_size: tuple[int, int] | None = None,
     place: Pixels | None = None,
 ) -> tuple[Pixels, int]:
-    """Decode the part `box` of an image.
+    """Decode the region `box` of an image.
 
     Returns (H, W, channels) uint8 and the reduction of each side: `reduce` (2, 4 or 8) for a JPEG,
     else 1. Without reduction, the pixels equal those of `decode`. With reduction, the box is
-    extended to full reduced pixels. Damage outside of the box may go unnoticed.
+    extended to whole reduced pixels. Damage outside the box may go undetected.
 
-    stored_size: (width, height) that the image must have. place: an array of the right shape that
-    may be used for the pixels.
+    stored_size: expected (width, height) of the image. place: optional output array of the right
+    shape.
     Raises ValueError if the image cannot be decoded, has a different size, or does not contain the
     box.
     """
@@ -300,9 +301,10 @@ def decode_box(
 
 
 def span(start: int, length: int, origin: int, reduce: int) -> slice:
-    """Return the slice of [start, start + length) in a reduced image that begins at `origin`.
+    """Return the slice of a reduced image, beginning at `origin`, that covers [start, start +
+    length).
 
-    start, length, origin: in pixels of the original.
+    start, length, origin: in pixels of the original image.
     """
     first = start // reduce
     stop = math.ceil((start + length) / reduce)
@@ -310,14 +312,15 @@ def span(start: int, length: int, origin: int, reduce: int) -> slice:
 
 
 def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
-    """Return the header of a JPEG for simplejpeg, or None if Pillow must decode the image.
+    """Return the header of a JPEG that simplejpeg can decode, or None if Pillow must decode the
+    image.
 
-    Raises ValueError for a JPEG that both decoders reject.
+    Raises ValueError for a JPEG that both would reject.
     """
     try:
         header = read_header(data)
     except ValueError:
-        # Not a JPEG, or one with strange bytes between its headers, which libjpeg skips.
+        # Not a JPEG, or a JPEG with extra bytes between headers, which libjpeg would skip.
         return None
     try:
         check_jpeg(header)
@@ -333,9 +336,9 @@ def _by_pillow(
     box: Window | None = None,
     stored_size: tuple[int, int] | None = None,
 ) -> Pixels:
-    """Decode the image, or its part `box`, with Pillow.
+    """Decode the image, or its region `box`, with Pillow.
 
-    problem: the error of simplejpeg, which is reported if Pillow fails too.
+    problem: the error from simplejpeg, to report if Pillow fails too.
     """
     try:
         image = open_image(data)
@@ -350,7 +353,7 @@ def _by_pillow(
 
 
 def undecodable(data: bytes, reason: ValueError) -> ValueError:
-    """Return the error for `data` that cannot be decoded."""
+    """Return the error to raise if `data` cannot be decoded."""
     return ValueError(f"cannot decode {len(data)} bytes: {reason}")
 
 
@@ -371,16 +374,16 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
 
 
 def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
-    """Return the pixels of a cut, or None if they may be wrong."""
+    """Return the pixels of the cut JPEG, or None if they may be wrong."""
     size = cut.width, cut.height
     if reduce > 1 and max(size) < 8:
-        return None  # several of libjpeg's sizes have equally many pixels, see `decode_jpeg`
+        return None  # several of libjpeg's scales give the same size, see `decode_jpeg`
     try:
         if not cut.has_rest:
             return decode_jpeg(cut.data, size, channels, reduce)
-        # libjpeg warns about the codes after the last line. simplejpeg does not distinguish
-        # warnings, so `strict` must be off, and damaged parts look as in Pillow. After an error
-        # libjpeg writes no more lines, so all lines are right if the last one was written.
+        # libjpeg warns about the data after the last line. simplejpeg cannot ignore single
+        # warnings, so `strict` must be off, and damaged regions look as in Pillow. After an error,
+        # libjpeg writes no more lines. All lines are therefore valid if the last line was written.
         height, width = math.ceil(cut.height / reduce), math.ceil(cut.width / reduce)
         pixels = np.empty((height, width, channels), np.uint8)
         unwritten = UNWRITTEN[: pixels[-1].size].reshape(pixels[-1].shape)

@@ -1,10 +1,10 @@
 """Cut a small JPEG out of the bytes of a large one, so that a decoder skips the rest.
 
-A baseline JPEG is a grid of blocks (MCUs), stored line by line in one stream of codes that can only
-be read from the beginning. Restart markers, the bytes 0xFF 0xD0 to 0xFF 0xD7 in rotation, divide
-the stream into independent segments. If their interval divides a line, or is a multiple of a line,
-the image is a grid of tiles. To cut out the tiles under the window, it suffices to renumber the
-markers and change the size in the header. The result is a JPEG with exactly the pixels of the
+A baseline JPEG is a grid of blocks (MCUs), stored line by line in one entropy-coded stream that can
+only be read from the beginning. Restart markers, the bytes 0xFF 0xD0 to 0xFF 0xD7 in turn, divide
+the stream into independent segments. If the restart interval divides a line or is a multiple of a
+line, the image is a grid of tiles. The tiles that overlap the window are copied, their markers
+renumbered, and the size in the header changed. The result is a JPEG with exactly the pixels of the
 original:
 
     +----+----+----+----+
@@ -37,32 +37,34 @@ Window = tuple[int, int, int, int]
 """A window: left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
 MAX_SHARE = 0.95
-"""The largest share of the image that is worth a cut. Finding the markers takes a 25th of the time
-for decoding the entire image."""
+"""Above this fraction of the image, cutting is not worthwhile. Finding the markers takes 1/25 of
+the time for decoding the entire image."""
 
 
 class Cut(NamedTuple):
-    """A JPEG that shows a part of another JPEG."""
+    """A JPEG that contains a part of another JPEG."""
 
     data: bytearray
     left: int
     top: int
     width: int
     height: int
-    """The height of the part. All four numbers are in pixels of the original."""
+    """The height of the part. All four numbers are in pixels of the original image."""
     has_rest: bool
-    """Whether codes of further lines follow. If so, libjpeg warns about "extraneous bytes"."""
+    """True if the data contain more lines than the height. libjpeg then warns about "extraneous
+    bytes"."""
 
 
 def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:
-    """Cut out the part of a JPEG that a decoder needs for `window`, which is inside the image.
+    """Cut out the part of a JPEG that a decoder needs for `window`, which must be inside the image.
 
-    margin: width of the border on which the pixels of the window depend, due to color upsampling; n
-    if the decoder reduces the image to 1/n.
+    margin: number of pixels around the window that affect it through color upsampling; n if the
+    decoder reduces the image to 1/n.
 
-    Returns None if a cut saves nothing. Also returns None for progressive and arithmetic coding,
-    several scans, files that do not end with EOI (truncated, or with bytes after the image), and
-    restart markers that contradict the header. Decoding the entire image will report such errors.
+    Returns None if a cut would not save time. Also returns None for progressive and arithmetic
+    coding, several scans, files that do not end with EOI (truncated, or with bytes after the
+    image), and restart markers that contradict the header. Decoding the entire image will report
+    such errors.
     """
     left, top, width, height = window
     mcu_width, mcu_height = header.mcu_size
@@ -84,7 +86,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     if mcus_per_line % interval and interval % mcus_per_line:
         return None
 
-    # The tiles under the window.
+    # Find the tiles that overlap the window.
     tile_width = min(interval, mcus_per_line) * mcu_width
     tile_height = max(interval // mcus_per_line, 1) * mcu_height
     num_columns = math.ceil(header.width / tile_width)
@@ -96,8 +98,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
     if cut_width <= 4 * margin:
-        # Take one more tile, because libjpeg upsamples lines of one or two color samples
-        # differently.
+        # Add one tile, because libjpeg upsamples a width of one or two color samples differently.
         if first_column > 0:
             first_column -= 1
         else:
@@ -106,8 +107,8 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     if cut_width * cut_height > MAX_SHARE * header.width * header.height:
         return None
 
-    # The segments of these tiles, each followed by its marker. The segments of a row of tiles are
-    # contiguous.
+    # Copy the segments of these tiles, each with the marker that follows. The segments of one row
+    # of tiles are contiguous.
     markers = _restart_markers(data, header.scan_offset)
     if len(markers) != num_columns * num_rows - 1:
         return None
@@ -132,15 +133,16 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
 
 
 def _head(data: bytes, header: JpegHeader, width: int, height: int) -> bytearray:
-    """Return all bytes before the codes, with the size replaced."""
+    """Return all bytes before the entropy-coded data, with the size replaced."""
     head = bytearray(data[: header.scan_offset])
-    # The size follows marker, length and precision, which take 5 bytes.
+    # The size comes after the marker, the length and the precision, which take 5 bytes.
     struct.pack_into(">HH", head, header.frame_offset + 5, height, width)
     return head
 
 
 def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
-    """Return the offsets of the scan's restart markers, or none if they are out of sequence."""
+    """Return the offsets of the scan's restart markers, or an empty array if they are out of
+    sequence."""
     codes = np.frombuffer(data, np.uint8, offset=scan_offset)
     at = (codes[:-1] == 0xFF).nonzero()[0]  # about one byte in 256
     numbers = codes[at + 1] ^ 0xD0

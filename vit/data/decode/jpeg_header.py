@@ -1,8 +1,7 @@
 """Read the headers of a JPEG without a decoder.
 
-A JPEG is a sequence of segments, each with a marker and its length. They are read from the start of
-the image to its first scan. Other segments (EXIF, ICC profiles, tables) are skipped by their
-length, and the entropy-coded data are not read.
+A JPEG is a sequence of segments, each with a marker and a length. Segments are read from the start
+of the file to the first scan. Segments that are not needed (ICC profiles, tables) are skipped.
 
 Source: ITU-T T.81, annex B; Exif 2.32, section 4.6 for the orientation.
 """
@@ -13,53 +12,54 @@ import struct
 from typing import NamedTuple
 
 MAX_PIXELS = 178_956_970
-"""Pillow's limit. A damaged header may specify 65,535 x 65,535 pixels, which take 13 GB."""
+"""Pillow's limit. A damaged header may claim 65,535 x 65,535 pixels, which would take 13 GB."""
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""The markers of frames, SOF0 to SOF15. The three exceptions in this range are Huffman tables, a
-reserved marker and arithmetic conditioning."""
+"""The markers of frames, SOF0 to SOF15. The three excluded markers are Huffman tables, a reserved
+marker and arithmetic conditioning."""
 SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
-"""The markers of other segments with a length: tables, start of scan, lines, restart interval,
+"""The markers of other segments that have a length: tables, start of scan, lines, restart interval,
 APPn, comment."""
 LONE = frozenset((0x01, *range(0xD0, 0xD8)))
-"""The markers without a length: TEM and the restart markers."""
+"""The markers that have no length: TEM and the restart markers."""
 
 
 class JpegHeader(NamedTuple):
-    """The content of the segments before the image data."""
+    """The fields of the segments before the image data."""
 
     width: int
     height: int
-    """The stored height. Width and height are in pixels, before any rotation by EXIF."""
+    """The stored height. Width and height are in pixels, before EXIF rotation."""
     num_components: int
     """The number of components: 1 (gray), 3 (color), 4 (CMYK or YCCK)."""
     precision: int
-    """The number of bits per sample: 8 except in medical and scientific images."""
+    """The number of bits per sample, which is 8 except in medical and scientific images."""
     process: int
-    """The n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless, 5 and more:
+    """The n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless, 5 and above:
     hierarchical or arithmetic coding."""
     orientation: int
-    """The EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
+    """The EXIF orientation, 1 to 8; 1 (upright) if missing or invalid."""
     restart_interval: int
-    """The number of blocks (MCUs) between two restart markers; 0: no restart markers."""
+    """The number of blocks (MCUs) between two restart markers; 0 if there are no restart
+    markers."""
     scan_offset: int
-    """The offset of the entropy-coded data of the first scan, in bytes."""
+    """The offset in bytes of the entropy-coded data of the first scan."""
     frame_offset: int
-    """The offset of the frame marker, in bytes."""
+    """The offset of the frame marker in bytes."""
     sampling: tuple[tuple[int, int], ...]
-    """The number of samples across and down in a block (MCU), for each component. For 4:2:0 it is
-    (2, 2), (1, 1), (1, 1)."""
+    """The number of samples across and down in a block (MCU), for each component. With 4:2:0, these
+    are (2, 2), (1, 1), (1, 1)."""
     is_one_scan: bool
-    """Whether the first scan contains all components. If so, it is the only scan, except in
-    progressive coding."""
+    """True if the first scan contains all components. Unless the coding is progressive, no other
+    scan follows."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """(width, height)."""
+        """The stored (width, height) in pixels."""
         return self.width, self.height
 
     @property
     def mcu_size(self) -> tuple[int, int]:
-        """(width, height) in pixels of an MCU, the unit of the entropy-coded data.
+        """The (width, height) in pixels of an MCU, the unit of the entropy-coded data.
 
         Valid only if `is_one_scan`.
         """
@@ -72,8 +72,8 @@ class JpegHeader(NamedTuple):
 def read_header(data: bytes) -> JpegHeader:
     """Read the header of a JPEG; `data` may end anywhere after the start of the first scan.
 
-    Raises ValueError if `data` is not a JPEG, is truncated in the headers, has damaged headers or
-    no pixels, or has bytes between segments, which libjpeg would skip.
+    Raises ValueError if `data` is not a JPEG, has truncated or damaged headers, has no pixels, or
+    has extra bytes between segments, which libjpeg would skip.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
@@ -92,7 +92,7 @@ def read_header(data: bytes) -> JpegHeader:
                     raise ValueError(
                         f"damaged JPEG headers: marker 0x{marker:02x} at byte {position}"
                     )
-                # Any number of fill bytes, 0xFF, may precede a marker.
+                # A marker may be preceded by any number of fill bytes (0xFF).
                 position += 1 if marker == 0xFF else 2
                 continue
             length = data[position + 2] << 8 | data[position + 3]
@@ -150,7 +150,8 @@ def read_header(data: bytes) -> JpegHeader:
 
 
 def _exif_orientation(tiff: bytes) -> int:
-    """Return the orientation in an EXIF block (a small TIFF), or 1 if it is missing or damaged."""
+    """Return the orientation from an EXIF block (a small TIFF), or 1 if it is missing or
+    damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1
@@ -162,5 +163,5 @@ def _exif_orientation(tiff: bytes) -> int:
             if tag == 0x0112:
                 return value if 1 <= value <= 8 else 1
     except struct.error:
-        pass  # truncated, because some cameras and editors write such blocks
+        pass  # ignore a truncated block, which some cameras and editors write
     return 1

@@ -1,13 +1,13 @@
-"""The optional C decoder for a window of a JPEG, which the installation builds with a C compiler.
+"""The optional C decoder for JPEG windows. The installation builds it if a C compiler exists.
 
-`vit/data/decode/c/window.c` gets the bytes of a JPEG and a window. It reads only the codes of the
-window, or all codes before the end of the window if there are no restart markers. Its pixels are
-exactly equal to those of simplejpeg (libjpeg-turbo). For a JPEG that it does not support
-(progressive, CMYK, damaged, ...), it returns a status, within microseconds if the headers show the
-reason. The caller then decodes with simplejpeg. The decoder runs without the GIL.
+The decoder (`vit/data/decode/c/window.c`) gets the bytes of a JPEG and a window. It reads only the
+data of the window, or all data before the end of the window if there are no restart markers. The
+pixels exactly equal those of simplejpeg (libjpeg-turbo). For a JPEG that it does not support
+(progressive, CMYK, damaged, ...), the decoder returns a status, within microseconds if the headers
+show the reason. The caller then uses simplejpeg. The decoder releases the GIL.
 
-`load` rejects a library with another interface, a library that was built from different C files,
-and a library that fails on a small JPEG. `VIT_NATIVE=0` in the environment disables the decoder.
+`load` rejects a library that has another interface version, was built from different C files, or
+fails on a small JPEG. `VIT_NATIVE=0` in the environment disables the decoder.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import simplejpeg
 from numpy.typing import NDArray
 
 ABI = 1
-"""The interface version that this file calls, `vit_native_abi` of vit/data/decode/c/window.c."""
+"""The interface version that this file expects from `vit_native_abi` in
+vit/data/decode/c/window.c."""
 PACKAGE = Path(__file__).parents[2]
 SOURCES = Path(__file__).parent / "c"
-"""The folder of the C files, which exists only in a checkout."""
+"""The folder with the C files, which exists only in a checkout."""
 NOT_BUILT = (
     "the C decoder was not built; install a C compiler (Debian, Ubuntu: apt-get install"
     " build-essential), then pip install -e ."
@@ -35,30 +36,30 @@ NOT_BUILT = (
 
 
 class Status(IntEnum):
-    """The reason why pixels were not decoded; equals `Status` of vit/data/decode/c/status.h."""
+    """The reason why pixels were not decoded; must match `Status` in vit/data/decode/c/status.h."""
 
     OK = 0
     DAMAGED = 1
-    """The bytes that were read are truncated or violate the standard."""
+    """The data are truncated or violate the standard."""
     PROGRESSIVE = 2
     PROCESS = 3
     """The coding is arithmetic, lossless or hierarchical."""
     PRECISION = 4
-    """The samples do not have 8 bits."""
+    """The samples are not 8 bits wide."""
     COMPONENTS = 5
-    """The number of components is neither 1 nor 3, as in CMYK."""
+    """The number of components is neither 1 nor 3; CMYK has 4."""
     SCANS = 6
     """The components are in separate scans."""
     MEMORY = 7
     WINDOW = 8
-    """The window is not inside the image."""
+    """The window is not entirely inside the image."""
     SAMPLING = 9
-    """The resolution of a component does not divide the image's, or the first component is
+    """The resolution of a component does not divide that of the image, or the first component is
     coarser."""
     COLOURS = 10
-    """The caller requests gray pixels of an RGB image."""
+    """The caller requested gray pixels from an RGB image."""
     IMAGE = 11
-    """The image does not have the expected size or is too large."""
+    """The image is too large or does not have the expected size."""
 
 
 class UnusableLibrary(Exception):
@@ -66,11 +67,11 @@ class UnusableLibrary(Exception):
 
 
 def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
-    """Load the library at `path`, and check that its pixels are right on this processor.
+    """Load the library at `path`, and check that it decodes correctly on this processor.
 
-    The checks are, in this order: the version of the interface; in a checkout, the hash of the C
-    files, because a checkout may be updated without a new build; the pixels of a small JPEG. Raises
-    UnusableLibrary.
+    Three checks run in order. The interface version must match. In a checkout, the hash of the C
+    files must match, because a checkout may be updated without a new build. The pixels of a small
+    JPEG must be correct. Raises UnusableLibrary.
     """
     again = "build it again: pip install -e ."
     try:
@@ -86,8 +87,8 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
         )
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
-    # data, its size; width and height of the image; left, top, width and height of the window;
-    # channels; pixels, bytes per row; portable
+    # Arguments: data and its size; image width and height; left, top, width and height of the
+    # window; channels; pixels and bytes per row; portable.
     library.vit_decode_window.argtypes = [
         ctypes.c_char_p,
         size,
@@ -115,7 +116,7 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
 
 
 def stamp_of(sources: Path) -> str:
-    """Return the hash of all C files that setup.py compiles into the library."""
+    """Return a hash of all C files that setup.py compiles into the library."""
     content = b"".join(path.read_bytes() for path in sorted(sources.glob("*.[ch]")))
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -161,16 +162,17 @@ def decode_into(
     portable: bool = False,
     library: ctypes.CDLL | None = None,
 ) -> Status:
-    """Decode the window with upper left pixel (left, top) and the shape of `pixels` into `pixels`.
+    """Decode a window of a JPEG into `pixels`, whose shape is the size of the window.
 
-    pixels: (height, width, 1 or 3) uint8. Gaps are allowed between rows but not between pixels. The
-    content is valid if the status is OK.
-    stored_size: (width, height) that the image must have.
-    portable: for tests: do not use special instructions of the processor.
+    left, top: upper left pixel of the window.
+    pixels: (height, width, 1 or 3) uint8. Rows may have gaps between them, pixels may not. The
+    content is valid only if the status is OK.
+    stored_size: expected (width, height) of the image.
+    portable: use no special processor instructions (for tests).
     library: LIBRARY by default.
 
-    Damage outside of the window may go unnoticed. Inside, everything that libjpeg rejects or warns
-    about is rejected. (simplejpeg also rejects unusual color subsampling.)
+    Damage outside the window may go undetected. Inside the window, the decoder rejects everything
+    that libjpeg rejects or warns about. (simplejpeg also rejects unusual color subsampling.)
     """
     library = library or LIBRARY
     assert library is not None, "vit._native is missing: check AVAILABLE first"
@@ -210,7 +212,7 @@ def decode_window(
     Returns (height, width, channels) uint8, or None if the caller must use simplejpeg.
     """
     left, top, width, height = window
-    if min(left, top) < 0 or min(width, height) < 1:  # unsigned in C
+    if min(left, top) < 0 or min(width, height) < 1:  # arguments are unsigned in C
         return None
     pixels = np.empty((height, width, channels), np.uint8) if out is None else out
     status = decode_into(data, left, top, pixels, stored_size=stored_size)
@@ -218,8 +220,10 @@ def decode_window(
 
 
 LIBRARY, UNAVAILABLE_REASON = _find()
-"""The library (`vit_decode_window`, and `vit_jpeg_transcode` for data_prep), or None and a reason.
+"""The library (`vit_decode_window`, and `vit_jpeg_transcode` for data_prep), or None and the
+reason.
 
-The reason is None if VIT_NATIVE=0."""
+With VIT_NATIVE=0, both are None.
+"""
 AVAILABLE = LIBRARY is not None
-"""Whether the library is usable and not disabled."""
+"""True if the library is usable and not disabled."""

@@ -1,8 +1,8 @@
-"""Turn images upright according to their EXIF orientation.
+"""Rotate images upright according to their EXIF orientation.
 
-Cameras store the sensor's picture and a number for the camera's orientation. Published results use
-images that are not turned. `data_prep` turns new photos when it writes shards. The model's inputs
-must then be turned as well (`eval.apply_exif`).
+Cameras store the unrotated picture and the camera's orientation. Published results use unrotated
+images. `data_prep` rotates new photos when it writes shards. The model's inputs must then be
+rotated too (`eval.apply_exif`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""The transpose operation that turns an image upright, for each EXIF orientation."""
+"""Maps each EXIF orientation to the transpose operation that makes the image upright."""
 ORIENTATION_TAG = 0x0112
 
 
@@ -31,23 +31,23 @@ def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation of a Pillow image, or 1 (upright) if it has none."""
     try:
         return image.getexif().get(ORIENTATION_TAG, 1)
-    except Exception:  # a damaged EXIF block does not damage the image
+    except Exception:  # a damaged EXIF block does not affect the pixels
         return 1
 
 
 def upright(data: bytes, channels: int = 3) -> bytes:
-    """Return an encoded image turned upright, without loss, in 1 (gray) or 3 channels (RGB).
+    """Return an encoded image rotated upright without loss, in 1 (gray) or 3 (RGB) channels.
 
-    Returns `data` unchanged if the image is upright. Raises ValueError like `decode`.
+    Returns `data` unchanged if the image is already upright. Raises ValueError like `decode`.
     """
     try:
         orientation = read_header(data).orientation
-    except ValueError:  # another format, or strange bytes between the headers
+    except ValueError:  # another format, or extra bytes between the headers
         try:
             image = open_image(data)
         except ValueError as error:
             raise undecodable(data, error) from None
-        orientation = 1 if image.format == "TIFF" else orientation_of(image)  # Pillow turns TIFFs
+        orientation = 1 if image.format == "TIFF" else orientation_of(image)  # Pillow rotates TIFFs
     if orientation not in UPRIGHT:
         return data
     pixels = decode(data, channels)

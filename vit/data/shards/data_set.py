@@ -1,7 +1,7 @@
-"""Open a split of a data set. This module also defines the format of data sets on disk.
+"""Open a split of a data set. This docstring defines the format of data sets on disk.
 
-Images and labels are stored in tar files ("shards"), two members per sample. An index with one row
-per sample contains the position of the image, so reading a sample takes one `pread`.
+Images and labels are stored in tar files ("shards"), two members per sample. An index contains each
+image's position in one row per sample, so reading a sample takes one `pread`.
 
     <root>/
       _info.json        splits, shard lengths, sizes and sha256, class names, source; written last
@@ -12,8 +12,8 @@ per sample contains the position of the image, so reading a sample takes one `pr
       val-00000.tar ...
 
 The tars are the source of truth: `.idx` and `.index.npy` can be rebuilt from them. `_info.json` has
-timm's layout plus additional optional keys. `<root>` may be a URL, or a folder that contains only
-`_info.json` and the index of shards at a URL ("shards_at").
+timm's format plus optional keys. `<root>` may be a URL, or a folder that contains only `_info.json`
+and the index of shards at a URL ("shards_at").
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def open_split(
     `split` may be a slice such as `train[:99%]` (`vit.data.shards.split_slice`). If the index of a
     folder is missing or does not match the tars, it is rebuilt from all tars, with a warning.
 
-    cache_dir, cache_gib: see `BlockCache`. Shards in a folder are read in place if cache_dir is
-    None.
-    retry: limits of retries if the storage does not respond.
-    is_checked: another process of this host has just opened the split, so this process does not
-    check the rows of the index and the shards of a folder. Otherwise 4,096 ranks with 1,000 shards
-    would send 4 million requests to the server of a shared file system.
-    versions: `Split.versions` of another process that has just opened the split. Without it, each
-    of 64 ranks would send 5,000 requests, one per shard, to the server.
+    cache_dir, cache_gib: see `BlockCache`. If cache_dir is None, shards in a folder are read in
+    place.
+    retry: retry limits if the storage does not respond.
+    is_checked: skip the checks of index rows and of shards in a folder, because another process on
+    this host has just made them. Otherwise, 4,096 ranks with 1,000 shards would send 4 million
+    requests to a shared file system.
+    versions: `Split.versions` from another process that has just opened the split. Without it, each
+    rank would send one request per shard to the server.
 
     Raises ShardError with a list of all problems of the same kind: missing folder, `_info.json`,
     split or shards; wrong shard sizes; inconsistent lengths; labels outside [0, num_classes).
@@ -108,7 +108,7 @@ def _open_whole(
     if is_cached or not is_checked:
         found_versions = _check_shards(folder, described, versions)
 
-    # 2. Open the index and the shards. Rebuild the index of a folder if it does not match.
+    # 2. Open the index and the shards. Rebuild the index if it does not match shards in a folder.
     layout = recorded_layout(info, home and home / filenames[0])
     sizes = None if is_checked else [version.size for version in found_versions]
     cache = None
@@ -165,8 +165,8 @@ def _find(
     """Read `_info.json` and find the shards.
 
     Returns the folder of `_info.json` (None for a URL), the address without credentials for
-    messages, the content of `_info.json`, the description of the split, and the folder (a path) or
-    the store that contains the shards.
+    messages, the content of `_info.json`, the description of the split, and the path or store that
+    contains the shards.
     """
     home = local_path(root)
     url = str(root).rstrip("/")
@@ -192,8 +192,8 @@ def _find(
 def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
     """Check every shard of a split from this host; return the number of shards and of bytes.
 
-    Writes nothing. Raises ShardError like `open_split`, and also if `open_split` would first have
-    to build the index of a folder.
+    Does not write files. Raises ShardError like `open_split`, and also if the index of a folder
+    must be built first.
     """
     _, shown, _, described, folder = _find(root, split, retry)
     versions = _check_shards(folder, described, None)
@@ -253,9 +253,9 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
     """Read the tars of a split, write `<root>/<split>.index.npy` and return its rows.
 
     layout: the members that contain image and label. If the folder is read-only, the index is not
-    saved, so it is rebuilt each time. It then has no checksums, because these would need a read of
-    all images. Returns (num_samples,) INDEX_DTYPE, memory-mapped. Raises ShardError like
-    `rows_of_tars`.
+    saved, so it is rebuilt every time. Such an index has no checksums, because computing them would
+    require reading all images. Returns (num_samples,) INDEX_DTYPE, memory-mapped. Raises ShardError
+    like `rows_of_tars`.
     """
     path = root / f"{split}.index.npy"
     may_write = os.access(root, os.W_OK)
@@ -277,7 +277,7 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
 def _local_index(
     root: Path, split: str, described: SplitInfo, sizes: Sequence[int] | None, layout: SampleLayout
 ) -> np.ndarray:
-    """Open the index of shards in a folder, or rebuild it. sizes: None if it is checked already."""
+    """Open the index of shards in a folder, or rebuild it. sizes: None if already checked."""
     path = root / f"{split}.index.npy"
     index, reason = _read_index(path, lambda rows: _why_rebuild(rows, root, described, sizes))
     if index is not None and not reason:
@@ -297,7 +297,7 @@ def _local_index(
 def _read_index(
     path: Path, find_mismatch: Callable[[np.ndarray], str]
 ) -> tuple[np.ndarray | None, str]:
-    """Return the index, or None, and the reason why it cannot be used, or ""."""
+    """Return the index or None, and the reason why it cannot be used or ""."""
     try:
         index = open_index(path)
     except FileNotFoundError:
@@ -312,8 +312,8 @@ def _why_rebuild(
 ) -> str:
     """Return the reason why the index does not match the tars, or "" if it matches.
 
-    Raises ShardError if the sha256 of a tar differs from the recorded one. Then the index is right,
-    and training with a rebuilt index would use the wrong images.
+    Raises ShardError if the sha256 of a tar differs from the recorded one. In that case, the tar is
+    wrong, and training with a rebuilt index would use the wrong images.
     """
     mismatch = index_mismatch(index, described.lengths, sizes)
     if mismatch or sizes is None:
@@ -322,7 +322,7 @@ def _why_rebuild(
     replaced = replaced_shards(index, described.lengths, tars)
     if not replaced:
         return ""
-    # Hash only the first tar, because hashing an entire data set would take minutes.
+    # Hash only the first tar, because hashing the whole data set would take minutes.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
         return "outdated (images are at other offsets in their shard)"
@@ -335,7 +335,7 @@ def _why_rebuild(
 def _remote_index(
     folder: Any, path: Path, place: str, described: SplitInfo, sizes: Sequence[int] | None
 ) -> np.ndarray:
-    """Open the index of shards at a URL. place: the address of the index for messages."""
+    """Open the index of shards at a URL. place: address of the index for messages."""
     index, reason = _read_index(path, lambda rows: index_mismatch(rows, described.lengths, sizes))
     if index is None or reason:
         raise ShardError(

@@ -1,11 +1,12 @@
-"""The index of a split with one row per sample: save, open, compare with the shards, or rebuild.
+"""The index of a split with one row per sample: save, open, compare with the shards, and rebuild
+it.
 
-Rows are in (shard, position) order, so the rows of a shard are a slice. The first sample number of
-each shard suffices to find the shard of a sample. Opening an index maps the file into memory. All
-checks work shard by shard, so that an index of a billion samples is never loaded completely.
+Rows are sorted by (shard, position), so the rows of a shard are contiguous. The shard of a sample
+is found from the first sample number of each shard. Opening an index memory-maps the file. All
+checks work shard by shard, so an index of a billion samples is never loaded completely.
 
-Each row contains the CRC-32C of the encoded image, which is compared when the image is read. It is
-0 (unknown) if the row was made without reading the image.
+Each row contains the CRC-32C of the encoded image, which is verified when the image is read. It is
+0 (unknown) if the row was created without reading the image.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from vit.system.meter import Meter
 from vit.system.tar_walk import TAR_BLOCK
 
 NUM_READERS = 8
-"""The number of shards that are read concurrently to rebuild an index. Network file systems serve
+"""The number of shards to read concurrently when rebuilding an index. Network file systems serve
 several files faster than one."""
 
 
 def first_samples(lengths: Iterable[int]) -> list[int]:
-    """Return the first sample of each shard, followed by the number of samples."""
+    """Return the first sample number of each shard, followed by the number of samples."""
     return list(itertools.accumulate(lengths, initial=0))
 
 
 def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
-    """Write an index file from the `index_rows` of each shard, in order, one at a time."""
+    """Write an index file from the `index_rows` of each shard, in order, one shard at a time."""
     with replacing(path) as file:
         _write_header(file, 0)
         num_samples = 0
@@ -49,8 +50,8 @@ def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
 
 
 def _write_header(file: BinaryIO, num_samples: int) -> None:
-    """Write the header of a .npy file; numpy's padding makes its length independent of the
-    number."""
+    """Write the header of a .npy file. Because of numpy's padding, its length does not depend on
+    the number."""
     header = {
         "descr": np.lib.format.dtype_to_descr(INDEX_DTYPE),
         "fortran_order": False,
@@ -68,7 +69,7 @@ def open_index(path: Path) -> np.ndarray:
         index = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except Exception as error:  # numpy parses a header as Python, which can raise anything
+    except Exception as error:  # numpy evaluates the header as Python, which can raise anything
         raise ValueError("truncated, or its header is damaged") from error
     is_index = index.dtype == INDEX_DTYPE and index.ndim == 1 and len(index)
     if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
@@ -77,14 +78,15 @@ def open_index(path: Path) -> np.ndarray:
 
 
 def unmapped(index: np.ndarray) -> np.ndarray | Path:
-    """Return the picklable form of an index, which is its path if it is mapped from a file."""
+    """Return the index in picklable form, which is its path if it is memory-mapped."""
     return Path(str(index.filename)) if isinstance(index, np.memmap) else index
 
 
 def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int] | None) -> str:
-    """Return the reason why an index does not match its shards, or "" if its rows show none.
+    """Return the reason why an index does not match its shards, or "" if no mismatch is found.
 
-    lengths: number of samples in each shard. sizes: bytes of each shard, or None to check nothing.
+    lengths: number of samples in each shard. sizes: size of each shard in bytes; None to check
+    nothing.
     """
     if sizes is None:
         return ""
@@ -94,17 +96,17 @@ def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[in
         starts = rows["offset"]
         if (starts[1:] <= starts[:-1]).any():
             return "outdated (its shard lengths differ from _info.json)"
-        # The second comparison finds offsets whose sum with the size overflows 64 bits.
+        # The second comparison catches offsets whose sum with the size overflows 64 bits.
         if (starts + rows["size"] > size).any() or (starts > size).any():
             return "outdated (images beyond the end of their shard)"
     return ""
 
 
 def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Path]) -> list[int]:
-    """Return the shards that were replaced by tars with equally many samples.
+    """Return the shards that were replaced by tars with the same number of samples.
 
-    The check costs one read per shard: the tar header before its last image must contain the size
-    of that image.
+    The check takes one read per shard: the tar header before its last image must contain that
+    image's size.
     """
     return [
         shard
@@ -114,7 +116,7 @@ def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Pa
 
 
 def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
-    """Return a hash of all samples' positions, which does not depend on checksums."""
+    """Return a hash of the positions of all samples, which does not depend on checksums."""
     digest = hashlib.sha256()
     for shard, rows in enumerate(_by_shard(index, lengths)):
         positions = np.array(rows)
@@ -149,9 +151,9 @@ def rows_of_tars(
     """Return the index rows of each tar.
 
     lengths: number of samples that each tar must contain. sha256: recorded hash of each tar, None
-    if unknown. with_checksums: read all images for their checksums, and compare each tar with its
-    sha256; otherwise read only headers. Raises ShardError like `scan_tar`, and for tars that differ
-    from the recorded ones.
+    if unknown. with_checksums: read all images to compute their checksums and verify each sha256;
+    otherwise read only headers. Raises ShardError like `scan_tar`, and for tars that differ from
+    the recorded ones.
     """
 
     def read_rows(tar: Path, length: int, expected: str | None) -> tuple[np.ndarray, str]:
@@ -176,7 +178,7 @@ def rows_of_tars(
                 done_bytes += tar.stat().st_size
                 meter.update(done_bytes >> 20)
     finally:
-        # After an error or a signal, do not wait for shards that are being read.
+        # After an error or a signal, do not wait for shards that are still being read.
         threads.shutdown(wait=False, cancel_futures=True)
     if problems := [problem for _, problem in results if problem]:
         raise ShardError("\n".join(problems))
@@ -184,13 +186,13 @@ def rows_of_tars(
 
 
 def left_out(tar: Path) -> set[int]:
-    """Return the offsets of the samples that `data_prep.index` skipped, according to the sidecar.
+    """Return the offsets of the samples that `data_prep.index` skipped, as listed in the sidecar.
 
-    Without these samples, the shard has the length recorded in `_info.json`.
+    The length recorded in `_info.json` does not include these samples.
     """
     path = tar.with_suffix(".json")
     sidecar = read_json(path) or {}
-    if not is_sidecar(sidecar):  # a file of another program
+    if not is_sidecar(sidecar):  # written by another program
         return set()
     check_types(sidecar, SIDECAR, path)
     entries = sidecar.get("quarantined", [])
@@ -198,7 +200,7 @@ def left_out(tar: Path) -> set[int]:
 
 
 def describe_altered(tar: Path) -> str:
-    """Return the error message for a tar whose content differs from the recorded one."""
+    """Return the error message for a tar whose content differs from its recorded hash."""
     return (
         f"{tar}: replaced by a file with other content (its sha256 differs from _info.json); copy"
         " it again; if the change is intended, move _info.json away and run `python -m"

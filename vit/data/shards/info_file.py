@@ -1,8 +1,8 @@
 """Read and write `_info.json`, which describes a data set, and the sidecars of its shards.
 
-A writer calls `write_sidecar` for each complete tar and finally `make_info`. A reader calls
-`read_info`, which checks all values because users may edit them, and `describe_split` for one
-split. JSON is read as a dictionary, and the caller handles missing and unknown keys.
+A writer calls `write_sidecar` for each complete tar, and then `make_info`. A reader calls
+`read_info`, which checks all values because users may edit the file, and then `describe_split`.
+JSON is read as a dictionary. Callers handle missing and unknown keys.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ SIDECAR = TypeAdapter(_Sidecar)
 def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], path: Path | str) -> None:
     """Raise ShardError for the first value in `content` whose type does not match `kind`.
 
-    path: the file that contains `content`, for the message.
+    path: the file that contains `content`, named in the message.
     """
     try:
         kind.validate_python(content, strict=True)
@@ -96,7 +96,7 @@ def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], path: Path |
 
 
 def is_sidecar(content: Mapping[str, Any]) -> bool:
-    """Return whether the content of a JSON file next to a tar is that of a sidecar."""
+    """Return whether a JSON file with this content is a sidecar."""
     return {"filename", "num_samples", "bytes", "sha256"} <= content.keys()
 
 
@@ -108,7 +108,7 @@ def write_sidecar(
 ) -> dict[str, Any]:
     """Write and return the sidecar of a complete tar.
 
-    sha256: hash of the tar; by default it is computed, which reads the tar again.
+    sha256: hash of the tar; if omitted, the tar is read again to compute it.
     """
     sidecar = {
         "filename": tar.name,
@@ -145,11 +145,11 @@ def make_info(
 ) -> dict[str, Any]:
     """Return the content of `_info.json`.
 
-    splits: shard file names of each split, in order. sidecars: by file name.
-    source, options: origin of the data, recorded without a check.
+    splits: shard file names of each split, in order. sidecars: maps file names to sidecars.
+    source, options: origin of the data, recorded unchecked.
     class_names: name of each label, or [] if unknown.
     """
-    # The order of keys is part of the format, so that equal data sets have equal bytes.
+    # The order of keys is part of the format, so that equal data sets give identical files.
     described = {}
     for split, names in splits.items():
         lengths = [sidecars[name]["num_samples"] for name in names]
@@ -175,12 +175,12 @@ def make_info(
 
 
 def info_sha256(info: Mapping[str, Any]) -> str:
-    """Return the hash of `_info.json` without its key `info_sha256`, which stores this hash."""
+    """Return the hash of `_info.json` without the key `info_sha256`, which stores this hash."""
     return _content_sha256({key: value for key, value in info.items() if key != "info_sha256"})
 
 
 def sidecars_sha256(sidecars: Iterable[Mapping[str, Any]]) -> str:
-    """Return the hash of a split's sidecars, except the location and time of the tars."""
+    """Return the hash of a split's sidecars, without the tars' locations and times."""
     return _content_sha256(
         [
             {key: value for key, value in sidecar.items() if key not in ("mtime_ns", "shards_at")}
@@ -196,7 +196,7 @@ def _content_sha256(content: Any) -> str:
 def read_info(root: Path | str) -> dict[str, Any]:
     """Read `<root>/_info.json`.
 
-    Raises ShardError if it is missing, damaged, or of a later format version.
+    Raises ShardError if the file is missing, damaged, or has a later format version.
     """
     root = Path(root)
     try:
@@ -216,8 +216,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
             f" {shlex.quote(str(root))}`, else repeat the command that writes them"
         )
-    # Suggest another folder, because data_prep refuses to write shards into the folder of the
-    # images.
+    # Suggest a different folder, because data_prep refuses to write shards next to the images.
     command = shlex.join(
         ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
     )
@@ -228,7 +227,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
 
 
 def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
-    """Return `info`, which was read from `root`. Raises ShardError if it is unusable."""
+    """Return `info`, which was read from `root`. Raises ShardError if it is invalid."""
     place = f"{root}/_info.json"
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(
@@ -246,7 +245,8 @@ def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
 
 
 class SplitInfo(NamedTuple):
-    """The shards of a split according to `_info.json`, one list item per shard; None: unknown."""
+    """The shards of a split according to `_info.json`; each list has one item per shard, None if
+    unknown."""
 
     filenames: list[str]
     lengths: list[int]
@@ -255,7 +255,7 @@ class SplitInfo(NamedTuple):
 
 
 def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
-    """Return the shards of a split of the data set at `root`. Raises ShardError."""
+    """Return the description of a split of the data set at `root`. Raises ShardError."""
     if split not in info["splits"]:
         names = ", ".join(info["splits"])
         hint = did_you_mean(split, info["splits"])

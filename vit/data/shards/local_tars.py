@@ -1,7 +1,7 @@
-"""Read the shards of a split in a folder, by positional reads from open files.
+"""Read the shards of a split in a folder, with positional reads from open files.
 
-After a temporary error, such as an unreachable file server or a stale handle, the file is opened
-again and the read is repeated.
+After a temporary error, such as an unreachable file server or a stale handle, the file is reopened
+and the read is retried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit.system.stages import Stage
 from vit.system.tar_walk import TAR_BLOCK
 
 NUM_OPENING = 16
-"""The number of files that are opened at the same time."""
+"""The number of files to open concurrently."""
 RETRYABLE_ERRNOS = {
     errno.EIO,
     errno.ESTALE,
@@ -48,16 +48,16 @@ RETRYABLE_ERRNOS = {
     errno.ECONNREFUSED,
     errno.EPIPE,
 }
-"""The errors of NFS, Lustre and FUSE for an unreachable server or a stale handle."""
+"""The errors that NFS, Lustre and FUSE return for an unreachable server or a stale handle."""
 
 
 class LocalTars:
-    """The shards of a split in a folder. Thread-safe; pickled without file descriptors."""
+    """The shards of a split in a folder. Thread-safe. Pickled without file descriptors."""
 
     cached = None
     store = None
     read_ahead_batches = 0
-    """0, because it suffices to call `prefetch` right before reading: the disk works while the
+    """0, because calling `prefetch` right before reading suffices: the disk reads ahead while the
     first image is decoded."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
@@ -79,22 +79,22 @@ class LocalTars:
         self._open(range(len(self.filenames)))
 
     def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
-        """Let the system read these images and their tar headers in the background."""
+        """Ask the kernel to read these images and their tar headers in the background."""
         rows = index[samples]
         shards = (np.searchsorted(firsts, samples, side="right") - 1).tolist()
-        self._open(sorted(set(shards)))  # without workers, `prepare` was not called
+        self._open(sorted(set(shards)))  # without workers, `prepare` is not called
         places = zip(shards, rows["offset"].tolist(), rows["size"].tolist(), strict=True)
         for shard, offset, size in places:
             if (fd := self._fds.get(shard)) is not None:
-                with suppress(OSError, AttributeError):  # macOS lacks it
+                with suppress(OSError, AttributeError):  # not available on macOS
                     os.posix_fadvise(
                         fd, offset - TAR_BLOCK, size + TAR_BLOCK, os.POSIX_FADV_WILLNEED
                     )
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
-        """Return `size` bytes at `offset` of a shard, fewer at its end.
+        """Return `size` bytes at `offset` of a shard, or fewer at its end.
 
-        sample: unused; `CachedTars` uses it to find the block.
+        sample: unused; needed by `CachedTars` to find the block.
         Raises OSError, and ShardError if all retries failed.
         """
         data = self.read(shard, size, offset)
@@ -114,8 +114,8 @@ class LocalTars:
         return self.retry.call(self.where(shard), attempt, stages.current.beat)
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Drop these bytes from the page cache, so that the next `pread` reads from disk or
-        server."""
+        """Drop these bytes from the page cache, so that the next `pread` reads them from the disk
+        or server."""
         with suppress(OSError, AttributeError), open(self.where(shard), "rb") as file:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             num_bytes = offset + size - start + mmap.PAGESIZE
@@ -132,7 +132,7 @@ class LocalTars:
             return
 
         def open_shard(shard: int) -> None:
-            with suppress(OSError):  # raised again, with its context, when the shard is read
+            with suppress(OSError):  # the shard's read raises it again with context
                 self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
 
         # Use threads, because each open is a round trip on a network file system.
@@ -152,8 +152,8 @@ class LocalTars:
 
     def _keep(self, shard: int, fd: int) -> None:
         if (before := self._fds.get(shard)) is not None:
-            # Replace the file behind the old descriptor, because another thread may be reading from
-            # it.
+            # Replace the file behind the old descriptor, because another thread may still be
+            # reading from it.
             os.dup2(fd, before, inheritable=False)
         elif len(self._fds) < self._max_open() and self._fds.setdefault(shard, fd) == fd:
             return

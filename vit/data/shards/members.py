@@ -1,8 +1,8 @@
-"""Group the members of a tar into samples, and find the image and the label of a sample.
+"""Group the members of a tar into samples, and find the image and label of each sample.
 
-The name of a member consists of a key and a suffix. Consecutive members with the same key form a
-sample. A layout specifies the suffix of the image and the source of the label: a text member, or a
-field of a JSON member. Random access and streaming use the same layouts.
+A member's name consists of a key and a suffix. Consecutive members with the same key form a sample.
+A layout specifies the image suffix and the source of the label, which is a text member or a field
+of a JSON member. Random access and streaming use the same layouts.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 
 MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
-"""The suffixes that a layout may name for the image."""
+"""The suffixes that a layout may specify for the image."""
 LABEL_WORDS = {"cls", "label", "class", "y"}
-"""The usual names of members and fields that contain a label."""
+"""Common names of members and fields that contain a label."""
 MAX_LABEL_BYTES = 64 << 10
-"""The maximum number of bytes of a member that are searched for a label."""
+"""The maximum number of bytes in which to search a member for a label."""
 KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
-"""The rule of webdataset (tariterators.base_plus_ext): the suffix begins at the first dot after the
-last slash."""
+"""webdataset's rule (tariterators.base_plus_ext): the suffix begins at the first dot after the last
+slash."""
 DOTTED_KEY_AND_EXT = re.compile(r"((?:.*/|)[^./][^/]*)[.]([^./]+)")
 """The rule for keys with dots: the suffix begins at the last dot."""
 META = re.compile(r"__[^/]*__($|/)")
-"""The names of webdataset's metadata, which are not part of a sample."""
+"""Names of webdataset's metadata, which do not belong to a sample."""
 INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 class InvalidSample(ValueError):
-    """A sample does not match a layout. The message does not name the sample."""
+    """A sample does not match the layout. The message does not name the sample."""
 
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
@@ -46,10 +46,10 @@ FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """The location of image and label in a sample. The defaults match most tools.
+    """The members that contain the image and label of a sample. The defaults match most tools.
 
-    image: suffix of the image, or several suffixes joined by `;`, of which each sample has one;
-    None: one of IMAGE_EXTENSIONS.
+    image: suffix of the image, or several joined by `;`, of which each sample has exactly one. None
+    means IMAGE_EXTENSIONS.
     label: suffix of a text member, or `<suffix>:<field>` of a JSON member (with dots for nested
     fields), or NO_LABEL.
     keys_with_dots: whether a key ends at the last dot of the name instead of the first.
@@ -63,14 +63,15 @@ class SampleLayout:
 
     @classmethod
     def recorded(cls, options: Mapping[str, Any], class_names: Sequence[str]) -> SampleLayout:
-        """Return the layout with these `options()`. class_names: those of the data set."""
+        """Return the layout with these `options()`. class_names: class names of the data set."""
         keys = ("image", "label", "keys_with_dots")
         values = {key: options[key] for key in keys if key in options}
         names = tuple(class_names) if "class_names_sha256" in options else ()
         return cls(**values, class_names=names)
 
     def options(self) -> dict[str, Any]:
-        """Return the non-default values for JSON, with class names replaced by their sha256."""
+        """Return the non-default values for JSON, with the sha256 of the class names in place of
+        the names."""
         defaults = {field.name: field.default for field in fields(self)}
         options = {key: value for key, value in asdict(self).items() if value != defaults[key]}
         if options.pop("class_names", None):
@@ -80,12 +81,12 @@ class SampleLayout:
 
     @cached_property
     def image_suffixes(self) -> tuple[str, ...]:
-        """The lower-case suffixes of images. Each sample has exactly one of them."""
+        """The lowercase suffixes of images. Each sample has exactly one of them."""
         return image_suffixes(self.image)
 
     @cached_property
     def label_suffix(self) -> str:
-        """The lower-case suffix of the member that contains the label."""
+        """The lowercase suffix of the member that contains the label."""
         return self.label.partition(":")[0].lower()
 
     @cached_property
@@ -93,13 +94,13 @@ class SampleLayout:
         return {name: label for label, name in enumerate(self.class_names)}
 
     def cut(self, name: str) -> tuple[str, str] | None:
-        """Return (key, lower-case suffix) of a member, or None if it is not part of a sample."""
+        """Return (key, lowercase suffix) of a member, or None if it does not belong to a sample."""
         rule = DOTTED_KEY_AND_EXT if self.keys_with_dots else KEY_AND_EXT
         match = rule.fullmatch(name)
         return (match[1], match[2].lower()) if match and not META.match(name) else None
 
     def find(self, suffixes: Sequence[str]) -> str:
-        """Return the suffix of the image among the suffixes of a sample.
+        """Return the image suffix from the suffixes of a sample.
 
         Raises InvalidSample if image or label is missing or ambiguous.
         """
@@ -123,7 +124,7 @@ class SampleLayout:
         raise InvalidSample(f"has {' and '.join(problems)}")
 
     def label_of(self, data: bytes) -> int:
-        """Return the label that a label member contains. Raises InvalidSample."""
+        """Return the label from the content of a label member. Raises InvalidSample."""
         suffix, colon, field = self.label.partition(":")
         value: Any
         if colon:
@@ -145,8 +146,8 @@ class SampleLayout:
 def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
     """Return the layout that `data_prep.index` has recorded.
 
-    `data_prep.index` and the writers record the layout in their own `_info.json`. The `_info.json`
-    of another program stays unchanged, and the layout is then in the sidecar of `first_tar`.
+    The layout is recorded in `_info.json`, or in the sidecar of `first_tar` if another program
+    wrote `_info.json`.
     """
     options = info.get("options") if "source" in info else None
     if options is None and first_tar is not None and "source" not in info:
@@ -155,16 +156,16 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
             sidecar = read_json(path) or {}
             check_types(sidecar, SIDECAR, path)
             options = sidecar.get("members")
-        except ShardError:  # a file of another program
+        except ShardError:  # written by another program
             options = None
     return SampleLayout.recorded(options or {}, info.get("class_names") or [])
 
 
 def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> str:
-    """Return the remedy for a sample that does not match a layout, as the end of a sentence.
+    """Return advice for a sample that does not match a layout, as the end of a sentence.
 
     members: content of the sample's members by suffix. If there is one image and one possible
-    label, the remedy lists the options that would accept them. Possible labels are members and
+    label, the advice lists the options that would accept them. Possible labels are members and
     fields named in LABEL_WORDS, or else integers and class names.
     """
     text = ""
@@ -231,7 +232,7 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
         content = json.loads(data)
     except ValueError as error:
         raise InvalidSample(f"has a .{suffix} that is not JSON ({error})") from error
-    # A name with dots is tried as one name first, then as a path.
+    # Try a name with dots as one name first, then as a path.
     is_name = isinstance(content, dict) and field in content
     value = content
     for name in [field] if is_name else field.split("."):
@@ -245,9 +246,9 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
 
 
 def as_integer(value: Any) -> int | None:
-    """Return a label that is a number or the text of one, else None.
+    """Return a label that is a number or the text of a number, else None.
 
-    Tables with missing values are often exported with 3.0 instead of 3.
+    Accepts 3.0, because tables with missing values are often exported with 3.0 instead of 3.
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -258,5 +259,6 @@ def as_integer(value: Any) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Escape characters that a terminal would interpret; names in foreign tars may contain any."""
+    """Escape characters that a terminal would interpret, because tars from others may contain any
+    name."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,8 +1,8 @@
-"""An opened split of a data set. It reads the encoded image of any sample by its number.
+"""An open split of a data set, which reads the encoded image of any sample by its number.
 
-The index contains the position of a sample's image, and `tars` reads the bytes. Their checksum must
-equal the one in the index. Without checksums, the size in the preceding tar header must equal the
-one in the index. `vit.data.shards.data_set.open_split` checks and opens a split.
+The index contains the position of each image, and `tars` reads the bytes. Their checksum must match
+the index. Without checksums, the size in the preceding tar header must match the index.
+`vit.data.shards.data_set.open_split` checks and opens a split.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ log = logging.getLogger(__name__)
 class Split:
     """One split of a data set, opened by `open_split`.
 
-    A split may be read from any number of threads, after a fork, and after pickling (to worker
-    processes). Reads are positional, and file descriptors and connections are not pickled. A
-    memory-mapped index is pickled as its path.
+    A split can be read from any number of threads, after a fork, and after pickling. File
+    descriptors and connections are not pickled. A memory-mapped index is pickled as its path.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class Split:
     ):
         """root: folder or URL. lengths: number of samples in each shard.
 
-        index: (num_samples,) INDEX_DTYPE; an array, or an object with rows like an array's, as
+        index: (num_samples,) INDEX_DTYPE; an array, or an object that is indexed like one, as
         in `vit.data.shards.split_slice`.
         class_names: name of each label, [] if unknown.
-        apply_exif: whether images were turned upright when the shards were written.
+        apply_exif: whether images were rotated upright when the shards were written.
         """
         self.root = root
         self.name = name
@@ -77,10 +76,10 @@ class Split:
         return self.num_samples
 
     def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        """Return the entire image in RGB and the label, like torchvision's data sets.
+        """Return the entire image in RGB and the label, as in torchvision.
 
-        Training instead decodes windows of images (`vit.data.batches`). A negative `i` counts from
-        the end. Raises IndexError, and ShardError like `read`.
+        Training does not use this method but decodes windows (`vit.data.batches`). A negative `i`
+        counts from the end. Raises IndexError, and ShardError like `read`.
         """
         i = range(self.num_samples)[i]
         return Image.fromarray(decode(self.read(i))), int(self.index[i]["label"])
@@ -89,7 +88,7 @@ class Split:
         """Return the encoded image of sample `i` (0 <= i < num_samples) as stored.
 
         Raises ShardError with shard, key and offset if the shard is missing, truncated, replaced or
-        unreadable. Also raises ShardError if the bytes do not match the checksum in two reads.
+        unreadable. Also raises ShardError if two reads do not match the checksum.
         """
         row = self.index[i]
         shard = self._shard_of(i)
@@ -98,8 +97,8 @@ class Split:
         checksum = int(row["crc32c"])
         data, problem = self._read_once(i, shard, offset, size, checksum)
         if problem == FLIPPED:
-            # Read again after dropping the bytes from the page cache and the block cache, which may
-            # contain the damaged copy.
+            # Drop the bytes from the page cache and the block cache, which may contain a damaged
+            # copy, and read again.
             self.tars.forget(i, shard, size, offset)
             data, problem = self._read_once(i, shard, offset, size, checksum)
             if not problem:
@@ -116,13 +115,13 @@ class Split:
     def _read_once(
         self, i: int, shard: int, offset: int, size: int, checksum: int
     ) -> tuple[bytes, str]:
-        """Return the bytes of a sample, and a description of their problem ("" if none).
+        """Return the bytes of a sample, and a description of the problem ("" if none).
 
         checksum: 0 if unknown.
         """
         try:
             if checksum:
-                # Without the header, because cutting it off would copy the entire image.
+                # Read without the header, because removing the header would copy the entire image.
                 data = self.tars.pread(i, shard, size, offset)
                 if len(data) == size and crc32c(data) == checksum:
                     return data, ""
@@ -154,7 +153,7 @@ class Split:
         return bisect.bisect_right(self._firsts, i) - 1
 
     def where(self, i: int) -> str:
-        """Return the path or URL of the shard of sample `i`."""
+        """Return the path or URL of the shard that contains sample `i`."""
         return self.tars.where(self._shard_of(i))
 
     def prepare(self, num_processes: int) -> None:
@@ -173,18 +172,17 @@ class Split:
 
     @property
     def read_ahead_batches(self) -> int:
-        """The number of batches before its use that a sample should be prefetched; 0: never."""
+        """The number of batches before a sample's use at which to prefetch it; 0 if never."""
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Read or fetch these (n,) samples in the background because they are needed soon."""
+        """Read or fetch these (n,) samples in the background, because they will be needed soon."""
         self.tars.prefetch(samples, self.index, self._firsts)
 
     def key(self, i: int) -> str:
-        """Return the key of sample `i`, from the tar headers between the previous image and this
-        one.
+        """Return the key of sample `i`, read from the tar headers before its image.
 
-        There may be several headers because a long name has an additional one (GNU, pax).
+        There may be several headers, because a long name needs an additional one (GNU, pax).
         """
         row = self.index[i]
         shard = self._shard_of(i)
@@ -212,7 +210,7 @@ class Split:
         )
 
     def key_in(self, name: str) -> str:
-        """Return the key that is part of a member's name."""
+        """Return the key contained in a member's name."""
         cut = self._layout.cut(name)
         return cut[0] if cut else name
 
@@ -221,17 +219,17 @@ class Split:
         return index_sha256(self.index, self.lengths)
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """Return pairs (source, sample numbers in it) for `samples`. A split is its own only
-        source."""
+        """Return pairs (source, sample numbers in it) for `samples`. The only source of a split is
+        itself."""
         return [(self, samples)]
 
     @property
     def splits(self) -> list[Split]:
-        """The list of sources, which is only the split itself."""
+        """The sources, which are only the split itself."""
         return [self]
 
     def close(self) -> None:
-        """Close the file descriptors of the shards; the next read opens them again."""
+        """Close the shard files. The next read opens them again."""
         self.tars.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """A slice of a split, such as `train[:99%]` for training and `train[99%:]` for evaluation.
 
 The notation is that of TensorFlow Datasets and Hugging Face. Samples are ordered by a hash of their
-numbers, not by storage, so one percent of shards that are sorted by class contains about one
-percent of each class. Slices that meet at a percentage are disjoint and complete. A `SplitSlice` is
-used like any other split, and its samples are numbered from 0.
+numbers, not by storage, so a 1 % slice contains about 1 % of each class even if shards are sorted
+by class. Adjacent slices do not overlap and do not omit samples. A `SplitSlice` is used like any
+other split. Its samples are numbered from 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 
 _PART = 1
-"""The constant that is hashed after the sample numbers. `data.fraction` hashes its seed before
-them, so no `subset_seed` reproduces the order of slices."""
+"""The constant that is hashed after the sample numbers. Because `data.fraction` hashes its seed
+before them, no `subset_seed` gives the same order."""
 _PERCENT = r"\d+(?:\.\d+)?"
 _NAME = re.compile(
     rf"(?P<split>[^\[\]]+)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]"
@@ -33,7 +33,7 @@ class PartName(NamedTuple):
     split: str
     """The name of the split."""
     start: float | None
-    """The start of the slice in percent of the samples, from 0 to 100; None: the whole split."""
+    """The start of the slice in percent, from 0 to 100; None for the whole split."""
     stop: float
     """The end of the slice in percent."""
 
@@ -58,7 +58,7 @@ def parse_name(name: str) -> PartName:
 
 
 def part_size(name: str, total: int) -> int:
-    """Return how many of the split's `total` samples are in the slice `name`."""
+    """Return how many of the `total` samples in the split are in the slice `name`."""
     _, start, stop = parse_name(name)
     first, end = _between(start or 0.0, stop, total)
     return end - first
@@ -69,10 +69,10 @@ def _between(start: float, stop: float, total: int) -> tuple[int, int]:
 
 
 class SplitSlice(Split):
-    """The samples of a split between two percentages. Costs 1 to 8 bytes per sample and process."""
+    """The samples of a split between two percentages. Takes 1 to 8 bytes per sample and process."""
 
     def __init__(self, whole: Split, name: str):
-        """name: a name with percentages, see `parse_name`. Raises ShardError if the slice is
+        """name: split name with percentages, see `parse_name`. Raises ShardError if the slice is
         empty."""
         _, start, stop = parse_name(name)
         assert start is not None, f"{name} is a whole split"
@@ -84,7 +84,7 @@ class SplitSlice(Split):
         keys = fold_numbers(lambda numbers: fold(numbers, _PART), all_numbers)
         self.whole = whole
         self.numbers: NDArray[np.integer] = all_numbers[are_ranked(keys, first, end)]
-        """(num_samples,) the numbers of the samples in `whole`, ascending."""
+        """(num_samples,) sample numbers in `whole`, ascending."""
         super().__init__(
             whole.root,
             name,
@@ -98,23 +98,18 @@ class SplitSlice(Split):
         )
 
     def read(self, i: int) -> bytes:
-        """See `Split.read`."""
         return self.whole.read(int(self.numbers[i]))
 
     def where(self, i: int) -> str:
-        """See `Split.where`."""
         return self.whole.where(int(self.numbers[i]))
 
     def key(self, i: int) -> str:
-        """See `Split.key`."""
         return self.whole.key(int(self.numbers[i]))
 
     def key_in(self, name: str) -> str:
-        """See `Split.key_in`."""
         return self.whole.key_in(name)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """See `Split.prefetch`."""
         self.whole.prefetch(self._in_whole(samples))
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
@@ -136,7 +131,7 @@ class _PartRows:
         return len(self._numbers)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the rows for a number, a slice or an array, or a copy of the column with a
+        """Return the rows at an index, slice or array, or a copy of the column with the given
         name."""
         if isinstance(key, str):
             return self._whole.index[key][self._numbers]

@@ -1,8 +1,8 @@
 """Open shards at a URL or through a cache.
 
-`local_tars` reads shards in a folder, and `vit.data.storage` reads all others. A process imports
-`vit.data.storage` only if it opens such shards, so this module refers to its classes by name.
-`CachedTars` has the methods and properties of `LocalTars`.
+`local_tars` reads shards in a folder, and `vit.data.storage` reads all others. Classes are
+imported by name, so that a process loads `vit.data.storage` only if needed. `CachedTars` has the
+same interface as `LocalTars`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vit.system.retry import RetryPolicy
 
 
 class Version(NamedTuple):
-    """The size of a file in bytes (-1: unknown), and a tag that differs between versions."""
+    """A file's size in bytes (-1 if unknown) and a tag that differs between versions."""
 
     size: int
     tag: str
 
     def digest(self) -> str:
-        """Return a short hash for file names."""
+        """Return a short hash for use in file names."""
         return hashlib.sha256(f"{self.size} {self.tag}".encode()).hexdigest()[:12]
 
     def __str__(self) -> str:

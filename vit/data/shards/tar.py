@@ -1,8 +1,8 @@
 """Scan a shard, which is a plain tar, into samples and index rows.
 
-Headers are read one after another, and consecutive members with the same key form a sample. The
-size in pixels comes from the header of the image. The label comes from its member (`.cls`, or as
-the layout specifies). Images are not decoded. Invalid samples are listed with the reason.
+Headers are read in order, and consecutive members with the same key form a sample. The size in
+pixels comes from the image header, the label from its member (`.cls`, or as the layout specifies).
+Images are not decoded. Invalid samples are listed with the reason.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ from vit.system.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes per sample: 31 MB for ImageNet-1k
         ("crc32c", "<u4"),  # of the encoded image; 0: unknown
-        ("size", "<u4"),  # bytes of the encoded image
-        ("offset", "<u8"),  # of its first byte in the tar
+        ("size", "<u4"),  # size of the encoded image in bytes
+        ("offset", "<u8"),  # offset of its first byte in the tar
         ("label", "<i4"),
-        ("width", "<u2"),  # pixels, as in the image's own header
+        ("width", "<u2"),  # pixels, from the image header
         ("height", "<u2"),
     ]
 )
 crc32c: Callable[[bytes], int] = google_crc32c.value
-"""The CRC-32C (Castagnoli) of bytes. Takes 4 to 7 microseconds per photograph; zlib's CRC-32 takes
-16."""
+"""The function that computes CRC-32C (Castagnoli). It takes 4 to 7 microseconds per photograph;
+zlib's CRC-32 takes 16."""
 DEFAULT_LAYOUT = SampleLayout()
 BLANK = re.compile(r"\s")
 HEAD_BYTES = 16384
-"""The number of bytes of an image that are read for its size in pixels. Most headers are
-shorter."""
+"""The number of bytes to read from an image for its size in pixels. Most headers are shorter."""
 
 
 class Member(NamedTuple):
-    """A file in a tar. ext: the name after the key, in lower case. offset, size: in bytes."""
+    """A file in a tar. ext: the name after the key, in lowercase. offset, size: in bytes."""
 
     ext: str
     offset: int
@@ -63,7 +62,7 @@ class Member(NamedTuple):
 
 
 class ScannedSample(NamedTuple):
-    """A sample of a tar, with all its members in tar order. crc32c: of the image; 0: unknown."""
+    """A sample in a tar, with all its members in tar order. crc32c: of the image; 0 if unknown."""
 
     key: str
     label: int
@@ -75,7 +74,7 @@ class ScannedSample(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A sample that does not match the layout. name, offset: those of its first member."""
+    """A sample that does not match the layout. name, offset: of its first member."""
 
     key: str
     name: str
@@ -86,7 +85,7 @@ class LeftOut(NamedTuple):
 class Survey(NamedTuple):
     """The content of a tar.
 
-    passed_over: number of members that are not part of a sample, by kind, except folders and
+    passed_over: counts by kind of members that do not belong to a sample, except folders and
     webdataset's metadata.
     """
 
@@ -129,11 +128,11 @@ def scan_sample(
     layout: SampleLayout,
     with_checksum: bool = True,
 ) -> ScannedSample:
-    """Check and read the sample whose (key, member, kind) are in `group`. Raises InvalidSample."""
+    """Read and check the sample formed by `group` of (key, member, kind). Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
-    # Links only appear in the error, because two links with one suffix do not make the files
-    # invalid.
+    # Pass links only so that an error can name them. Two links with one suffix do not make the
+    # files invalid.
     links = dict.fromkeys(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )
@@ -157,12 +156,12 @@ def survey_tar(
     left_out: Collection[int] = (),
     with_checksums: bool = True,
 ) -> Survey:
-    """Read the samples of a tar, in order, without decoding an image.
+    """Read the samples of a tar in order, without decoding images.
 
     left_out: `LeftOut.offset` of samples to skip, because they were skipped when the shard was
-    indexed. with_checksums: read the images completely; otherwise only their headers. Raises
-    ShardError if the tar is damaged or truncated, or if no sample matches `layout`. A tar without
-    an end mark is accepted if its last sample is valid.
+    indexed. with_checksums: read entire images; otherwise only their headers. Raises ShardError if
+    the tar is damaged or truncated, or if no sample matches `layout`. A tar without an end marker
+    is accepted if its last sample is valid.
     """
     path = Path(path)
     survey = Survey([], [], Counter())
@@ -243,7 +242,7 @@ def _describe_unfit(survey: Survey) -> str:
 
 
 def _describe_grouped(path: Path, survey: Survey) -> str:
-    """Return the remedy for a tar whose members are grouped by suffix, "" for any other tar."""
+    """Return advice for a tar whose members are grouped by suffix, or "" for any other tar."""
     num_places = Counter(key for key, _ in {(left.key, left.name) for left in survey.unfit})
     keys = [left.key for left in survey.unfit if num_places[left.key] > 1]
     return (
@@ -255,13 +254,13 @@ def _describe_grouped(path: Path, survey: Survey) -> str:
 
 
 def describe_ignored(passed_over: Counter[str]) -> str:
-    """Return a text about the members that are not part of a sample."""
+    """Describe the members that do not belong to a sample."""
     kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
     return f"ignored because they are not part of a sample: {kinds}"
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:
-    """Return the index rows of one tar's samples, (num_samples,) INDEX_DTYPE."""
+    """Return the index rows for the samples of one tar, (num_samples,) INDEX_DTYPE."""
     return np.array(
         [(s.crc32c, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples],
         INDEX_DTYPE,
@@ -275,7 +274,7 @@ def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
 
 
 def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
-    """Return DALI's index v1.2: one line per sample with `ext offset size name` of each member."""
+    """Return DALI's index v1.2: one line per sample with `ext offset size name` for each member."""
     lines = [f"v1.2 {len(samples)}"]
     for sample in samples:
         fields = (
@@ -287,7 +286,7 @@ def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
 
 
 def idx_name(name: str) -> str:
-    """Return a member's name, or a part of it, as in `.idx`: printable and without spaces.
+    """Return a member's name, or a part of it, as written to `.idx`: printable and without spaces.
 
     DALI splits lines at spaces, so a space in a name would shift the fields.
     """
@@ -295,9 +294,10 @@ def idx_name(name: str) -> str:
 
 
 def member_size(header: bytes) -> int:
-    """Return the size in bytes of the member after a tar header, or -1 if it is not a header."""
+    """Return the size in bytes of the member after a tar header, or -1 if the header is invalid."""
     try:
-        # About 50 times as fast as tarfile, which matters because each image needs it.
+        # Parse the size directly, which is 50 times as fast as tarfile. This matters because each
+        # image needs it.
         return int(header[124:136].rstrip(b"\0 "), 8)
     except ValueError:
         try:

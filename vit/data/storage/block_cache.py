@@ -1,9 +1,8 @@
 """A cache of blocks on the local disk, shared by all processes of a host, with a size limit.
 
-The first process that needs a block fetches it while other processes wait. A rename makes the
-complete block visible. A block ends with one checksum per part, so reading a part takes one `pread`
-for the data and one for the checksum. When the limit is reached, the least recently read blocks are
-removed.
+The first process that needs a block fetches it while the others wait. A rename then makes the
+complete block visible. A block ends with one checksum per part, so reading a part takes two `pread`
+calls. When the limit is reached, the least recently read blocks are removed.
 
     <folder>/                 of one user, or of a group if the folder is group-writable
       used_bytes              size of all blocks, updated before each is written; its lock guards it
@@ -11,9 +10,9 @@ removed.
       <data set>/<shard>.<version>.<samples>.block
       <data set>/<...>.part   being fetched by the process that holds its lock
 
-If a process cannot get a lock in time, it fetches and uses the block without storing it. Blocks are
-not synced to the disk. After a power failure, a block may therefore contain zeros, which its
-checksums reveal. A cache that becomes read-only costs time but does not cause an error.
+If a process does not get a lock in time, it fetches and uses the block without storing it. Blocks
+are not synced to disk. After a power failure, a block may contain zeros, which its checksums
+detect. A cache that becomes read-only slows down reading but causes no error.
 """
 
 from __future__ import annotations
@@ -49,32 +48,32 @@ CHECKSUM_BYTES = 4
 USED_WIDTH = 20
 """The number of digits in `used_bytes`."""
 DEFAULT_GIB = 50.0
-"""The default limit if the disk has twice as much free space."""
+"""The default limit, used if twice as much disk space is free."""
 TRY_AGAIN_S = 60.0
-"""The time to the next attempt to write after a block could not be written."""
+"""The time in seconds before writing is retried after a block could not be written."""
 TOUCH_AFTER_S = 60.0
-"""The minimum time between two updates of a block's modification time, which records its last
-use."""
+"""The minimum time in seconds between two updates of a block's modification time, which records its
+last use."""
 ABANDONED_AFTER_S = 3600
-"""The age at which an unlocked `.part` file is removed."""
+"""The age in seconds at which an unlocked `.part` file is removed."""
 log = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """The bytes of a block. part_ends: ends of its parts; None if the block must not be stored."""
+    """The bytes of a block. part_ends: end of each part; None if the block must not be stored."""
 
     data: bytes
     part_ends: list[int] | None
 
 
 class BlockCache:
-    """The blocks below `folder`. Safe for threads and processes; can be pickled."""
+    """The blocks below `folder`. Safe for threads and processes. Can be pickled."""
 
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
         """folder: by default `default_folder()`.
 
-        limit_gib: by default half of the free space plus the cache's size, at most 50 GiB. Raises
-        ShardError if the folder cannot be used or the disk is too small for the limit.
+        limit_gib: by default half of the free space, counting cached blocks as free, but at most 50
+        GiB. Raises ShardError if the folder cannot be used or the disk is too small for the limit.
         """
         self.folder = default_folder() if folder is None else Path(folder).expanduser().absolute()
         try:
@@ -103,7 +102,7 @@ class BlockCache:
                     " data.cache_dir"
                 )
         self._refused_at_s = -TRY_AGAIN_S
-        with suppress(OSError):  # without the file, other processes do not see this limit
+        with suppress(OSError):  # without the file, others ignore this limit
             weakref.finalize(self, os.close, self._announce_limit())
 
     # ---- reading ----
@@ -111,11 +110,11 @@ class BlockCache:
     def read(
         self, name: str, block_bytes: int, num_parts: int, part: int, start: int, stop: int
     ) -> bytes | None:
-        """Return bytes [start, stop) of a block, which form its part number `part`.
+        """Return bytes [start, stop) of a block, which are its part number `part`.
 
-        Returns None if the block is missing or damaged. A damaged block is removed.
+        Returns None if the block is missing or damaged. Removes a damaged block.
         """
-        path = f"{self.folder}/{name}"  # creating a pathlib.Path would take as long as the read
+        path = f"{self.folder}/{name}"  # creating a Path would take as long as the read
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -129,10 +128,10 @@ class BlockCache:
                 log.warning("%s is damaged and is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
-            # Use `abs`, because a clock may have been ahead. Such a block would otherwise look
-            # recently used for a long time.
+            # Use `abs`, because a block with a time in the future would look recently used for a
+            # long time.
             if abs(time.time() - status.st_mtime) > TOUCH_AFTER_S:
-                with suppress(OSError):  # a read-only cache
+                with suppress(OSError):  # the cache may be read-only
                     os.utime(fd)
             return data
         except OSError as error:
@@ -146,7 +145,7 @@ class BlockCache:
         return os.path.exists(f"{self.folder}/{name}")
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether a block of this size fits without removing other blocks."""
+        """Return whether `num_bytes` fit without removing blocks."""
         return self._used_bytes() + num_bytes <= self.limit_bytes
 
     def _used_bytes(self) -> int:
@@ -157,9 +156,8 @@ class BlockCache:
     def fetch(self, name: str, get: Callable[[], Fetched], may_remove: bool = True) -> bytes | None:
         """Store a block in the cache if it fits and is not cached yet.
 
-        get: a function that fetches the block. may_remove: whether other blocks may be removed to
-        make room. Returns the bytes of the block if this call fetched it. Returns None if it was
-        cached, or if another process fetched it during the call.
+        get: fetches the block. may_remove: whether other blocks may be removed to make room.
+        Returns the bytes if this call fetched them, or None if the block is already cached.
         """
         path = self.folder / name
         with ExitStack() as stack:
@@ -168,7 +166,7 @@ class BlockCache:
             except OSError as error:
                 _warn_once(self.folder, error.strerror)
                 data = get().data
-                if not isinstance(error, TimeoutError):  # a timeout only affects this block
+                if not isinstance(error, TimeoutError):  # a timeout affects only this block
                     self._refuse()
                 return data
             if part is None:
@@ -188,9 +186,9 @@ class BlockCache:
             return data
 
     def refuses(self) -> bool:
-        """Return whether writing a block has failed within the last `TRY_AGAIN_S`.
+        """Return whether writing a block failed within the last `TRY_AGAIN_S`.
 
-        If so, fetching an entire block for one sample would waste time.
+        In that case, fetching an entire block for one sample would waste time.
         """
         return time.monotonic() - self._refused_at_s < TRY_AGAIN_S
 
@@ -198,7 +196,8 @@ class BlockCache:
         self._refused_at_s = time.monotonic()
 
     def _make_room(self, num_bytes: int, may_remove: bool) -> bool:
-        """Add `num_bytes` to the count, after removing the least recently used blocks if necessary.
+        """Add `num_bytes` to the recorded size, after removing least recently used blocks if
+        necessary.
 
         Returns False if the bytes do not fit.
         """
@@ -210,17 +209,17 @@ class BlockCache:
                 if used + num_bytes > limit:
                     if not may_remove:
                         return False
-                    # Remove slightly more than needed, because listing all blocks is slow.
+                    # Remove slightly more than necessary, because listing all blocks is slow.
                     used = self._remove_oldest(limit - num_bytes - limit // 16)
-            # The number has a constant width and is overwritten in place, so that a reader without
-            # the lock never sees an empty or truncated file.
+            # Overwrite the number in place with constant width, so that readers without the lock
+            # never see an empty or truncated file.
             os.pwrite(fd, b"%*d\n" % (USED_WIDTH, used + num_bytes), 0)
         return True
 
     def _remove_oldest(self, keep_bytes: int) -> int:
         blocks = []
         for path in self.folder.glob("*/*"):
-            with suppress(OSError):  # another process has removed it
+            with suppress(OSError):  # another process removed it
                 status = path.stat()
                 if path.suffix == ".block":
                     blocks.append((status.st_mtime, status.st_size, path))
@@ -233,13 +232,13 @@ class BlockCache:
         for _, size, path in sorted(blocks):
             if left <= max(keep_bytes, 0):
                 break
-            path.unlink(missing_ok=True)  # processes that have the file open can still read it
+            path.unlink(missing_ok=True)  # processes with the file open can still read it
             left -= size
         return left
 
     @contextmanager
     def _locked_count(self) -> Iterator[tuple[int, int]]:
-        """Lock `used_bytes` and yield its descriptor and number. The file is unbuffered."""
+        """Lock `used_bytes`, and yield its descriptor and the number in it."""
         path = self.folder / "used_bytes"
         fd = open_shared(path, os.O_RDWR)
         try:
@@ -254,20 +253,20 @@ class BlockCache:
     def _announce_limit(self) -> int:
         """Return a descriptor with a shared lock on `limit.<bytes>`.
 
-        The lock is held as long as this process, or a process forked from it, is alive.
+        The lock is held while this process, or a process forked from it, is alive.
         """
         path = self.folder / f"limit.{self.limit_bytes}"
         while True:
-            # Open read-only, because an open writable file would prevent an administrator from
-            # remounting the disk read-only.
+            # Open read-only, because a file open for writing would prevent remounting the disk
+            # read-only.
             fd = open_shared(path, os.O_RDONLY)
             fcntl.flock(fd, fcntl.LOCK_SH)
             if is_at(fd, path):
                 return fd
-            os.close(fd)  # before the lock, another process removed the file as abandoned
+            os.close(fd)  # removed by another process before it was locked
 
     def _largest_limit(self) -> int:
-        """Return the largest limit of all processes that currently use this folder.
+        """Return the largest limit among all processes that currently use this folder.
 
         A job with a smaller limit must not remove the blocks of a job with a larger limit.
         """
@@ -285,7 +284,7 @@ def _parse_used(text: bytes) -> int | None:
 
 
 def _warn_once(folder: Path, reason: str | None) -> None:
-    """Warn once per process, because a full disk rejects every block of every thread."""
+    """Warn once per process. A full disk would otherwise cause a warning for every block."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         log.warning("%s: cannot be written (%s); blocks are used but not stored", folder, reason)
@@ -310,7 +309,7 @@ def ends_with_checksum(path: Path) -> bool:
     """Return whether a file exists and ends with the checksum of its other bytes."""
     try:
         data = np.memmap(path, np.uint8, "r").data
-    except (OSError, ValueError):  # ValueError: the file is empty
+    except (OSError, ValueError):  # an empty file raises ValueError
         return False
     return data[-CHECKSUM_BYTES:] == _checksum(data[:-CHECKSUM_BYTES])
 

@@ -1,10 +1,10 @@
 """Read shards at a URL or in a mounted folder through a cache on the local disk.
 
 A block contains consecutive samples of a shard, about 8 MB, so that samples that are close in the
-training order need only one request. One process of a host fetches a block and stores it with
-`vit.data.storage.block_cache`, and all processes read the samples from the cache. `prefetch` starts
-threads that fetch blocks ahead. A block whose tar headers or checksums do not match the index is
-not stored, because its shard was replaced or damaged in transit.
+training order need only one request. One process per host fetches a block and stores it with
+`vit.data.storage.block_cache`, and all processes read from the cache. `prefetch` starts threads
+that fetch blocks in advance. A block is not stored if its tar headers or checksums do not match the
+index, which means that the shard was replaced or damaged in transit.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from vit.system.retry import RetryPolicy
 from vit.system.stages import Stage
 
 BLOCK_BYTES = 8 << 20
-"""The target size of a block. Smaller blocks pay the network latency more often, and larger blocks
-delay the first batch."""
+"""The target size of a block in bytes. With smaller blocks, network latency occurs more often.
+Larger blocks delay the first batch."""
 READ_AHEAD_BATCHES = 8
-"""The number of batches before its use that a block is requested. The cache must have room for
-these batches and their shuffle windows."""
+"""The number of batches before its use at which a block is requested. The cache must hold these
+batches and their shuffle windows."""
 ASK_AGAIN_S = 60.0
-"""The time after a request during which a process does not check again whether the block is
-cached."""
+"""The time in seconds after a request before a process checks again whether the block is cached."""
 MAX_ASKED = 4096
 """The maximum number of requested blocks that a process remembers before it clears the list."""
 BEAT_S = 1.0
-"""The interval at which a process that waits for a block updates its row in `vit.system.stages`."""
+"""The interval in seconds at which a process that waits for a block updates its status in
+`vit.system.stages`."""
 NUM_THREADS = 8
-"""The maximum number of concurrent requests of one process."""
+"""The maximum number of concurrent requests per process."""
 NUM_THREADS_OF_HOST = 64
-"""The maximum number of concurrent requests of all loader processes of a host."""
+"""The maximum number of concurrent requests from all loader processes on a host."""
 FETCH_BYTES = 14 << 20
-"""The measured memory of a request, including its block and connection."""
+"""The measured memory per request in bytes, including its block and connection."""
 
 
 class MountedFolder:
-    """A folder on a network file system. Its blocks are cached like those of a URL."""
+    """A folder on a network file system. Its blocks are cached like those from a URL."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
         self._tars = LocalTars(root.absolute(), filenames, retry)
@@ -69,11 +69,12 @@ class MountedFolder:
 
     @property
     def digest(self) -> str:
-        """A short hash of the path for folder names."""
+        """A short hash of the path, for folder names."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Return bytes [start, stop) of a file. Raises OSError if it was removed or replaced."""
+        """Return bytes [start, stop) of a file. Raises OSError if the file was removed or
+        replaced."""
         shard = self._tars.filenames.index(name)
         data = self._tars.read(shard, stop - start, start)
         status = os.stat(self._tars.where(shard))
@@ -83,7 +84,7 @@ class MountedFolder:
 
 
 class CacheBlock(NamedTuple):
-    """The samples [first, last) of a shard, stored in its bytes [start, stop)."""
+    """Samples [first, last) of a shard, stored at bytes [start, stop)."""
 
     name: str
     shard: int
@@ -94,20 +95,20 @@ class CacheBlock(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes to fetch."""
+        """The size of the block in bytes."""
         return self.stop - self.start
 
 
 def fetch_threads_per_process(num_processes: int) -> int:
-    """Return the number of fetching threads in each of `num_processes` processes of a host."""
+    """Return the number of fetch threads in each of `num_processes` processes on a host."""
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
 class CachedTars:
-    """The shards of a split, read through a cache. May be forked and pickled like `Split`.
+    """The shards of a split, read through a cache. Can be forked and pickled like `Split`.
 
-    The bytes of a sample begin at the end of the previous image. They include the tar header and
-    any other members before the image.
+    The bytes of a sample begin at the end of the previous image, so they include the tar header and
+    other members before the image.
     """
 
     read_ahead_batches = READ_AHEAD_BATCHES
@@ -124,9 +125,9 @@ class CachedTars:
     ):
         """folder: a `RemoteFolder`, or the path of a mounted folder.
 
-        index: the rows, or the path of their file.
+        index: rows of the index, or the path of its file.
         firsts: the first sample of each shard, followed by the number of samples.
-        retry: limits of retries in a mounted folder.
+        retry: retry limits for a mounted folder.
         """
         if isinstance(folder, Path):
             folder = MountedFolder(folder, filenames, retry)
@@ -137,8 +138,8 @@ class CachedTars:
         self.cache = cache
         self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
-        # A power of two, so that a block of 64 samples in the order equals one or more complete
-        # cache blocks.
+        # Use a power of two, so that a block of 64 samples in the order is one or more whole cache
+        # blocks.
         fitting = max(BLOCK_BYTES * len(self.index) // max(self.stored_bytes, 1), 1)
         most = DEFAULT_BLOCK_SAMPLES if len(self.index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
@@ -156,7 +157,7 @@ class CachedTars:
 
     @property
     def cached(self) -> CachedTars:
-        """These tars."""
+        """Return self, because these tars are cached."""
         return self
 
     @property
@@ -171,19 +172,20 @@ class CachedTars:
     # ---- reading ----
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
-        """Return `size` bytes at `offset` of a shard, in the image of `sample` or its tar header.
+        """Return `size` bytes at `offset` of a shard, within the image of `sample` or its tar
+        header.
 
         Raises ShardError or OSError.
         """
         start = self._start(sample, shard)
         stop = self._stop(sample)
-        # More than one round is only needed if other processes fill the cache and remove the block
-        # before this process has read it.
+        # Retry, because other processes may fill the cache and remove the block before this process
+        # has read it.
         for _ in range(3):
             block = self._block(sample, shard)
             data = self._read_cached(block, sample, start, stop)
             if data is None and self.cache.refuses():
-                # The cache cannot store a block of the usual size, so fetch only this sample.
+                # Fetch only this sample, because the cache cannot store a block of the usual size.
                 block = self._make_block(shard, sample, sample + 1)
                 data = self._read_cached(block, sample, start, stop)
             stages.current.count(cache_hits=data is not None, cache_misses=data is None)
@@ -198,7 +200,7 @@ class CachedTars:
         )
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Remove the blocks of `sample`, so that the next `pread` fetches them again."""
+        """Remove the cached blocks of `sample`, so that the next `pread` fetches them again."""
         for block in (self._block(sample, shard), self._make_block(shard, sample, sample + 1)):
             (self.cache.folder / block.name).unlink(missing_ok=True)
 
@@ -216,7 +218,7 @@ class CachedTars:
         )
 
     def _fetch(self, block: CacheBlock) -> bytes | None:
-        """Wait for a block, and write the reason of the wait into the status of this process."""
+        """Wait for a block, and write the reason for the wait to the status of this process."""
         path = self.cache.folder / block.name
         future = self._request(block, is_urgent=True)
         timeout_s = 0.05
@@ -233,26 +235,27 @@ class CachedTars:
     # ---- reading ahead ----
 
     def prepare(self, num_processes: int) -> None:
-        """Limit the threads of this process, one of `num_processes` processes of the host.
+        """Limit the number of threads in this process, one of `num_processes` on this host.
 
         Each thread holds a block in memory.
         """
         self.most_threads = fetch_threads_per_process(num_processes)
 
     def process_bytes(self, num_processes: int) -> int:
-        """Return the memory for fetching in each of `num_processes` processes of a host."""
+        """Return the memory in bytes for fetching in each of `num_processes` processes on a
+        host."""
         return fetch_threads_per_process(num_processes) * FETCH_BYTES
 
     def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
         """Fetch the blocks of these samples in the background, if the cache can store them.
 
-        index, firsts: unused. Errors are raised later, when the sample is read.
+        index, firsts: unused. Errors are raised when the sample is read.
         """
         if self.cache.refuses():
             return
         now_s = time.monotonic()
         shards = self._shards_of(samples)
-        # One number per block. It includes the shard, because a block never spans two shards.
+        # Combine shard and block into one number, because a block never spans two shards.
         numbers, rows = np.unique(
             shards * (1 << 40) + samples // self.block_samples, return_index=True
         )
@@ -268,7 +271,7 @@ class CachedTars:
     # ---- blocks ----
 
     def blocks(self, shards: Iterable[int]) -> Iterator[CacheBlock]:
-        """Yield all blocks of these shards, in order."""
+        """Yield all blocks of these shards in order."""
         for shard in shards:
             sample = self.firsts[shard]
             while sample < self.firsts[shard + 1]:
@@ -277,7 +280,8 @@ class CachedTars:
                 sample = block.last
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the bytes of all blocks that contain these samples, and of the uncached ones."""
+        """Return the size in bytes of all blocks that contain these samples, and of the uncached
+        ones."""
         pairs = zip(samples.tolist(), self._shards_of(samples).tolist(), strict=True)
         blocks = {self._block(sample, shard) for sample, shard in pairs}
         missing = [block.num_bytes for block in blocks if not self.cache.holds(block.name)]
@@ -311,7 +315,7 @@ class CachedTars:
     # ---- fetching ----
 
     def get(self, block: CacheBlock) -> Fetched:
-        """Fetch a block and check its headers and checksums; a mismatch prevents storing it."""
+        """Fetch a block and verify its headers and checksums. A mismatch prevents storing it."""
         data = self.folder.read(
             self.filenames[block.shard], block.start, block.stop, self.versions[block.shard]
         )
@@ -330,7 +334,7 @@ class CachedTars:
         return Fetched(data, ends)
 
     def _reset(self) -> None:
-        """Initialize the state of threads, because a forked process inherits neither threads nor
+        """Reset the state of threads, because a forked process inherits neither threads nor
         locks."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -341,9 +345,10 @@ class CachedTars:
         self._num_waiting = threading.Semaphore(0)
 
     def _request(self, block: CacheBlock, is_urgent: bool = False) -> Future[bytes | None]:
-        """Return a future of the block's bytes, or of None if another process has fetched it.
+        """Return a future for the block's bytes, or for None if another process has fetched it.
 
-        Requests are served in order, except that urgent blocks, which are being read, go first.
+        Requests are served in order, except that urgent blocks, which are being read, are served
+        first.
         """
         if self._pid != os.getpid():
             self._reset()
@@ -355,7 +360,7 @@ class CachedTars:
                 self._num_waiting.release()
                 if self._num_threads < min(self.most_threads, len(self._under_way)):
                     self._num_threads += 1
-                    # A daemon thread, so that the process can exit without waiting for a slow
+                    # Use daemon threads, so that the process can exit without waiting for a slow
                     # server.
                     threading.Thread(target=self._serve, daemon=True).start()
             if is_urgent and block.name in self._waiting:
@@ -373,4 +378,4 @@ class CachedTars:
                 future.set_exception(error)
             with self._lock:
                 del self._under_way[block.name]
-            del future  # free the memory of the block before the thread waits for the next one
+            del future  # release the block before waiting for the next one

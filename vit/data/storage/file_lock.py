@@ -1,7 +1,7 @@
-"""Create and lock files in a cache folder that several processes and users share.
+"""Create and lock files in a cache folder that processes and users share.
 
-The process that holds the lock writes the file under the name `<path>.part` and then renames it.
-Every wait for a lock has a time limit, because the holder may be suspended.
+The process that holds the lock writes to `<path>.part` and then renames it. Every wait for a lock
+times out, because the holder may be suspended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from vit.system import stages
 from vit.system.host import process_state
 
 LOCK_WAIT_S = 120.0
-"""The longest wait for a lock whose file does not grow, equal to the time limit of a fetch."""
+"""The maximum time in seconds to wait for a lock whose file does not grow; equals the time limit of
+a fetch."""
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 60.0
 log = logging.getLogger(__name__)
@@ -31,24 +32,25 @@ log = logging.getLogger(__name__)
 def locked_part(
     path: Path, exists: Callable[[Path], bool] = Path.exists
 ) -> Iterator[FileIO | None]:
-    """Open and lock `<path>.part` for the one thread that makes `path`; None if `path` exists.
+    """Open and lock `<path>.part` for the one thread that creates `path`; yield None if `path`
+    exists.
 
-    If the caller does not rename the part, the part is removed at the end. Raises OSError only
-    before it yields. Raises TimeoutError if another process holds the lock for `LOCK_WAIT_S` and
-    the part does not grow.
+    The part is removed afterwards unless the caller renames it. Raises OSError only before
+    yielding. Raises TimeoutError if another process holds the lock for `LOCK_WAIT_S` while the part
+    does not grow.
     """
     name = path.with_name(f"{path.name}.part")
     _make_folder(path.parent)
     while not exists(path):
         with FileIO(str(name), "r+", opener=open_shared) as file, lock(file.fileno(), name):
             if not is_at(file.fileno(), name):
-                continue  # the previous holder of the lock renamed or removed this file
+                continue  # the previous lock holder renamed or removed this file
             try:
                 yield None if exists(path) else file
             finally:
                 with suppress(OSError):  # the folder may have become read-only
-                    # Only while the lock is held, and only if the name still refers to this file.
-                    # After a rename, the name may refer to the part of another process.
+                    # Remove the part only while the lock is held and the name still refers to this
+                    # file. After a rename, the name may refer to another process's part.
                     if is_at(file.fileno(), name):
                         name.unlink(missing_ok=True)
             return
@@ -57,9 +59,9 @@ def locked_part(
 
 @contextmanager
 def lock(fd: int, path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of `path`, whose descriptor is `fd`. Raises TimeoutError.
+    """Hold the exclusive lock on `path`, whose descriptor is `fd`. Raises TimeoutError.
 
-    The lock is released explicitly, because a process forked while it was held keeps the file open.
+    The lock is released explicitly, because a process forked in the meantime keeps the file open.
     """
     try:
         _wait_for_lock(fd, path)
@@ -100,13 +102,13 @@ def _wait_for_lock(fd: int, path: Path) -> None:
 
 
 _given_up = set[Path]()
-"""The locks that timed out. The next request for one of them fails without waiting."""
+"""Locks that have timed out. The next attempt to get one of them fails without waiting."""
 _waited_for = set[Path]()
-"""The locks for which threads of this process are waiting."""
+"""Locks that threads of this process are waiting for."""
 
 
 def is_waited_for(path: Path) -> bool:
-    """Return whether a thread of this process waits for the lock of block `path` or
+    """Return whether a thread of this process is waiting for the lock of block `path` or of
     `used_bytes`."""
     names = (path.with_name(f"{path.name}.part"), path.parent.parent / "used_bytes")
     return not _waited_for.isdisjoint(names)
@@ -118,7 +120,7 @@ def _holder(fd: int) -> str:
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
-            if inode in fields and "->" not in fields:  # "->" marks a process that waits
+            if inode in fields and "->" not in fields:  # "->" marks a waiting process
                 pid = int(fields[fields.index(inode) - 1])
                 if pid <= 0:
                     return "a process of another container"
@@ -137,8 +139,8 @@ def _make_folder(folder: Path) -> None:
 def open_shared(name: str | Path, flags: int) -> int:
     """Open a file in a cache folder and return its descriptor; create the file if necessary.
 
-    Raises OSError if another user may have planted the file. This applies to links, and to files of
-    a user outside the folder's group.
+    Raises OSError if another user may have planted the file: if it is a link, or is owned by a user
+    outside the folder's group.
     """
     path = Path(name)
     fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -167,7 +169,8 @@ def is_at(fd: int, path: Path) -> bool:
 def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
     """Replace the content of an unbuffered file.
 
-    A buffered file would repeat a write that failed on a full disk when the file is closed.
+    Do not use a buffered file. After a write failed on a full disk, closing it would retry the
+    write.
     """
     file.truncate(0)
     for piece in pieces:
@@ -177,7 +180,8 @@ def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
 
 
 def remove_unless_locked(path: Path) -> bool:
-    """Remove the file of a process that has ended. Return False if a live process locks it."""
+    """Remove the file of a process that has ended. Return False if a live process holds the
+    lock."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

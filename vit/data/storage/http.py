@@ -1,13 +1,12 @@
-"""Read files on the web, and continue a transfer where the connection broke.
+"""Read files on the web, and resume a transfer after the connection breaks.
 
-A `WebFile` requests a range of bytes and returns them in pieces as they arrive. If the connection
-ends, stalls or takes too long, it requests the rest on a new connection, within the limits of
+A `WebFile` requests a range of bytes and returns them as they arrive. If the connection ends,
+stalls or takes too long, it requests the rest on a new connection, within the limits of
 `vit.system.retry`. The first response contains the file's version (size, ETag), and later responses
-must have the same version. A response is read exactly to the last requested byte, so that the
+must have the same version. Each response is read exactly to the last requested byte, so that the
 connection can be reused.
 
-The module uses urllib3, whose responses contain ranges and ETags. It is thread-safe, and a forked
-process opens new connections.
+The module uses urllib3, which is thread-safe. A forked process opens new connections.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from vit.system.urls import address, login_hint
 
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10.0
-"""The time limit for connecting."""
+"""Maximum time in seconds to wait for a connection."""
 SILENCE_S = 30.0
-"""The time limit for waiting for the next byte."""
+"""Maximum time in seconds to wait for the next byte."""
 ATTEMPT_S = 120.0
-"""The time limit of one request. The next request continues where it stopped."""
+"""Maximum time in seconds for one request. The next request resumes where it stopped."""
 SLOWEST_BYTES_PER_S = 1000
-"""The minimum speed of a transfer. A transfer that is slower during the retry limit has failed."""
+"""The minimum transfer speed. A transfer that is slower during the retry limit fails."""
 RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
-"""The status codes of temporary errors. They include all 5xx codes, because proxies add their own,
-except "not implemented" and "version not supported"."""
+"""Status codes of temporary errors. All 5xx codes except "not implemented" and "version not
+supported" are included, because proxies use their own codes."""
 
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
-"""The values of Content-Encoding that change the bytes of a file. S3's `aws-chunked` does not."""
+"""Values of Content-Encoding that change the bytes of a file. S3's `aws-chunked` does not."""
 
 
 class Refused(ShardError):
-    """The server refuses the request with a `status` that retries would not change."""
+    """The server refused the request with a `status` that retries would not change."""
 
     status: int
 
 
 def replaced(was: Version, now: Version) -> OSError:
-    """Return the error for a file whose version has changed."""
+    """Return the error to raise for a file whose version has changed."""
     message = f"the file was replaced at its URL while in use (before: {was}, now: {now})"
     if was.size == now.size:
         message += (
@@ -62,10 +61,10 @@ def replaced(was: Version, now: Version) -> OSError:
 
 
 class WebFile(io.RawIOBase):
-    """The bytes [start, stop) of a file, read once from the beginning to the end."""
+    """The bytes [start, stop) of a file, read once from start to end."""
 
     version: Version | None
-    """The version of the file; None before the first response unless the caller passed it."""
+    """The version of the file; None before the first response, unless passed by the caller."""
 
     def __init__(
         self,
@@ -79,11 +78,11 @@ class WebFile(io.RawIOBase):
         parts_only: bool = False,
         while_waiting: Callable[[], None] | None = None,
     ):
-        """url, name: URL of a folder and name of a file in it, or URL of a file and "".
+        """url, name: URL of a folder and file name in it, or URL of a file and "".
 
-        stop: end of the range; None: end of the file. version: version of a file in use; a
-        different version is an error. parts_only: fail if the server sends the entire file instead
-        of the requested range. while_waiting: see `RetryPolicy.call`.
+        stop: end of the range; None for the end of the file. version: expected version; a different
+        one is an error. parts_only: fail if the server sends the entire file instead of the
+        requested range. while_waiting: see `RetryPolicy.call`.
         """
         self.url = url
         self.name = name
@@ -96,25 +95,25 @@ class WebFile(io.RawIOBase):
         self._while_waiting = while_waiting
         self._response: Any = None
         self._is_whole = False
-        """Whether the response is the entire file, regardless of the requested range."""
+        """True if the response contains the entire file, regardless of the requested range."""
         self._position = 0
-        """The offset in the file of the next byte in the response."""
+        """The offset in the file of the response's next byte."""
         self._end: int | None = None
-        """The offset in the file at which the response ends; None if unknown."""
-        # Measure only the time that the reader waits for the network. Its own work has no limit.
+        """The offset in the file where the response ends; None if unknown."""
+        # Measure only the time spent waiting for the network. The reader's own work has no time
+        # limit.
         self._waited_s = 0.0
         self._attempt_s = 0.0
-        """The value of `_waited_s` at the start of this attempt."""
+        """The value of `_waited_s` when this attempt started."""
         self._mark_s = 0.0
         self._mark_at = start
         """The values of `_waited_s` and `at` when the speed was last checked."""
 
     def readable(self) -> bool:
-        """Return True, for `io.BufferedReader`."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes into `buffer` and return their number, 0 at the end."""
+        """Read the next bytes into `buffer`, and return how many were read; 0 at the end."""
         piece = self.read1(len(buffer))
         buffer[: len(piece)] = piece
         return len(piece)
@@ -122,12 +121,13 @@ class WebFile(io.RawIOBase):
     def read1(self, most: int = PIECE_BYTES) -> bytes:
         """Return the next bytes as they arrive, b"" at the end.
 
-        Raises FileNotFoundError, OSError if the file was replaced, ShardError if retries failed.
+        Raises FileNotFoundError, OSError if the file was replaced, and ShardError if all retries
+        failed.
         """
         while self.at != self.stop:
             began_s = time.monotonic()
             piece = self.retry.call(self._where, lambda: self._next(most), self._while_waiting)
-            # Clip the time, because a longer time means that this process was suspended.
+            # Limit the time, because a longer wait means that this process was suspended.
             self._waited_s += min(time.monotonic() - began_s, CONNECT_S + SILENCE_S)
             if not piece:
                 break
@@ -143,12 +143,12 @@ class WebFile(io.RawIOBase):
         return b""
 
     def close(self) -> None:
-        """End the transfer, even if it is incomplete."""
+        """Stop the transfer, even if it is incomplete."""
         self._end_answer()
         super().close()
 
     def open(self) -> Version:
-        """Return the version of the file, with a request if it is unknown."""
+        """Return the version of the file, sending a request if it is unknown."""
         if self._response is None and self.version is None:
             self.retry.call(self._where, self._request, self._while_waiting)
         assert self.version is not None
@@ -179,7 +179,7 @@ class WebFile(io.RawIOBase):
             self._end_answer()
             if self._end is not None:
                 raise RetryableError(f"the connection ended {self._progress()}")
-            self.stop = self.at  # the server did not send a length, so the file ends here
+            self.stop = self.at  # without a length, the file ends here
         return piece
 
     def _request(self) -> None:
@@ -218,12 +218,13 @@ class WebFile(io.RawIOBase):
             self._response = response
 
     def _check_answer(self, response: Any, requested: str) -> int:
-        """Store the response's position in the file; return the file's size, -1 if unknown.
+        """Store the position of the response in the file. Return the file's size, -1 if unknown.
 
-        Raises RetryableError, or a final error.
+        Raises RetryableError if a retry may help, else another error.
         """
         encoding = response.headers.get("Content-Encoding", "")
-        # Without `name`, the file is a stream or an archive, which may be compressed.
+        # Skip this check without `name`: the file is then a stream or an archive, which may be
+        # compressed.
         if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
             raise ShardError(
                 f"{self._where}: the server compresses the file (Content-Encoding: {encoding}),"
@@ -282,9 +283,9 @@ class WebFile(io.RawIOBase):
         self.version = now
 
     def _refusal(self, response: Any) -> Exception:
-        """Return the error for a response without the file.
+        """Return the error to raise for a response without the file.
 
-        For a file in use, the error is temporary, because a token may currently be renewed.
+        For a file already in use, the error is temporary, because a token may be in renewal.
         """
         reason = f"the server answers {response.status} {response.reason}"
         retry_after_s = _retry_after_s(response)
@@ -301,7 +302,8 @@ class WebFile(io.RawIOBase):
 
     def _end_answer(self) -> None:
         if self._response is not None and self._response.connection is not None:
-            # The response was not read to its end, so its connection cannot be reused.
+            # Close the response. Its connection cannot be reused, because it was not read to the
+            # end.
             self._response.close()
         self._response = None
 
@@ -310,7 +312,7 @@ class WebFile(io.RawIOBase):
 
 
 class WebFolder:
-    """The files directly below `<url>/`. Thread-safe; pickled as its URL."""
+    """The files directly below `<url>/`. Thread-safe. Pickled as its URL."""
 
     def __init__(self, url: str, retry: RetryPolicy | None = None):
         self.url = url.rstrip("/")
@@ -320,7 +322,7 @@ class WebFolder:
         return shown(self.url)
 
     def list(self) -> dict[str, Version]:
-        """Return {}, because web servers have no listings."""
+        """Return {}, because web servers do not list files."""
         return {}
 
     def stat(
@@ -328,17 +330,17 @@ class WebFolder:
     ) -> Version:
         """Return the version of a file. Raises FileNotFoundError.
 
-        Requests only the first byte, to detect servers that ignore ranges.
+        Requests only the first byte, to detect servers that ignore byte ranges.
         """
         with WebFile(
             self.url, name, self.retry, stop=1, parts_only=parts_only, while_waiting=while_waiting
         ) as file:
             if parts_only:
-                file.read1()  # reads to the end, so that the connection can be reused
+                file.read1()  # read to the end to reuse the connection
             return file.open()
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Return bytes [start, stop).
+        """Return bytes [start, stop) of a file.
 
         Raises OSError if the file was removed or replaced, and ShardError.
         """

@@ -1,4 +1,4 @@
-"""Send GET requests: redirects, credentials, proxies, and the classification of failures."""
+"""Send GET requests, with redirects, credentials and proxies, and classify failures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vit.system.retry import NUM_REFUSALS, RetryableError
 from vit.system.urls import address, credentials, on_the_web
 
 NUM_CONNECTIONS = 16
-"""The number of connections to a server that a process keeps open."""
+"""The number of connections per server that a process keeps open."""
 MAX_REDIRECTS = 5
 NUM_CLOSED = 9
-"""The number of attempts (about 70 s) at a port that has never responded, because the server may
+"""The number of attempts (about 70 s) to reach a port that has never responded. The server may
 still be starting."""
 HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
 
@@ -33,14 +33,14 @@ def get(
     connect_s: float,
     silence_s: float,
 ) -> Any:
-    """Return the response to a GET after redirects; its content is still unread.
+    """Return the response to a GET request after redirects. Its content is not read yet.
 
     Each server receives only its own credentials. url, name: see `address`. was_there: whether the
-    server has responded before; if so, an unknown host is treated as an outage, not as a
-    misspelling. connect_s, silence_s: time limits for connecting and for waiting for the next byte.
-    Raises RetryableError or ShardError.
+    server has responded before; if so, an unknown host is an outage, not a misspelling. connect_s,
+    silence_s: time limits for connecting and for the next byte. Raises RetryableError or
+    ShardError.
     """
-    import urllib3  # imported here because shards on a disk do not need it
+    import urllib3  # not needed for shards on a disk
 
     timeout = urllib3.Timeout(connect=connect_s, read=silence_s)
     at = address(url, name)
@@ -72,7 +72,7 @@ def get(
                 f"{shown(address(url, name))}: redirected to {shown(at)}, which is not a web"
                 " address and is not followed; correct the address"
             )
-        # The login in a URL is valid for its entire server, but must not be sent to another server.
+        # Do not send the login in a URL to another server. It is valid for its own server only.
         login = credentials(at) or (login if _server(at) == before else {})
         at = address(at)
     raise ShardError(
@@ -82,7 +82,7 @@ def get(
 
 
 _answered = set[tuple[str, str]]()
-"""The servers that have responded to this process, in the form of `_server`."""
+"""The servers that have responded to this process, as returned by `_server`."""
 
 
 def _server(url: str) -> tuple[str, str]:
@@ -91,9 +91,9 @@ def _server(url: str) -> tuple[str, str]:
 
 
 def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
-    """Return the error for a request without a response.
+    """Return the error to raise for a request without a response.
 
-    If the server has never responded, the address is probably wrong, so retries end soon.
+    If the server has never responded, retries end early, because the address is probably wrong.
     """
     inner = error.args[0] if error.args else None
     cause = error.__cause__
@@ -133,8 +133,7 @@ def _proxy(url: str) -> str | None:
 
 @functools.cache
 def pool(pid: int, proxy: str | None) -> Any:
-    """Return the connections of process `pid`. The key contains pid, because forks must not share
-    them."""
+    """Return the connections of process `pid`. Forked processes must not share connections."""
     import urllib3
 
     if proxy:
@@ -143,6 +142,6 @@ def pool(pid: int, proxy: str | None) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the cause of a urllib3 error, without the text that urllib3 adds."""
+    """Return the cause of a urllib3 error, without urllib3's additional text."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     return shown(str(cause).rpartition("): ")[2])

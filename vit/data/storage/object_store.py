@@ -1,8 +1,8 @@
 """Read and write object stores and all other URLs of fsspec: s3://, gs://, hf://, ftp://.
 
-Each call gets its client from fsspec, which caches clients per process. `vit.system.retry` repeats
-calls after temporary errors. Errors that a user can fix name the location, the reason and the
-remedy. Files are transferred completely or not at all. Reading a range of bytes also checks the
+Each call gets its client from fsspec, which caches clients per process. Calls are retried after
+temporary errors (`vit.system.retry`). Errors that a user can fix state the location, the reason and
+the remedy. Files are transferred completely or not at all. Reading a byte range also checks the
 version of the file.
 """
 
@@ -25,7 +25,7 @@ from vit.system.redact import shown
 from vit.system.retry import RetryableError, RetryPolicy, note_progress
 
 SMALLEST_PIECE = 64 << 10
-"""The minimum number of bytes per request. Timeouts of larger requests reduce them to this size."""
+"""The minimum number of bytes per request. After timeouts, requests shrink to this size."""
 VERSION_TAGS = (
     "ETag",
     "md5Hash",
@@ -36,28 +36,28 @@ VERSION_TAGS = (
     "last_modified",
     "created",
 )
-"""The fields of a file's description that contain its version, in order of preference. Tags that
-change only with the bytes come before tags that also change with permissions and labels."""
+"""Metadata fields that identify the version of a file, in order of preference. Tags that change
+only with the bytes come before tags that also change with permissions and labels."""
 LOCAL_ERRORS = (*FULL, errno.EROFS)
-"""The errors of this machine's disk. The clients of stores do not use these codes."""
+"""Errors of this machine's disk. Clients of object stores do not use these codes."""
 NO_BUCKET = "bucket does not exist"
-"""A part of S3's response to any request in a bucket that does not exist."""
+"""A part of S3's response to requests in a bucket that does not exist."""
 T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of object store. Its objects become visible only when they are complete."""
+    """A kind of object store, in which objects become visible only when they are complete."""
 
     package: str
-    """The package that fsspec needs."""
+    """The package that fsspec needs for this store."""
     credentials: str
-    """The locations where the client looks for credentials."""
+    """The credential sources of the client, as text for messages."""
     transfer: dict[str, Any]
-    """The options for uploads and downloads."""
+    """Options for uploads and downloads."""
 
 
-# A multipart transfer takes up to 4 x 16 MiB of memory per worker. The defaults of s3fs would take
-# 10 x 50 MB.
+# Multipart transfers take up to 4 x 16 MiB of memory per worker. With the defaults of s3fs, they
+# would take 10 x 50 MB.
 S3 = Kind(
     "s3fs",
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (FSSPEC_S3_ANON=true reads public"
@@ -69,7 +69,7 @@ KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
 
 
 class ObjectStore:
-    """The files at `<url>/`, by their names below it. Thread-safe; pickled as its URL.
+    """The files below `<url>/`, addressed by relative name. Thread-safe. Pickled as its URL.
 
     All methods raise Refused if the user can fix the error, ShardError if all retries failed,
     FileNotFoundError, and OSError for errors of this machine's disk.
@@ -91,13 +91,12 @@ class ObjectStore:
     def list_below(self) -> dict[str, Version]:
         """Return all files below the folder, such as `a/b`; "" is the URL itself, if it is a file.
 
-        Returns {} if the folder does not exist. Raises Refused for a name that, used as a path,
-        points outside of the folder. The keys of a store may be any text, and callers write files
-        with these names.
+        Returns {} if the folder does not exist. Raises Refused for a name that points outside the
+        folder when used as a path. Keys may be any text, and callers write files with these names.
         """
         try:
             versions = self._call("", _list_below)
-        except FileNotFoundError as error:  # Google's response for a bucket that does not exist
+        except FileNotFoundError as error:  # Google's response if the bucket does not exist
             raise self._no_bucket(error) from error
         for name in versions:
             if name.startswith("/") or ".." in name.split("/"):
@@ -108,8 +107,8 @@ class ObjectStore:
         return versions
 
     def changed_at(self, name: str) -> datetime | None:
-        """Return the time at which a file was written, by the store's clock; None if unknown."""
-        with suppress(Refused):  # from fsspec's NotImplementedError of a store without times
+        """Return the time when a file was written, by the store's clock; None if unknown."""
+        with suppress(Refused):  # raised for stores without modification times
             return self._call(name, lambda fs, path: _changed_at(fs, f"{path}/{name}"))
         return None
 
@@ -122,8 +121,8 @@ class ObjectStore:
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Return bytes [start, stop) of a file that is in use.
 
-        Raises OSError if the version has changed. The version is checked after the bytes have
-        arrived, because it may change during the transfer.
+        Raises OSError if the version has changed. The check follows the transfer, because the file
+        may be replaced during it.
         """
         pieces: list[bytes] = []
         at = start
@@ -135,7 +134,7 @@ class ObjectStore:
                 end = min(at + piece_bytes, stop)
                 try:
                     piece = fs.cat_file(f"{path}/{name}", start=at, end=end, **_timeout(fs))
-                except TimeoutError:  # also of fsspec; a smaller piece may arrive in time
+                except TimeoutError:  # also from fsspec; a smaller piece may succeed
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
@@ -146,7 +145,8 @@ class ObjectStore:
                 pieces.append(piece)
                 at += len(piece)
             now = _version(fs, path, name)
-            # `version` may come from a listing, which shows a different tag in some stores.
+            # Compare with the listing too, because `version` may come from one, and some stores
+            # list other tags.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
@@ -160,7 +160,8 @@ class ObjectStore:
         return self._call(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_timeout(fs)))
 
     def try_writing(self, name: str) -> None:
-        """Create and remove an empty file. Also raises Refused if the bucket does not exist."""
+        """Create and remove an empty file. Raises Refused if, for instance, the bucket does not
+        exist."""
 
         def probe(fs: Any, path: str) -> None:
             self._make_parent(fs, f"{path}/{name}")
@@ -180,7 +181,7 @@ class ObjectStore:
         name = name or path.name
 
         def put(fs: Any, folder: str) -> None:
-            size = path.stat().st_size  # read in each attempt, because a log may grow
+            size = path.stat().st_size  # read per attempt, because a log may grow
             self._make_parent(fs, f"{folder}/{name}")
             fs.put_file(str(path), f"{folder}/{name}", **self._transfer)
             _check_arrived(_version(fs, folder, name).size, size)
@@ -188,10 +189,10 @@ class ObjectStore:
         self._call(name, put, in_use)
 
     def write(self, name: str, data: bytes, only_new: bool = False, in_use: bool = False) -> bool:
-        """Write a small file; return whether it was written.
+        """Write a small file. Return whether it was written.
 
         only_new: do not replace an existing file. Stores without conditional writes (fsspec's
-        "create") replace it anyway. in_use: see `_call`.
+        "create") ignore this. in_use: see `_call`.
         """
 
         def put(fs: Any, folder: str) -> bool:
@@ -204,8 +205,8 @@ class ObjectStore:
                 except FileExistsError:
                     return False
                 except OSError as error:
-                    # s3fs handles Amazon's response. Other servers reject with a bare EINVAL, or do
-                    # not support conditional writes (ENOSYS).
+                    # s3fs handles Amazon's response. Other servers reject the write with EINVAL, or
+                    # do not support conditional writes (ENOSYS).
                     if error.errno == errno.EINVAL and fs.exists(target, **_timeout(fs)):
                         return False
                     if error.errno != errno.ENOSYS:
@@ -220,7 +221,7 @@ class ObjectStore:
     ) -> None:
         """Copy a file to a local path, completely or not at all.
 
-        on_bytes: a function that is called with the number of bytes received so far.
+        on_bytes: called with the total number of bytes received.
         """
 
         def get(fs: Any, folder: str) -> None:
@@ -237,8 +238,8 @@ class ObjectStore:
                 source = f"{folder}/{name}" if name else folder
                 fs.get_file(source, file.name, callback=Progress(), **self._transfer)
                 _check_arrived(os.path.getsize(file.name), version.size)
-                # The file arrives in several requests. If a running job replaced it between two
-                # requests, the copy would mix the weights of two steps.
+                # The file arrives in several requests. If a running job replaced it between two of
+                # them, the copy would mix the weights of two steps.
                 now = _version(fs, folder, name)
                 if now != version:
                     reason = str(replaced(version, now).strerror)
@@ -259,9 +260,8 @@ class ObjectStore:
     def remove_unfinished(self) -> None:
         """Abort incomplete uploads below the folder, because they are invisible but billed.
 
-        Only S3 keeps incomplete uploads until they are removed. There is a single attempt, and
-        errors are ignored, because listing the uploads needs a rare permission and some servers do
-        not support it.
+        Only S3 keeps incomplete uploads until they are removed. Errors are ignored and not retried,
+        because listing uploads needs a rare permission, and some servers do not support it.
         """
         if self.kind is not S3:
             return
@@ -292,12 +292,12 @@ class ObjectStore:
         in_use: bool = False,
         while_waiting: Callable[[], None] | None = None,
     ) -> T:
-        """Return the result of `action`, called with fsspec's client and the folder's path.
+        """Call `action` with fsspec's client and the folder's path, and return its result.
 
-        name: name of the file for messages, or "" for the folder. in_use: whether the file existed
-        before; if so, even a refusal may be temporary.
+        name: file name for messages, or "" for the folder. in_use: whether the file existed before;
+        if so, even a refusal may be temporary.
         """
-        import fsspec  # imported here because shards on a disk do not need it
+        import fsspec  # not needed for shards on a disk
 
         shown_name = f"{self}/{name}" if name else str(self)
 
@@ -308,7 +308,7 @@ class ObjectStore:
                 return action(fs, path.rstrip("/"))
             except RetryableError:
                 raise
-            except Exception as error:  # each store's client has different exceptions
+            except Exception as error:  # each client raises different exceptions
                 if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
                     error.filename = error.filename or tempfile.gettempdir()
                     raise
@@ -317,15 +317,16 @@ class ObjectStore:
                 is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
                 if not is_replaced and not is_no_file:
                     final = self._refusal(error, shown_name)
-                # These errors are final even for a file in use, because a renewed token would not
-                # fix them.
+                # Raise these errors even for a file in use, because a renewed token would not fix
+                # them.
                 is_misuse = isinstance(
                     error, (ImportError, ValueError, TypeError, NotImplementedError)
                 )
                 if final is not None and (is_misuse or not in_use):
                     raise final from error
                 if fs is not None and (final is not None or not fs.async_impl):
-                    # The next attempt must get a client with new credentials and connections.
+                    # Drop the client, so that the next attempt gets new credentials and
+                    # connections.
                     fs.clear_instance_cache()
                 reason = _reason(error)
                 if not is_replaced:
@@ -335,7 +336,7 @@ class ObjectStore:
         return self.retry.call(shown_name, attempt, while_waiting)
 
     def _refusal(self, error: Exception, shown_name: str) -> Refused | None:
-        """Return the error to raise if waiting would not help, or None if `error` may be
+        """Return the error to raise if a retry would not help, or None if `error` may be
         temporary."""
         reason = _reason(error)
         name = type(error).__name__
@@ -377,7 +378,7 @@ def _timeout(fs: Any) -> dict[str, float]:
 
 
 def _list(fs: Any, path: str) -> dict[str, Version]:
-    fs.invalidate_cache(path)  # because other processes also write to this folder
+    fs.invalidate_cache(path)  # other processes also write to this folder
     return {
         entry["name"].rsplit("/", 1)[-1]: _version_of(entry)
         for entry in fs.ls(path, detail=True, **_timeout(fs))
@@ -399,7 +400,7 @@ def _changed_at(fs: Any, path: str) -> datetime:
 def _listed_version(fs: Any, path: str, name: str) -> Version | None:
     try:
         return _list(fs, path).get(name)
-    except (FileNotFoundError, PermissionError):  # the store may allow reading but not listing
+    except (FileNotFoundError, PermissionError):  # listing may be forbidden
         return None
 
 
@@ -409,6 +410,6 @@ def _version(fs: Any, path: str, name: str) -> Version:
 
 
 def _version_of(entry: dict[str, Any]) -> Version:
-    # Some stores, such as Azure's, return one tag with and without quotes.
+    # Strip quotes, because some stores, such as Azure's, return one tag with and without quotes.
     tags = (str(entry[key]).strip('"') for key in VERSION_TAGS if entry.get(key))
     return Version(int(entry["size"]), next(tags, ""))

@@ -1,8 +1,8 @@
 """Read the shards, the index and `_info.json` of a data set at a URL.
 
 `vit.data.storage.http` reads files on the web, and `vit.data.storage.object_store` reads all
-others. Both retry after temporary errors. The first response about a file contains its version
-(size, ETag), and later responses must have the same version.
+others. Both retry after temporary errors. The first response for a file contains its version (size,
+ETag), and later responses must have the same version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import bare, on_the_web
 
 PIECE_BYTES = 8 << 20
-"""The number of bytes per request for an entire file, which may be a large index."""
+"""The number of bytes per request when fetching an entire file, such as a large index."""
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +49,8 @@ class RemoteFolder:
         return hashlib.sha256(bare(self._server.url).encode()).hexdigest()[:16]
 
     def read_info(self) -> dict[str, Any]:
-        """Return `_info.json`. If missing, raises ShardError with the command that creates it."""
+        """Return `_info.json`. If it is missing, raise ShardError with the command that creates
+        it."""
         try:
             pieces = self._pieces("_info.json", self.stat("_info.json"))
         except FileNotFoundError:
@@ -57,11 +58,11 @@ class RemoteFolder:
         return parse_json(b"".join(pieces), f"{self}/_info.json")
 
     def fetch_index(self, split: str, cache: BlockCache) -> Path:
-        """Return the path of `<split>.index.npy` in the cache's folder.
+        """Return the path of `<split>.index.npy` in the cache folder.
 
-        One process of a host fetches the file while other processes wait. The file ends with a
-        checksum, which numpy ignores, so a file that was damaged by a power failure is fetched
-        again. Raises ShardError.
+        One process per host fetches the file while the others wait. The file ends with a checksum,
+        which numpy ignores. A file that was damaged by a power failure is fetched again. Raises
+        ShardError.
         """
         name = f"{split}.index.npy"
         try:
@@ -81,7 +82,7 @@ class RemoteFolder:
                         path.parent,
                         error.strerror,
                     )
-                    # Both processes write the same bytes, so either one may finish first.
+                    # Either process may finish first, because both write the same bytes.
                     temporary = stack.enter_context(temporary_file(path)).name
                     part = stack.enter_context(FileIO(temporary, "r+"))
                 if part is not None:
@@ -97,10 +98,10 @@ class RemoteFolder:
         return path
 
     def stats(self, names: list[str]) -> list[Version | str]:
-        """Return the version of each file, or the reason why it is unknown."""
+        """Return the version of each file, or the reason why the version is unknown."""
         try:
             listed = self._server.list()
-        except (FileNotFoundError, Refused):  # the server may allow reading but not listing
+        except (FileNotFoundError, Refused):  # listing may be forbidden
             listed = {}
         stopped = threading.Event()
 
@@ -118,7 +119,7 @@ class RemoteFolder:
         try:
             return list(threads.map(version, names))
         finally:
-            # After an error or a signal, do not wait for threads that pause before a retry.
+            # After an error or a signal, do not wait for threads that are pausing before a retry.
             stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -132,7 +133,7 @@ class RemoteFolder:
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Return bytes [start, stop) of a file.
 
-        Raises OSError if the file was removed or its version has changed, and ShardError.
+        Raises OSError if the file was removed or replaced, and ShardError.
         """
         return self._server.read(name, start, stop, version)
 
