@@ -28,7 +28,6 @@ from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.hooks.order_check import OrderHook
 from vit.run import Run
-from vit.run_folder import SEAL
 from vit.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -163,32 +162,6 @@ def test_one_rank_reads_checkpoint_and_initial_weights_and_all_have_them(config,
     assert begun[0].split()[2] != resumed[0].split()[2]
     assert not (tmp_path / "run1").exists()
     assert not (tmp_path / "new1").exists()
-
-
-def test_an_old_checkpoint_resumes_only_with_its_original_behavior(config, tmp_path):
-    """Averaged weights used to always have a warm-up. Now a setting enables the warm-up, and its
-    default is off."""
-    run = finished_run(config, tmp_path / "run", "train.ema_decay=0.9")
-    [(path, info)] = [newest_checkpoint(run.folder)]
-    del info["config"]["train"]["ema_warmup"]
-    del info[SEAL]  # delete the key, which a later version added
-    (path / "checkpoint.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match=r"train\.ema_warmup: True there, False here"):
-        resume.find_checkpoint(run.folder, config_io.to_dict(run.config), {}, set(), ALONE)
-    train_config = run.config.train.model_copy(update={"ema_warmup": True})
-    as_made = run.config.model_copy(update={"train": train_config})
-    assert resume.find_checkpoint(run.folder, config_io.to_dict(as_made), {}, set(), ALONE) == (
-        path,
-        info,
-    )
-    none = run.config.train.model_copy(update={"ema_decay": None})
-    without = run.config.model_copy(update={"train": none})
-    assert (
-        resume.find_checkpoint(
-            run.folder, config_io.to_dict(without), {}, {"train.ema_decay"}, ALONE
-        )
-        is not None
-    )
 
 
 def test_a_run_does_not_resume_with_different_class_names(config, tmp_path):

@@ -46,13 +46,13 @@ def test_a_killed_and_resumed_run_on_sources_equals_an_uninterrupted_run(tmp_pat
         r"chosen: (.*)", train(config, whole, sources(other), ranks=2).stderr
     )
     assert re.fullmatch(
-        r"56 images per epoch \(75\.7%, 3\.73 times each\) of 15 of 60 samples of .* 'train':"
-        r" excluded are 45 by .*",
+        r"56 images per epoch \(75\.7%, 3\.73 times each\) of 15 of 60 samples of .* 'train'"
+        r"; excluded: 45 by .*",
         first,
     )
     assert re.fullmatch(
-        r"18 images per epoch \(24\.3%, 0\.305 times each\) of 59 of 60 samples of .*set 'train':"
-        r" excluded are 1 by .*",
+        r"18 images per epoch \(24\.3%, 0\.305 times each\) of 59 of 60 samples of .*set 'train'"
+        r"; excluded: 1 by .*",
         second,
     )
     [start] = lines(whole, "start")
@@ -127,7 +127,7 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
     ("override", "message"),
     [
         ("data.exclude={shards}/nofile", r"data\.exclude=.*nofile: cannot be read \(No such file"),
-        ("data.filter=label == 'walrus'", r"data\.filter: .*walrus.* at character 10 .*: no class"),
+        ("data.filter=label == 'walrus'", r"data\.filter: .*walrus.* at character 10 .*: not a"),
         ("data.filter=width < 0", "no sample is left for training"),
     ],
 )

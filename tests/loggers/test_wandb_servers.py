@@ -155,9 +155,8 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
     first, *_, last = capfd.readouterr().err.splitlines()
     assert holds(spent_s)
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
-    assert re.match(
-        r"wandb: stopped \(http://127.0.0.1:\d+ does not answer: .*\); .* --to-wandb$", last
-    ), last
+    # W&B's own error may come before the third probe.
+    assert re.match(r"wandb: stopped \(.*\); .* --to-wandb$", last), last
     assert len(record_of(tmp_path)) == 7
     server.released.set()
     wait_for(lambda: not wandb_pids())

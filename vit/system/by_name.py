@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pkgutil
+import importlib
 from typing import Any
 
 
@@ -13,12 +13,14 @@ def load(name: str, needed_for: str) -> Any:
 
     needed_for: the setting or address that needs the module, for the message.
     """
+    module, _, attribute = name.partition(":")
     try:
-        return pkgutil.resolve_name(name)
+        loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if not name.replace(":", ".").startswith(f"{missing}."):  # The module's own import failed.
+        if not f"{module}.".startswith(f"{missing}."):  # The module's own import failed.
             raise
         raise ValueError(
             f"{needed_for} needs {missing.replace('.', '/')}, which is not installed"
         ) from None
+    return getattr(loaded, attribute) if attribute else loaded

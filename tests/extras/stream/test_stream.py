@@ -301,7 +301,7 @@ def test_a_permanent_web_fault_is_reported(twenty):
         with pytest.raises(
             ShardError,
             match=(
-                r"a.tar: the server answers 503 Service Unavailable, \d+ times in \d+ s; check the"
+                r"a.tar: the server answers 503 Service Unavailable, \d+ times in \d+ s: check the"
                 r" address"
             ),
         ):
