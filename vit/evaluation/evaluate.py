@@ -259,7 +259,7 @@ def evaluate_model(
         split: the result of `vit.open_split`.
         image_size: height and width in pixels, or one number for both.
         crop_pct: side of the center crop divided by the shorter side of the resized image.
-        mean, std: per channel, for images scaled to [0, 1]; a single value selects grayscale images.
+        mean, std: per channel, for images scaled to [0, 1]; one value selects grayscale images.
         interpolation: `bicubic` or `bilinear`, antialiased.
         batch_size: images per forward pass and rank.
         precision: `fp32`, `bf16` or `fp16` for the forward pass.
