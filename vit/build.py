@@ -93,7 +93,7 @@ def _build(
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks start from the same weights: from the same seed, file or checkpoint.
+    # 3. The model. All ranks start from the same weights, given by a seed, file or checkpoint.
     with world.fail_together(), nullcontext() if newest is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)

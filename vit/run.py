@@ -116,7 +116,7 @@ class Run:
     record: Record
     saver: Saver
     hooks: Sequence[Hook]
-    """The hooks in the order in which they are called, equal on all ranks."""
+    """The hooks in calling order, equal on all ranks."""
     place: Place
     signals: StopSignals
     start_times: StartTimes
@@ -198,7 +198,7 @@ class Parts:
     """The parts of a run that depend on the config. The defaults give a plain run."""
 
     hooks: tuple[Hook, ...] = ()
-    """The hooks in the order in which they are called, equal on all ranks."""
+    """The hooks in calling order, equal on all ranks."""
     open_place: Callable[[Config, World], Place] = open_folder
     create_objective: Callable[..., Objective] = supervised
     create_reduce: Callable[..., Reduce] = data_parallel

@@ -7,8 +7,8 @@
 The copy stream starts when all work queued before the snapshot is done, including update n. The
 state must not change until the event at the end of the copy. The forward pass changes buffers
 (batch norm statistics), so they are copied on the compute stream. Updates change everything else,
-so the next update waits for the event (`TrainStep.copying`). The host does not wait. The thread
-waits for the event before it reads the copy. On a CPU, the copy is complete when `take` returns.
+so the next update waits for the event (`TrainStep.copying`). The thread waits for the event before
+it reads the copy. On a CPU, the copy is complete when `take` returns.
 """
 
 from __future__ import annotations

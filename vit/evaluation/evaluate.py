@@ -184,7 +184,6 @@ class Evaluator:
         finally:  # `on_batch` raises an error to interrupt an evaluation
             for name, model in models.items():
                 model.train(was_training[name])
-        # This is the first host-device sync since the loop started.
         results = {
             scored.name: {name: counts[name][number].result(self.world) for name in models}
             for number, scored in enumerate(self.sets)

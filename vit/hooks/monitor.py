@@ -114,10 +114,7 @@ class Monitor:
         return time.perf_counter() - self._run_began
 
     def start_clock(self) -> None:
-        """Start counting training time when the first batch has arrived.
-
-        Startup and the wait for that batch do not count as training time.
-        """
+        """Start counting training time when the first batch has arrived."""
         self.is_started = True
         self._wait_before_s = self.loader.stats.wait_s
         self._new_interval(time.perf_counter(), self.loader.stats)
@@ -208,8 +205,7 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._num_steps = 0
-        """The number of steps of this attempt in the interval. The interval's losses may include
-        those of an earlier attempt."""
+        """The number of steps of this attempt in the interval."""
         self._waited_s = 0.0
         self._totals_s = np.zeros(1)
 

@@ -2,9 +2,9 @@
 
 Each rank looks up the planned samples of its rows, and computes two checksums: one of the planned
 samples, and one of the samples from its loader. The checksums are compared at each save and at the
-end of an epoch. The rows of all ranks make up the batch, so each rank checks only its own rows. The
-sum of checksums over ranks is the same for any number of ranks. `RunState` stores this sum, so that
-it survives a kill, and metrics.jsonl gets it at the end of the epoch.
+end of an epoch. Each rank checks only its own rows of the batch. The sum of checksums over ranks is
+the same for any number of ranks. `RunState` stores this sum, and metrics.jsonl gets it at the end
+of the epoch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.plan import Plan
 
 NOTABLE_FIRST_SHARE = 0.05
-"""A note is logged if the final EMA contains more than this share of the initial weights, as with
+"""A note is logged if the initial weights make up more than this share of the final EMA, as with
 fewer than 3 / (1 - decay) updates."""
 
 

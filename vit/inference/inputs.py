@@ -3,7 +3,7 @@
 Folders are searched recursively, in sorted order, for images and tars. A file is an image by its
 suffix or, without a suffix, by its first bytes. A tar is not unpacked: its images are read at their
 offsets. Files named on the command line must exist. Names in a list are not checked until the image
-is read, because a list of a million names may be out of date.
+is read.
 """
 
 from __future__ import annotations

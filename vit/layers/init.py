@@ -19,7 +19,7 @@ _DRAWS = (
     "kaiming_uniform_",
     "kaiming_normal_",
 )
-"""The functions in torch.nn.init that draw random numbers, directly or by calling each other."""
+"""The functions in torch.nn.init that draw random numbers."""
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class Record:
     def _restore_if_gone(self) -> None:
         """Write all lines to a new file if the file was removed or replaced.
 
-        The open file still contains the lines, although its name is gone. Raises OSError.
+        The open file still contains the lines. Raises OSError.
         """
         path = self._run_dir / METRICS_FILE
         with suppress(FileNotFoundError):

@@ -1,8 +1,7 @@
 """Run Weights & Biases in a separate process, which can neither block nor crash training.
 
-`vit/loggers/wandb_process.py` is that process. The process reads metrics.jsonl, so training only
-reports its end. Online, the process runs during training. Offline, it runs after training and
-writes one folder.
+The process, `vit/loggers/wandb_process.py`, reads metrics.jsonl, so training only reports its end.
+Online, it runs during training. Offline, it runs after training and writes one folder.
 
     runs/<name>/wandb_id               one id for all attempts
     runs/<name>/wandb/run-*/           W&B's own folder of each attempt online

@@ -10,7 +10,7 @@ the record to its end. Lines for the user are printed on stdout.
 **W&B shows each line of the record once, even after kills.** A row's W&B step (`_step`) is its
 number among the valid lines of the record, so the step is the same in each attempt. The service
 reports how many rows it has, and only later rows are sent. Steps that training repeats keep their
-first values on W&B. Offline, the script writes one folder with all rows after training has ended.
+first values on W&B.
 
 The script makes one attempt. After a failure, `launch/report.py RUN --to-wandb` runs it again.
 """

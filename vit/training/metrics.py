@@ -178,7 +178,7 @@ class AccuracyCounter:
         self.bins += torch.stack([(counted * part[:, None]).sum(0) for part in parts])
 
     def result(self, world: World) -> Accuracy:
-        """Return the totals over all ranks. Waits for the device, once per evaluation."""
+        """Return the totals over all ranks. Waits for the device."""
         sums = world.sum_(torch.cat([self.sums, self.bins.flatten()])).tolist()
         images, top1, top5, loss, not_finite = sums[:5]
         share = 100.0 / max(images, 1)

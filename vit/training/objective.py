@@ -22,10 +22,7 @@ Forward = Callable[[Tensor], Any]
 
 
 class Objective:
-    """Computes the loss of each row of a micro-batch, after augmentation.
-
-    This class compares logits with labels. Other objectives are subclasses.
-    """
+    """Computes the loss of each row of a micro-batch from logits and labels."""
 
     models: Sequence[nn.Module] = ()
     """Additional models that are compiled together with the trained model."""
