@@ -1,12 +1,12 @@
-"""Run a command of an installed package: `vitline COMMAND ...`.
+"""Run a command of the installed package: `vitline COMMAND ...`.
 
     vitline train --config vit_b16 data.root=/data/imagenet
     torchrun --nproc_per_node=8 -m vit train --config vit_b16 data.root=/data/imagenet
     vitline prep imagefolder PHOTOS --out /data/photos
 
-`vitline NAME` runs launch/NAME.py, and `vitline prep NAME` runs a module of data_prep. An installed
-package contains a copy of launch/ inside `vit`. `--config` accepts the name of a recipe: `--config
-vit_b16` reads configs/vit_b16.yaml unless a file named `vit_b16` exists.
+`vitline NAME` runs launch/NAME.py, and `vitline prep NAME` runs the module data_prep.NAME. An
+installed package contains a copy of launch/ inside `vit`. `--config` accepts the name of a recipe:
+`--config vit_b16` reads configs/vit_b16.yaml unless a file named `vit_b16` exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     if name in COMMANDS:
         script = LAUNCH / f"{name}.py"
         sys.argv = [str(script), *sys.argv[2:]]
-        # The scripts import check_versions, so add their folder to the path as python would.
+        # The scripts import check_versions, so add their folder to sys.path, as python would.
         sys.path.insert(0, str(LAUNCH))
         runpy.run_path(str(script), run_name="__main__")
     elif name == "prep":
@@ -59,8 +59,8 @@ def main() -> None:
 
 
 def refuse(command: str, hint: str, listing: str) -> NoReturn:
-    """Print that `command` is unknown and which command lists the known ones; exit with status
-    2."""
+    """Report that `command` is unknown, suggest a command that lists all commands, and exit with
+    status 2."""
     print(
         f"error: unknown command {command!r}{hint}: run {listing} to list the commands",
         file=sys.stderr,

@@ -1,6 +1,6 @@
-"""Build a `Run` from a config: everything that `vit.train.train` needs.
+"""Build a `Run`, with everything that `vit.train.train` needs, from a config.
 
-`build` opens and checks the data and computes the plan. It creates the model, the optimizer and the
+`build` opens and checks the data, computes the plan, creates the model, the optimizer and the
 training step, and loads the newest checkpoint if the run folder has one. metrics.jsonl is opened
 last, after everything else has succeeded. `Parts` contains the hooks and functions that the config
 adds to a plain run.
@@ -39,7 +39,7 @@ from vit.training.run_data import as_trained, open_data
 def build(
     config: Config, world: World, allow_change: Iterable[str] = (), parts: Parts | None = None
 ) -> Run:
-    """Build the run described by `config`, from its newest checkpoint if one exists.
+    """Build the run described by `config`, and load its newest checkpoint if one exists.
 
     allow_change: settings that may differ from those in the checkpoint. parts: the result of
     `vit.extras.compose.parts_of` for `config`. Raises ValueError for mistakes in the config or the
@@ -59,7 +59,7 @@ def build(
         run = _build(
             config, world, set(allow_change), parts=parts, place=place, lock=lock, signals=signals
         )
-        # From now on, signals only set a flag. The training loop reads it and stops after the step.
+        # From now on, signals only set a flag, which makes the training loop stop after the step.
         signals.remember_only()
     except BaseException as error:
         signals.restore()
@@ -93,7 +93,7 @@ def _build(
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks start from equal weights: the same seed, file or checkpoint.
+    # 3. The model. All ranks start from the same weights, given by a seed, file or checkpoint.
     with world.fail_together(), nullcontext() if newest is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
@@ -155,7 +155,7 @@ def _build(
 def _config_of_step(
     config: Config, newest: tuple[Path, dict[str, Any]] | None, plan: Plan
 ) -> Config:
-    """Return `config`, without compilation if the run has already finished all steps."""
+    """Return `config`, with compilation turned off if the run has already finished all steps."""
     if newest is None or not checkpoints.state_of(newest[1]).is_over(plan):
         return config
     return config_io.with_settings(config, {"train.compile": False})

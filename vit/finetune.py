@@ -1,4 +1,4 @@
-"""Fine-tune weights and compare predictions before and after on each validation image.
+"""Fine-tune weights, and compare predictions on each validation image before and after.
 
 The original weights are evaluated on the same validation images, at their own image size and at the
 new image size.
@@ -48,7 +48,7 @@ def finetune(
     """Fine-tune `loaded` as `tuned` describes, and print the accuracy before and after to `out`.
 
     base: the config of `loaded`, or None if the weights cannot be evaluated before training;
-    `problem` then gives the reason. build_run: builds the run of `tuned`
+    `problem` then gives the reason. build_run: a function that builds the run for `tuned`
     (`vit.extras.compose.build_run`). as_json: also print one JSON object on stdout (see
     `launch/eval.py`). Raises ValueError if the run in the folder started from different weights.
     """
@@ -85,7 +85,7 @@ def finetune(
                 print(json.dumps({"stopped": True, "run": tuned.run.dir}))
         return
 
-    world.barrier()  # rank 0 writes the weights, and may still draw the report
+    world.barrier()  # rank 0 may still be writing weights or drawing the report
     trained = read_once(lambda: read_weights(local_folder(tuned.run)), world)
     after = evaluate_weights(trained, tuned, world, out)
     if not world.is_main:
@@ -131,13 +131,15 @@ def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
 def _evaluate_before(
     loaded: LoadedWeights, base: Config, tuned: Config, world: World, out: TextIO
 ) -> dict[str, Result]:
-    """Evaluate `loaded` on the images of `tuned`, at the image sizes of `base` and `tuned`."""
+    """Evaluate `loaded` on the validation images of `tuned`, at the image sizes of `base` and
+    `tuned`."""
     settings = {
         "data.root": tuned.data.root,
         "data.val_split": tuned.data.val_split,
         "data.num_workers": tuned.data.num_workers,
         "eval.batch_size": tuned.eval.batch_size,
-        # The evaluation sets of `base` use its own classes, so the results would not be comparable.
+        # Omit the evaluation sets of `base`: their classes differ, so results would not be
+        # comparable.
         "eval.sets": {},
         "eval.best_by": VAL,
     }

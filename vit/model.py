@@ -10,9 +10,9 @@ registers), N = P + h*w tokens, and D = `embed_dim`.
 4. Pooling    (B, N, D)    -> (B, D)         class token, or patch mean      norm, fc_norm
 5. Head       (B, D) -> (B, num_classes)     linear, optional tanh layer     pre_logits, head
 
-Comments quote the equations of Dosovitskiy et al. 2021 (arXiv 2010.11929). Later additions, such as
-rotary positions, are off by default. Each has an argument of `VisionTransformer` and a module in
-`vit.layers`. Argument names and state-dict keys are those of timm
+Comments quote the equations of Dosovitskiy et al. 2021 (arXiv 2010.11929). Additions from later
+papers, such as rotary positions, are off by default. Each addition has an argument of
+`VisionTransformer` and a module in `vit.layers`. Argument names and state-dict keys match timm's
 (huggingface/pytorch-image-models:timm/models/vision_transformer.py), so each library can load the
 other's weights. The name `timm/<name>` creates a timm model.
 
@@ -64,7 +64,7 @@ def create_model(
         image_size: height and width in pixels, or one number for both; 224 by default.
         num_classes: number of outputs of the head; 1,000 by default.
         fields: further arguments of `VisionTransformer`, or of timm's constructor for
-            `timm/<name>`. They override the values of `name`.
+            `timm/<name>`. They override the defaults of the model.
 
     Raises:
         ValueError: the name is unknown, or arguments contradict each other.
@@ -134,8 +134,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x, rope)
         # softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never stores the N
-        # x N attention matrix. The function does not know `self.training`, so dropout must be set
-        # to 0 in evaluation.
+        # x N attention matrix. The function ignores `self.training`, so set dropout to 0 in
+        # evaluation.
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         # [SA_1; ...; SA_heads] U_msa (equation 8)
@@ -153,7 +153,7 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Use the exact GELU, not the tanh approximation: published weights were trained with it.
+        # Use the exact GELU, because published weights were trained without the tanh approximation.
         x = self.drop1(F.gelu(self.fc1(x)))
         return self.drop2(self.fc2(x))
 
@@ -162,7 +162,7 @@ class Block(nn.Module):
     """One pre-norm encoder block: (B, N, D) -> (B, N, D).
 
     Both residual branches may use LayerScale (`init_values`) and stochastic depth. Stochastic depth
-    is either a mask (`drop_paths`) or a subset of samples (`rows`, see vit/layers/drop_path.py).
+    either masks branches (`drop_paths`) or selects samples (`rows`, see vit/layers/drop_path.py).
     """
 
     def __init__(
@@ -208,7 +208,7 @@ MLPS = {"mlp": Mlp, "swiglu": SwiGLU, "swiglu_packed": SwiGLUPacked}
 class VisionTransformer(nn.Module):
     """A Vision Transformer for one image size.
 
-    Args: see `ModelConfig` in vit/config/model_section.py, which documents each with its source.
+    Args: see `ModelConfig` in vit/config/model_section.py, which documents every argument.
 
     Raises:
         ValueError: arguments contradict each other. The message suggests valid values.
@@ -216,7 +216,7 @@ class VisionTransformer(nn.Module):
 
     pos_embed: Tensor | None
     distilled_training = False
-    """In training, return the logits of both heads for distillation (timm's attribute)."""
+    """Whether training forward passes return the logits of both heads (timm's attribute)."""
 
     def __init__(
         self,
@@ -303,13 +303,13 @@ class VisionTransformer(nn.Module):
         dim = self.embed_dim
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None
-        # The class token has a position because it has one in timm's weights. In DeiT III it has
-        # none (`no_embed_class`), because the token is learned anyway.
+        # The class token has a position embedding, because timm's weights contain one. DeiT III
+        # omits the embedding (`no_embed_class`), because the token itself is learned.
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
         positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
         if pos == "sincos2d":
-            # Stored in the state dict although it is a constant, so that every checkpoint has
-            # positions to resample to other image sizes.
+            # Store this constant in the state dict, so that every checkpoint has positions that can
+            # be resampled to other image sizes.
             self.register_buffer("pos_embed", positions)
         else:
             self.pos_embed = nn.Parameter(positions) if pos == "learn" else None
@@ -342,7 +342,7 @@ class VisionTransformer(nn.Module):
         """Compute tokens, (B, N, D), from images, (B, C, H, W) float. Prefix tokens come first.
 
         With `global_pool="avg"`, the norm follows the pooling, so the tokens are not normalized.
-        Raises ValueError if C, H or W differ from the model's, unless `take_sizes` added them.
+        Raises ValueError for other C, H or W than the model's, unless `take_sizes` added the size.
         """
         other = self.other_sizes.find(images)
         if other is None:
@@ -357,7 +357,7 @@ class VisionTransformer(nn.Module):
     def add_tokens(self, x: Tensor, other: AtSize | None = None) -> Tensor:
         """Add prefix tokens and positions to `x`: (B, h*w, D) -> (B, N, D).
 
-        other: positions for the size of the images, if it differs from the model's.
+        other: positions for the image size, if the size differs from the model's.
         """
         positions = self.pos_embed
         if other is not None and positions is not None:
@@ -387,7 +387,7 @@ class VisionTransformer(nn.Module):
             x = tokens[:, self.num_prefix_tokens :].mean(dim=1)
         # Disable autocast: bf16 has only 8 significant bits, so the two largest of 1,000 logits
         # would be equal for one image in 400, and argmax would choose the lower class number. The
-        # head costs less than a thousandth of the operations.
+        # head takes less than a thousandth of the operations.
         with without_autocast(x.device):
             x = self.fc_norm(x).to(self.head.weight.dtype)
             logits = self.head(self.pre_logits(x))
@@ -408,9 +408,9 @@ class VisionTransformer(nn.Module):
         - Patches: LeCun normal (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
         - Norms and other modules: their own `reset_parameters`.
-        - `weight_init` replaces these by the rules of timm or JAX (`vit.layers.init`).
+        - `weight_init` replaces these rules with those of timm or JAX (`vit.layers.init`).
         """
-        # Do not reorder these calls: the same seed would give different weights.
+        # Do not reorder these calls, or the same seed will give different weights.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 # As in timm, this is barely truncated: torch's bounds are -2 and 2, not two stds.
@@ -439,8 +439,8 @@ class VisionTransformer(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters that get no weight decay, as timm's method does.
 
-        `vit.optim` reads this set. Biases, norms and scales have one dimension, so they are not in
-        it. Add every new token or embedding here, or it will get weight decay.
+        `vit.optim` reads this set. Biases, norms and scales need no entry, because they have one
+        dimension. Add every new token or embedding here, or it will get weight decay.
         """
         return {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent"}
 

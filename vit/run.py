@@ -3,20 +3,16 @@
 The hooks depend only on the config, so all ranks call the same hooks in the same order.
 A hook overrides the methods that it needs:
 
-    opened      after data and plan, before the model: reject a config that cannot work
-    begin       when training begins, or restarts from an earlier checkpoint
-    limits      before a step
-    queued      after a step was queued, while the device computes it
-    read        one step later, when the step's numbers are on the host
-    skipped     instead of a step that is skipped
-    verify      before evaluating and saving, at the end of an epoch, and when the run stops
-    evaluated   after an evaluation
-    failed      when an error ends the run
-    ended       when the run has ended, on rank 0
+    opened before the model is created: reject a config that cannot work begin when training begins,
+    or restarts from an earlier checkpoint limits before a step queued after a step was queued,
+    while the device computes it read one step later, when the step's numbers are on the host
+    skipped when a step is skipped verify before evaluating and saving, at the end of an epoch, and
+    when the run stops evaluated after an evaluation failed when an error ends the run ended when
+    the run has ended, on rank 0
 
-A hook must not read from the device, because training would wait for it. `read` receives numbers
-that are already on the host. Collectives are allowed in `opened`, `begin`, `read` and `verify`,
-because all ranks call these methods at the same step.
+A hook must not read from the device, because training would wait for the read. `read` receives
+numbers that are already on the host. Collectives are allowed in `opened`, `begin`, `read` and
+`verify`, because all ranks call these methods at the same step.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from vit.training.step_result import Limits, StepValues
 
 
 class GoBack(Exception):
-    """An event that makes the run return to its newest checkpoint; all ranks raise it together."""
+    """An exception, raised on all ranks together, that returns the run to its newest checkpoint."""
 
     def apply(self, run: Run) -> None:
         """Load the state from which `run` continues."""
@@ -62,33 +58,33 @@ class Hook:
     saves_start = False
     """Whether to save a checkpoint before the first step."""
     saved: SavedBeside | None = None
-    """A file that is written with every checkpoint; set by `opened` at the latest."""
+    """Data to save with every checkpoint. Subclasses set this attribute in `opened` or earlier."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """Return notes and facts about the start of the run. Raises ValueError on all ranks."""
+        """Return notes and facts about the start of the run. Errors are raised on all ranks."""
         return Notes()
 
     def begin(self, run: Run) -> None:
-        """Prepare for the step in `run.state`, which is trained next."""
+        """Prepare to train from the step in `run.state`."""
 
     def limits(self, step: int) -> Limits | None:
-        """Return the limits above which the update at `step` is skipped, equal on all ranks."""
+        """Return the limits, equal on all ranks, above which the update at `step` is skipped."""
         return None
 
     def queued(self, batch: Batch) -> None:
-        """Use the batch of the step that was just queued."""
+        """Process the batch of the step that was just queued."""
 
     def read(self, step: int, values: StepValues) -> Exception | None:
-        """Return an error that ends training after `step`, or a `GoBack`; equal on all ranks."""
+        """Return None, an error that ends training, or a `GoBack`. All ranks return the same."""
         return None
 
     def skipped(self, step: int) -> None:
-        """Count a step that training skips."""
+        """Handle a step that training skips."""
 
     def verify(self, is_end: bool) -> None:
         """Raise an error if the run must not be evaluated or saved.
 
-        is_end: whether an epoch or an attempt ends; if so, add a line to metrics.jsonl.
+        is_end: whether an epoch or attempt has ended, which adds a line to metrics.jsonl.
         """
 
     def evaluated(self, step: int, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -102,7 +98,7 @@ class Hook:
         """Add notes to `error`."""
 
     def ended(self, run: Run, outcome: Outcome) -> None:
-        """Do the last work of the run on rank 0, while metrics.jsonl is still open."""
+        """Finish the run's work on rank 0, while metrics.jsonl is still open."""
 
 
 @dataclass
@@ -120,14 +116,14 @@ class Run:
     record: Record
     saver: Saver
     hooks: Sequence[Hook]
-    """The hooks in the order in which they are called, equal on all ranks."""
+    """The hooks in calling order, equal on all ranks."""
     place: Place
     signals: StopSignals
     start_times: StartTimes
     is_prepared: bool = False
     """Whether this process has called `TrainStep.prepare`."""
     watch: Watch = field(init=False)
-    """The watchdog that ends all ranks if one hangs; it starts when training starts."""
+    """The watchdog, started with training, that ends all ranks if one hangs."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.world, self.config.run.hang_timeout_s, self._end_hung)
@@ -153,7 +149,7 @@ class Run:
             hook.verify(is_end)
 
     def _end_hung(self, verdict: Verdict) -> None:
-        """Record why the run hangs, and end the process; the watchdog calls this in its thread."""
+        """Record why the run hangs, and end the process. Called in the watchdog's thread."""
         self._record_error(verdict.message)
         leave_hung(verdict)
 
@@ -181,8 +177,8 @@ class Run:
                 evaluator.close()
             self.place.leave(error)
             self.record.close()
-            # Keep the handlers while other ranks run: rank 0 may still be drawing the report, and a
-            # signal must not kill the ranks that wait for it.
+            # Keep the signal handlers while other ranks run: rank 0 may still be drawing the
+            # report, and a signal must not kill the ranks that wait for it.
             if error is not None or self.world.size == 1:
                 self.signals.restore()
 
@@ -202,7 +198,7 @@ class Parts:
     """The parts of a run that depend on the config. The defaults give a plain run."""
 
     hooks: tuple[Hook, ...] = ()
-    """The hooks in the order in which they are called, equal on all ranks."""
+    """The hooks in calling order, equal on all ranks."""
     open_place: Callable[[Config, World], Place] = open_folder
     create_objective: Callable[..., Objective] = supervised
     create_reduce: Callable[..., Reduce] = data_parallel

@@ -1,4 +1,4 @@
-"""The run folder: file names, the lock of the training process, the mark of a stopped run, and
+"""The run folder: file names, the training lock, the marker of a stopped run, and
 `checkpoint.json`.
 
     runs/<name>/
@@ -12,7 +12,7 @@
       export/                folders for other programs, see launch/export.py
       report/                index.html and its pictures, see vit.extras.report
       stopped_early          exists while the run is stopped but not finished
-      .lock                  locked by the process that trains
+      .lock                  locked by the training process
 
 `checkpoint.json` stores the size and sha256 of each file beside it, and a hash of its own content.
 A flipped bit therefore cannot change the step, the config or the weights unnoticed. This module
@@ -52,7 +52,7 @@ PREDICTIONS_FILE = "predictions.npz"
 SAMPLES_FOLDER = "samples"
 CHECKPOINTS = "checkpoints"
 INFO_FILE = "checkpoint.json"
-"""The file written last in each checkpoint folder, so a checkpoint that has it is complete."""
+"""The file written last in each checkpoint folder. A checkpoint that contains it is complete."""
 LATEST_FILE = f"{CHECKPOINTS}/latest"
 TIMM_CONFIG_FILE = "config.json"
 """The file in `weights/` from which timm and transformers create the model."""
@@ -71,8 +71,8 @@ MOUNTED_BUCKETS = (
 )
 """The kernel's names for file systems that store files in an object store."""
 LOCK_WAIT_S = 15.0
-"""The time that a new process waits for the lock, because the previous process may still be saving.
-Saving a large checkpoint takes about this long."""
+"""Maximum time to wait for the lock, because the previous process may still be saving. Saving a
+large checkpoint takes about this long."""
 
 
 def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
@@ -93,9 +93,9 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def newest_run(argument: str, *names: str) -> Path:
-    """Return the run in runs/ whose file `names` changed most recently, and print its path.
+    """Return the run in runs/ in which one of the files `names` changed last, and print its path.
 
-    argument: the missing argument, shown in messages. Raises ValueError if no run has such a file.
+    argument: the missing argument, shown in messages. Raises ValueError if no run has these files.
     """
     paths = [path for name in names for path in Path("runs").glob(f"*/{name}")]
     if not paths:
@@ -111,15 +111,15 @@ def newest_run(argument: str, *names: str) -> Path:
 
 def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
     """Write the file that marks a run as stopped at `step` but not finished. The Slurm script reads
-    it."""
+    this file."""
     text = json.dumps({"step": step, "signal": signal_name})
     with replacing(run_dir / STOPPED_FILE) as file:
         file.write(f"{text}\n".encode())
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove unfinished files of killed processes from a run folder. The caller must hold the lock.
-    Raises OSError."""
+    """Remove unfinished files left by killed processes from a run folder. The caller must hold the
+    lock. Raises OSError."""
     for checkpoint in (run_dir / CHECKPOINTS).glob(".tmp_*"):
         shutil.rmtree(checkpoint)
     for name in (".", "weights", SAMPLES_FOLDER, REPORT_FOLDER):
@@ -129,9 +129,9 @@ def remove_unfinished(run_dir: Path) -> None:
 class RunLock:
     """A lock that prevents a second process from writing to a run folder.
 
-    This is a POSIX record lock: it ends with its process, loader workers do not inherit it, and it
-    works over NFS. It also ends when this process closes any handle of the file. The file is
-    therefore opened only once, and a process that holds the lock must not call `is_in_use`.
+    A POSIX record lock ends with its process, is not inherited by loader workers, and works over
+    NFS. The lock also ends when this process closes any handle to the file. The file is therefore
+    opened only once, and a process that holds the lock must not call `is_in_use`.
     """
 
     def __init__(self, run_dir: Path):
@@ -166,8 +166,8 @@ class RunLock:
             file.close()
             raise
         file.truncate(0)
-        # Unbuffered, so that a write that fails on a full disk is not repeated on closing. The lock
-        # works without this text, which only names the process in messages.
+        # Write unbuffered, so that closing does not repeat a write that failed on a full disk. The
+        # text only names the process in messages, so ignore errors.
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
@@ -203,8 +203,7 @@ class RunLock:
             time.sleep(0.2)
 
     def is_in_place(self) -> bool:
-        """Return whether the locked folder still exists at its path: not removed, moved or
-        replaced."""
+        """Return whether the locked folder has not been removed, moved or replaced."""
         if self._file is None:
             return True
         try:
@@ -217,7 +216,7 @@ class RunLock:
     def check_in_place(self) -> None:
         """Raise ValueError if the folder was removed, moved or replaced since it was locked.
 
-        Other processes would find no lock at its path, so a second run may already write there.
+        Other processes then find no lock at the path, so a second run may already be writing there.
         """
         if not self.is_in_place():
             raise ValueError(
@@ -236,8 +235,7 @@ class RunLock:
 def _check_renames(run_dir: Path) -> None:
     """Raise ValueError if folders in `run_dir` cannot be renamed.
 
-    Completing a checkpoint requires a rename. A bucket that is mounted as a folder may not support
-    it.
+    A checkpoint is completed by a rename, which a bucket mounted as a folder may not support.
     """
     probe = temporary_beside(run_dir / "renamed")
     renamed = temporary_beside(run_dir / "renamed")
@@ -293,20 +291,21 @@ def is_in_use(run_dir: Path) -> bool | None:
 
 
 SEAL = "sha256_of_the_rest"
-"""The key of the hash of all other values."""
+"""The key in `checkpoint.json` for a hash of all other values."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or cannot be read or written. The message is one line."""
+    """The error for a checkpoint that is damaged, or cannot be read or written. The message is one
+    line."""
 
 
 class UnreadableCheckpoint(CheckpointError):
-    """A checkpoint cannot be read, but it may be intact. The message is one line."""
+    """The error for a checkpoint that cannot be read but may be intact. The message is one line."""
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn an OSError about files in `folder` into an error of this module."""
+    """Convert an OSError about files in `folder` to a CheckpointError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -335,7 +334,7 @@ def read_info_file(folder: Path) -> dict[str, Any]:
             content = (folder / INFO_FILE).read_bytes()
         info = json.loads(content)
         info["format_version"] = int(info["format_version"])
-        # Readers need these values, so a missing one must raise an error in this function.
+        # Callers need these values, so raise an error now if one is missing.
         info["step"], info["config"], info["facts"], dict(info["files"])
     except UnreadableCheckpoint:
         raise
@@ -385,7 +384,7 @@ def _digest(info: dict[str, Any]) -> str:
 
 
 def _sha256(path: Path, meter: Meter) -> str:
-    """Return the sha256 of a file. `meter` counts MiB."""
+    """Return the sha256 of a file. meter: displays the progress in MiB."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(2**24):
@@ -412,7 +411,7 @@ class Place:
             self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
-        """Remove unfinished files of killed processes."""
+        """Remove unfinished files left by killed processes."""
         with suppress(OSError):  # the next write reports the error
             remove_unfinished(self.folder)
 
@@ -420,7 +419,7 @@ class Place:
         """Raise ValueError if another job has started to write to the run."""
 
     def push(self) -> float | None:
-        """Upload new files. Return the seconds this took, or None if the run has no URL."""
+        """Upload new files. Return the time in seconds, or None if the run has no URL."""
         return None
 
     def address(self) -> str:
@@ -453,7 +452,7 @@ def local_folder(run: RunConfig) -> Path:
 
 
 def cache_of(url: str, kind: str) -> Path:
-    """Return the folder on a local disk for a copy of `url`; its name is that of the run.
+    """Return the local folder, named after the run, for a copy of `url`.
 
     kind: "runs", or "fetched" for a read-only copy. Raises ValueError as `local_folder` does.
     """

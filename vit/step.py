@@ -4,13 +4,13 @@
    and mixes its images, `Objective` calls the model under autocast, and the backward pass
    accumulates gradients of the loss divided by the number of rows. `Reduce` combines the gradients
    of all ranks.
-2. The gradient norm controls the update. Gradients are clipped by it. If it is not finite, the
-   fused optimizer skips the update on the device, and the loss scale of fp16 is halved. The update
-   is also skipped if the loss or the norm exceeds the limits of a hook. All ranks skip together,
-   because the decision depends only on sums over all ranks.
+2. Gradients are clipped by their norm. If the norm is not finite, the fused optimizer skips the
+   update on the device, and the fp16 loss scale is halved. The update is also skipped if the loss
+   or the norm exceeds the limits of a hook. All ranks skip together, because the decision depends
+   only on sums over all ranks.
 3. The result is a small vector of sums over all ranks, and the loss and margin of each row of this
-   rank. The host reads it one step later, after queueing the next step, so queueing a step never
-   waits for the device.
+   rank. The host reads the result one step later, after queueing the next step, so queueing a step
+   never waits for the device.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class TrainStep:
     """Everything that an update changes: weights, optimizer, EMA and loss scale.
 
     `lr_at` returns the learning rate of a step. `weight_decay_at` returns its weight decay, or None
-    if the decay is constant. `why_eager` is the reason if the model is not compiled although
-    `train.compile` is on.
+    if the decay is constant. If `train.compile` is on but the model is not compiled, `why_eager`
+    gives the reason.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrainStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = LossScale(precision, reduce.world.device)
         self.copying: torch.cuda.Event | None = None
-        """The end of the last copy of the state, which the device may not have finished."""
+        """The end of the last copy of the state. The next update waits for this event."""
         objective.begin(model, lambda: self.mark(StepPhase.TEACHER))
 
     @property
@@ -104,8 +104,8 @@ class TrainStep:
         """Queue the update at `step` with this rank's rows of the global batch.
 
         batch: the batch after `Augment.change_batch`, on any device. stop: whether this rank got a
-        signal. report: numbers to send to all ranks; every rank must pass equally many. limits: the
-        limits above which the update is skipped, equal on all ranks.
+        signal. report: numbers to send to all ranks, equally many on every rank. limits: the limits
+        above which the update is skipped, equal on all ranks.
         """
         sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, limits)
         return StepResult(sums, grad_norm, len(report), rows, measured)
@@ -159,7 +159,7 @@ class TrainStep:
                 # Rows whose image could not be decoded have weight 0 and therefore no gradient.
                 loss_sum = (losses * micro_batch.weights).sum()
                 # The divisor includes rows of weight 0, so that it is equal on all ranks. The
-                # reported loss does not include these rows.
+                # reported loss excludes these rows.
                 self.mark(StepPhase.BACKWARD)
                 (loss_sum * (1 / divisor) * self.loss_scale.value).backward()
             row_weights = micro_batch.weights.sum()
@@ -213,21 +213,21 @@ class TrainStep:
         self.loss_scale.update(not_finite)  # a loss spike does not change the loss scale
         if self.ema is not None:
             # Update the EMA after skipped updates too, because the host does not know yet whether
-            # the update was skipped. The weights are then unchanged.
+            # the update was skipped. A skipped update leaves the weights unchanged.
             self.ema.update(step)
         return norm
 
     def _judge(self, sums: Tensor, limits: Limits | None) -> tuple[Tensor, Tensor]:
-        """Return whether the gradient is not finite and whether the update is skipped, as 0 or 1.
+        """Return two flags, 0 or 1: the gradient is not finite, and the update is skipped.
 
-        Both depend only on `sums`, which is equal on all ranks. The decision is stored in `sums`.
+        Both flags depend only on `sums`, which is equal on all ranks. `sums` stores the decision.
         """
         norm_sum = sums[Slot.VERDICT]
         not_finite = (~norm_sum.isfinite()).float()
         if limits is None:
             sums[Slot.VERDICT].copy_(not_finite)
             return not_finite, not_finite
-        # The limits are Python numbers that kernels receive as arguments, so nothing waits.
+        # The limits are Python numbers, passed as kernel arguments, so no copy is needed.
         loss = sums[Slot.LOSS_SUM] / sums[Slot.ROW_WEIGHTS].clamp(min=1.0)
         is_above = norm_sum > limits.grad_norm * self.reduce.norm_ranks
         is_above = is_above.logical_or_(loss > limits.loss).float()

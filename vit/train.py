@@ -1,9 +1,9 @@
 """Train a run until the last step or a signal, with evaluations and checkpoints.
 
 `vit.build.build` creates the `Run`, and this module contains the loop. `step` is the number of
-global batches so far. Data order, learning rate and all seeds depend only on it, so a resumed run
-continues bit for bit as if it had never stopped. The host reads the result of a step after queueing
-the next step, so the device never waits for Python. Everything else is a hook (`vit.run`).
+global batches so far. Data order, learning rate and all seeds depend only on `step`, so a resumed
+run continues bit for bit as if it had never stopped. The host reads the result of a step after
+queueing the next step, so the device never waits for Python. Other features are hooks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def train(run: Run) -> Outcome:
                 try:
                     return _train_from_state(run)
                 except GoBack as event:
-                    # The ranks now wait for each other without telling the watchdog, so stop it.
-                    # `_train_from_state` starts it again.
+                    # The ranks now wait for each other, which the watchdog would report as a hang,
+                    # so stop the watchdog. `_train_from_state` restarts it.
                     run.watch.close()
                     run.saver.finish()
                     event.apply(run)
@@ -93,13 +93,13 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     evaluation_due = run.state.is_evaluation_due(run.plan)
     save_due = step % run.config.checkpoint.every_steps == 0 or is_last
     if step == first_step:
-        # This step is already in the checkpoint. A new run has no checkpoint, and saves its initial
-        # state only for hooks that may return to it.
+        # A resumed run has already saved this step. A new run saves its initial state only for
+        # hooks that may return to it.
         is_start = step == 0 and any(hook.saves_start for hook in run.hooks)
         save_due = evaluation_due or is_start
 
-    # Verify before evaluating and saving: a batch that differs from the planned order raises an
-    # error and must not get into a checkpoint.
+    # Verify before evaluating and saving, so that no checkpoint contains a batch that differs from
+    # the planned order.
     is_epoch_end = step % run.plan.steps_per_epoch == 0 or is_last
     if is_epoch_end or save_due:
         run.verify(is_epoch_end)
@@ -111,7 +111,7 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     if evaluation_due and not monitor.stop:
         weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
     if monitor.stop:
-        run.verify(is_end=True)  # the unfinished epoch; does nothing at the end of an epoch
+        run.verify(is_end=True)  # verify the unfinished epoch, if any
     if save_due or monitor.stop or weights:
         _save(run, monitor, save_due or monitor.stop, weights)
 
@@ -124,8 +124,8 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
     run.watch.mark(step, "in the step")
     if not run.is_prepared:
         run.is_prepared = True
-        # Every process must do this, even when it resumes: sums depend on DDP's buckets, which must
-        # match those of the first attempt. The time counts as startup, not as training.
+        # Every process must do this, even on resume, because sums depend on DDP's buckets, which
+        # must match those of the first attempt. The time counts as startup, not as training.
         with run.watch.away(step, "compiling"):
             run.train_step.prepare(batch)
         run.start_times.end("workers and first batch")
@@ -162,7 +162,7 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
-    run.watch.close()  # from now on only rank 0 works, and the other ranks send no more marks
+    run.watch.close()  # only rank 0 still works, so the other ranks send no more marks
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome

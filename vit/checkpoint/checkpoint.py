@@ -1,4 +1,4 @@
-"""Write and read checkpoints of the full training state. A checkpoint is complete or absent.
+"""Write and read checkpoints of the full training state. A checkpoint is either complete or absent.
 
 The tensors of `TrainStep` are written to one safetensors file. `RunState` and the config are
 written to `checkpoint.json`. Both files are written to a hidden folder and flushed to disk. Then
@@ -62,8 +62,7 @@ STATE_FILE = "state.safetensors"
 def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
     """Return all tensors of the state by their names in the file, without copying them.
 
-    With DDP, rank 0 has all tensors. With sharded parameters (FSDP2), they would have to be
-    gathered.
+    With DDP, rank 0 has all tensors. Parameters sharded by FSDP2 would have to be gathered.
     """
     tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
     if train_step.ema is not None:
@@ -82,7 +81,7 @@ def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
 
 
 def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
-    """Raise CheckpointError unless the disk has `needed_bytes` for a save at `step`.
+    """Raise CheckpointError unless the disk has `needed_bytes` free for a save at `step`.
 
     Unfinished files of killed processes are removed first.
     """
@@ -134,7 +133,7 @@ def write_checkpoint(
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, so that it is complete or absent at any time."""
+    """Remove a checkpoint, which is either complete or absent at any time."""
     # If the process is killed now, the next save removes the hidden folder. A partly removed folder
     # with its final name would look complete, or take disk space forever.
     hidden = _hidden(folder)
@@ -155,7 +154,7 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Replace the state in the info of a checkpoint of the same step; keep its tensors.
+    """Replace the state in the info of a checkpoint at the same step, and keep its tensors.
 
     This is needed when a resumed run repeats an interrupted evaluation.
     """
@@ -201,7 +200,7 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def _hidden(folder: Path) -> Path:
-    """Return the name of `folder` until it is complete."""
+    """Return the path that `folder` has until it is complete."""
     return folder.with_name(f".tmp_{folder.name}")
 
 
@@ -236,8 +235,8 @@ def newest_checkpoint(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint of a run and its info, or None if the run has none.
 
-    verify: compare sizes and hashes, rename damaged checkpoints, report them to `say` and try the
-    next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
+    verify: compare sizes and hashes, rename damaged checkpoints, report them through `say` and try
+    the next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
     damaged. The error is repeated at each start until a user acts, because an automatic restart
     must not start the run over.
     """
@@ -313,8 +312,8 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
 def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
     """Mark the run as stopped if this process owns the folder. The Slurm script then queues the job
     again."""
-    # A new run that is preempted (SIGTERM) gets a mark although its folder may not exist yet. A new
-    # run that a user stops with Ctrl-C gets no mark although it may already have the lock.
+    # A new run that is preempted (SIGTERM) is marked although its folder may not exist yet. A new
+    # run that a user stops with Ctrl-C is not marked although it may already hold the lock.
     owns_folder = number == signal.SIGTERM if is_new else lock.is_held
     if not owns_folder:
         return

@@ -27,7 +27,8 @@ from vit.system.urls import bare
 from vit.training.plan import Plan
 
 _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
-"""Facts that decide the bits of `train.exact_over_ranks`, with their text in messages."""
+"""Facts that determine the exact result with `train.exact_over_ranks`, and their text in
+messages."""
 
 
 OF_A_HOST = {
@@ -98,7 +99,7 @@ def fit_state(
 
 
 def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Replace the facts in `stored` that decide the bits by those in `facts`, because
+    """Replace the facts in `stored` that determine the exact result with those in `facts`, because
     `train.exact_over_ranks` may have changed."""
     for key in _NOT_DATA:
         stored.pop(key, None)
@@ -162,7 +163,7 @@ def settings_sha256(settings: dict[str, Any]) -> str:
 
 
 def check_same_settings(settings: dict[str, Any], world: World) -> None:
-    """Raise ValueError on rank 0, and AlreadyReported on the others, if settings of ranks differ.
+    """Raise ValueError on rank 0, and AlreadyReported on others, if the ranks' settings differ.
 
     Otherwise the ranks would train different models or wait for each other forever.
     """
@@ -234,7 +235,8 @@ def _changed_settings(
 def _changes_bits(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Return whether both dicts have the fact `key` of `_NOT_DATA` with different values.
 
-    If only one has it, `train.exact_over_ranks` was changed, which is reported as a setting.
+    If only one dict has the fact, `train.exact_over_ranks` was changed, which is reported as a
+    setting.
     """
     return key in old and key in new and old[key] != new[key]
 

@@ -81,7 +81,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._complete: deque[tuple[int, dict[str, Any]]] = deque()
-        """Step and values of lines that are not yet in metrics.jsonl."""
+        """The step and values of each line that is not yet in metrics.jsonl."""
 
     @property
     def has_failed(self) -> bool:
@@ -90,13 +90,13 @@ class Saver:
         return self._error is not None or self._place.is_lost
 
     def prepare(self) -> None:
-        """Start to allocate memory for the copy, so that the first save does not wait for it."""
+        """Start allocating memory for the copy, so that the first save does not wait for it."""
         if self._world.is_main and self._snapshot is None:
             self._snapshot = Snapshot(named_tensors(self._train_step), self._world.device)
             self._start(self._snapshot.prepare)
 
     def save(self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...] = ()) -> None:
-        """Start to write a checkpoint, and the files `weights` ("last", "best") in `weights/`.
+        """Start writing a checkpoint, and the files `weights` ("last", "best") in `weights/`.
 
         Waits for the previous save. Raises CheckpointError if that save failed or the disk is too
         full for this one, and ValueError if the folder was removed or replaced. Errors are raised
@@ -186,7 +186,7 @@ class Saver:
         collected: list[Any],
         blocked_s: float,
     ) -> None:
-        """Write the copy, in the thread."""
+        """Write the copied state. Runs in the thread."""
         assert self._snapshot is not None, "save has made it"
         began = time.perf_counter()
         self._write_lines(collected)
@@ -218,8 +218,8 @@ class Saver:
         self._complete.append((state["step"], values))
 
     def _describe_weights(self, num_classes: int) -> None:
-        """Let timm and transformers open `weights/`: write the model's config, and link the file
-        name that they expect to the last weights (the EMA if it exists)."""
+        """Make `weights/` readable by timm and transformers: write the model's config, and link the
+        file name that they expect to the last weights (the EMA if it exists)."""
         config = config_io.from_dict(self._config, "the run's config")
         model = self._train_step.model
         content = timm_config(Subject(model, config, num_classes, self._class_names))
@@ -232,8 +232,8 @@ class Saver:
             write_json(path, content)
         except OSError as error:
             raise cannot_write(path, error) from error
-        # A link needs no second copy, and may point to a file that does not exist yet. On a file
-        # system without links, timm opens another file.
+        # Use a link, which needs no second copy and may point to a file that does not exist yet.
+        # Without the link, timm opens another file.
         with suppress(OSError):
             link_to(last.name, last.with_name(HUB_FILES[0]))
 
@@ -274,7 +274,7 @@ class Saver:
     def _needed_bytes(
         self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...]
     ) -> int:
-        """Return the largest number of bytes by which this save lets the run folder grow."""
+        """Return the maximum growth of the run folder during this save, in bytes."""
         assert self._snapshot is not None, "the main rank has one"
         grown = replaced = 0
         for path, _, tensors in self._files(weights):

@@ -5,10 +5,10 @@
     writing thread                                            \\- hash and write ...
 
 The copy stream starts when all work queued before the snapshot is done, including update n. The
-state must not change until the event. The forward pass changes buffers (batch norm statistics), so
-they are copied on the compute stream. Updates change everything else, so the next update waits for
-the event (`TrainStep.copying`). The host does not wait. The thread waits for the event before it
-reads the copy. On a CPU, the copy is complete when `take` returns.
+state must not change until the event at the end of the copy. The forward pass changes buffers
+(batch norm statistics), so they are copied on the compute stream. Updates change everything else,
+so the next update waits for the event (`TrainStep.copying`). The thread waits for the event before
+it reads the copy. On a CPU, the copy is complete when `take` returns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 class Snapshot:
-    """Reusable memory for a copy of tensors like `tensors`.
+    """Reusable memory for copies of tensors with the names and shapes of `tensors`.
 
     cuda: torch.cuda, or a replacement in tests.
     """
@@ -44,7 +44,7 @@ class Snapshot:
         self._memory = _private_memory(self.num_bytes)
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self.tensors: dict[str, Tensor] = {}
-        """The copies by name: on the host, row-major."""
+        """The copies on the host by name, row-major."""
         begin = 0
         for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
             place = self._memory[begin : begin + tensor.nbytes]
@@ -68,8 +68,8 @@ class Snapshot:
         """Copy `tensors`, which must have the names and shapes of the tensors given to `__init__`.
 
         changing: the names of tensors that a forward pass changes. Returns the event for which the
-        next update must wait, or None if the copy is complete. The previous copy must be written
-        already.
+        next update must wait, or None if the copy is complete. The previous copy must already be
+        written.
         """
         if self._stream is None:
             for name, tensor in tensors.items():
@@ -103,7 +103,7 @@ class Snapshot:
 
 
 def _private_memory(num_bytes: int) -> Tensor:
-    """Return (num_bytes,) uint8 that forked processes do not inherit."""
+    """Return a (num_bytes,) uint8 tensor in memory that forked processes do not inherit."""
     # If loader workers inherited the memory, they would keep the pages of the previous copy, and
     # the next copy would have to duplicate each page. Huge pages also make the first use faster
     # than with `torch.empty`, because they need only a 500th of the page faults.

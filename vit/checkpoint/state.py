@@ -1,4 +1,4 @@
-"""The state of a run: the part of a checkpoint that is not tensors."""
+"""The state of a run: everything in a checkpoint except tensors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class RunState:
     rewinds: int = 0
     """The number of rewinds to a checkpoint (`vit.hooks.guard`)."""
     passed_over: list[list[int]] = field(default_factory=list)
-    """Ranges of skipped batches: the first step, and the step after the last."""
+    """The ranges of skipped batches, each as [first step, last step + 1]."""
     recent: list[list[float]] = field(default_factory=list)
     """Step, loss and gradient norm of recent steps, from which spike limits are computed."""
     interval_losses: list[float] = field(default_factory=list)
     """The losses of all steps since the last line of metrics. The next line contains their mean."""
     checked_step: int = 0
-    """The first batch whose checksum is not yet in metrics.jsonl."""
+    """The step of the first batch whose checksum is not yet in metrics.jsonl."""
     sample_checksum: int = 0
     """The checksum of the samples from `checked_step` on (`vit.hooks.order_check`)."""
     bad_images: int = 0

@@ -1,7 +1,7 @@
 """Evaluate weights files on all sets of a config, and compare several files image by image.
 
 Each file is loaded into a model and evaluated by an `Evaluator`. With several files, a table shows
-the paired difference of each to the first file.
+the paired difference between each file and the first.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ def evaluate_weights(
     selected: bool = False,
     probes: Asked | None = None,
 ) -> Result:
-    """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
+    """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print the results
+    to `out`.
 
     The image size of `config` may differ from that of the weights; position embeddings are then
     resampled. selected: use only the logits of the data's classes, matched by name. probes: the
-    probes of the features to run. Raises ValueError if the data have more classes than the weights,
-    or classes that cannot be matched. Raises the errors of `open_sets` and `run_probes`.
+    feature probes to run. Raises ValueError if the data have more classes than the weights, or
+    classes that cannot be matched. Raises the errors of `open_sets` and `run_probes`.
     """
     split = open_split(config.data, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
-    # classes of the weights. `class_mismatch` below compares the names.
+    # few of those the weights were trained on. `class_mismatch` below compares the names.
     with world.fail_together():
         if selected:
             loaded = select_classes(loaded, split.class_names)
@@ -196,7 +197,7 @@ def _calibration(accuracy: Accuracy) -> str:
 
 
 def _rights(result: Result) -> dict[str, Tensor]:
-    """Return whether each image is right, (num_images,) bool, by the name of the set or probe."""
+    """Return a dict: set or probe name -> whether each image is right, (num_images,) bool."""
     by_set = {
         name: scored.is_right(evaluation.predictions)
         for name, (scored, evaluation) in result.sets.items()

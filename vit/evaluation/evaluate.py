@@ -1,7 +1,7 @@
 """Exact evaluation: every image is counted once, on any number of ranks.
 
 Training evaluates its models with an `Evaluator`, and `vit.evaluation.compare` evaluates weights
-from files. `vit.data.eval_sets` defines which classes are right.
+from files. `vit.data.eval_sets` defines which classes count as correct.
 
 All ranks have the same number of equally shaped batches (`vit.data.batches.EvalBatches`). Padding
 rows have weight 0. Counters are integers, and a total that differs from the number of images raises
@@ -50,7 +50,7 @@ class Evaluation:
 
 
 class _Count:
-    """The counts of one model on one set, on this rank."""
+    """This rank's counts for one model on one set."""
 
     def __init__(self, scored: EvalSet, device: torch.device):
         self.scored = scored
@@ -71,7 +71,7 @@ class _Count:
             accepted = torch.full_like(self.accepted[:1], -1).repeat(len(weights), 1)
             accepted[: len(ids)] = self.accepted[ids]
             weights = weights * (accepted >= 0).any(1)
-        # The counts stay on the device, because reading them would wait in every batch.
+        # The counts stay on the device, because reading them would make every batch wait.
         self.counter.add(logits, batch.labels, weights, accepted)
         # Write by sample number, so that the order is independent of batch size and number of
         # ranks.
@@ -94,7 +94,7 @@ class Took(NamedTuple):
 
     seconds: float
     data_wait_s: float
-    """The wait for data of the rank that waited longest."""
+    """The time that the slowest rank waited for data."""
 
 
 def create_evaluators(
@@ -103,7 +103,7 @@ def create_evaluators(
     image_format: ImageFormat,
     train_step: TrainStep,
 ) -> list[Evaluator]:
-    """Create an evaluator for each split, for the model of `train_step`."""
+    """Create an evaluator for each split, with the augmentation and the ranks of `train_step`."""
     return [
         Evaluator(
             split_sets,
@@ -131,20 +131,20 @@ class Evaluator:
     """The sets of one split. Each image is predicted only once for all sets."""
     image_format: ImageFormat
     augment: Augment
-    """The augmentation, of which only `normalize` is used."""
+    """The augmentation. Only its `normalize` is used."""
     world: World
     config: EvalConfig
     precision: str = "fp32"
     num_workers: int = 0
-    """The loader workers of this rank."""
+    """The number of loader workers on this rank."""
     stall_timeout_s: float | None = STALL_TIMEOUT_S
     took: Took | None = field(default=None, init=False)
-    """The time of the last complete evaluation."""
+    """The time that the last complete evaluation took."""
     _loader: Loader | None = field(default=None, init=False, repr=False)
 
     @property
     def split(self) -> Split:
-        """The split of all sets."""
+        """The split to which all sets belong."""
         return self.sets[0].split
 
     @torch.no_grad()
@@ -153,8 +153,9 @@ class Evaluator:
     ) -> dict[str, dict[str, Evaluation]]:
         """Evaluate all `models` in one pass over the split; return set -> model -> result.
 
-        on_batch: called after each batch with this rank's (finished batches, all batches). If it
-        raises an error, the evaluation ends, and the next one starts with the first batch.
+        on_batch: called after each batch with this rank's (finished batches, all batches). If
+        `on_batch` raises an error, the evaluation ends, and the next one starts with the first
+        batch.
         """
         began_s = time.perf_counter()
         device = self.world.device
@@ -183,7 +184,6 @@ class Evaluator:
         finally:  # `on_batch` raises an error to interrupt an evaluation
             for name, model in models.items():
                 model.train(was_training[name])
-        # The first host-device sync since the loop started.
         results = {
             scored.name: {name: counts[name][number].result(self.world) for name in models}
             for number, scored in enumerate(self.sets)
@@ -201,7 +201,7 @@ class Evaluator:
             self._loader = None
 
     def _from_first_batch(self, batches: EvalBatches) -> Loader:
-        """Return a loader over all `batches`, which are equal in every call."""
+        """Return a loader that starts at the first batch. `batches` must be equal in every call."""
         if self._loader is not None:
             self._loader.restart()
             return self._loader
@@ -254,11 +254,11 @@ def evaluate_model(
     If `torch.distributed` is initialized, all ranks must call this and get the same result.
 
     Args:
-        model: (B, C, H, W) float32 -> (B, num_classes) logits. Its weights choose the device.
+        model: (B, C, H, W) float32 -> (B, num_classes) logits. The weights determine the device.
         split: the result of `vit.open_split`.
         image_size: height and width in pixels, or one number for both.
         crop_pct: side of the center crop divided by the shorter side of the resized image.
-        mean, std: per channel, for images scaled to [0, 1]; a single value reads gray images.
+        mean, std: per channel, for images scaled to [0, 1]; one value selects grayscale images.
         interpolation: `bicubic` or `bilinear`, antialiased.
         batch_size: images per forward pass and rank.
         precision: `fp32`, `bf16` or `fp16` for the forward pass.

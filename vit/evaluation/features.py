@@ -27,11 +27,11 @@ from vit.distributed.process_group import World
 from vit.layers.precision import autocast
 
 PIECE = 2**25
-"""The number of values that the ranks sum in one call: 64 MiB."""
+"""The number of values (64 MiB) that the ranks sum in one call."""
 
 
 def head_of(model: Any, wanted_by: str) -> nn.Linear:
-    """Return the linear layer that computes the logits, even of a timm model.
+    """Return the linear layer that computes the logits of a model, including timm models.
 
     wanted_by: the flag that needs the layer. Raises ValueError if the layer is not linear.
     """

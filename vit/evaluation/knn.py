@@ -1,8 +1,8 @@
 """Weighted k-NN: classify images by the labels of the most similar training images.
 
 This is DINO's method (Caron et al. 2021, arXiv 2104.14294; facebookresearch/dino:eval_knn.py).
-Similarity is the cosine of features. Each of the k nearest training images votes for its label with
-weight exp(cosine / 0.07). Nothing is fitted or random.
+Similarity is the cosine between features. Each of the k nearest training images votes for its label
+with weight exp(cosine / 0.07). The method needs no fit and no random numbers.
 
 Each rank compares its blocks of queries with the training features block by block. Every rank gets
 the classes of all queries.
@@ -23,10 +23,11 @@ from vit.training.metrics import correct_in_top_k
 TEMPERATURE = 0.07
 """The temperature of DINO and DINOv2."""
 QUERIES = 256
-"""The number of images classified in one block. It does not depend on the number of ranks, so all
-products have one shape."""
+"""The number of images classified in one block. The number does not depend on the number of ranks,
+so all products have the same shape."""
 NEIGHBOURS = 65_536
-"""The training images in one product; with `QUERIES`, this takes 64 MiB of similarities."""
+"""The number of training images in one product. With `QUERIES` rows, the similarities take 64
+MiB."""
 
 
 class Voted(NamedTuple):
@@ -34,9 +35,9 @@ class Voted(NamedTuple):
 
     k: int
     predictions: Tensor
-    """(N,) int64 on the CPU: the class with most votes. Ties favor the lower class number."""
+    """(N,) int64 on the CPU: the class with the most votes. Ties favor the lower class number."""
     in_top5: Tensor
-    """(N,) bool on the CPU: whether the label has votes and is among the five classes with most
+    """(N,) bool on the CPU: whether the label has votes and is among the five classes with the most
     votes."""
 
 
@@ -71,7 +72,7 @@ def classify(
         own = train_labels[places]
         for number, k in enumerate(ks):
             votes = torch.zeros(len(own), num_classes, dtype=torch.float64, device=device)
-            # Add neighbor by neighbor, so that the order of sums is fixed even on GPUs.
+            # Add neighbor by neighbor, so that the order of summation is fixed even on GPUs.
             for column in range(k):
                 votes.scatter_add_(1, own[:, column, None], weights[:, column, None])
             predictions[number, rows] = votes.argmax(1)

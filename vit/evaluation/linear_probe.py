@@ -4,9 +4,9 @@
                 mean cross-entropy + l2 / 2 |W|^2   -> logits of the validation images
 
 The problem is convex, so the result does not depend on learning rate, epochs, order or seed. CLIP
-(arXiv 2103.00020, A.3) and DINOv2 (dinov2/eval/log_regression.py) also fit it. The probes of
-big_vision and MAE approximate it by SGD with augmentation. Features are standardized, as in MAE, so
-that an `l2` has a similar effect for every model.
+(arXiv 2103.00020, A.3) and DINOv2 (dinov2/eval/log_regression.py) also fit such a probe. The probes
+of big_vision and MAE approximate the optimum by SGD with augmentation. Features are standardized,
+as in MAE, so that an `l2` has a similar effect for every model.
 
 Rank 0 runs the optimizer (scipy's L-BFGS-B, which scikit-learn uses). All ranks compute loss and
 gradient of their blocks of rows and sum them in fixed point, so the result does not depend on the
@@ -35,11 +35,12 @@ HELD_OUT = 10
 MAX_ITERATIONS = 1000
 """CLIP's limit. A fit usually ends earlier, at `GRADIENT_TOLERANCE`."""
 GRADIENT_TOLERANCE = 1e-5
-"""The largest gradient entry at which a fit ends. scikit-learn's default is 1e-4."""
+"""A fit ends when no gradient entry exceeds this value. scikit-learn's default is 1e-4."""
 ROWS = 8192
 """The number of rows in a block, equal for any number of ranks, so all products have one shape."""
 UNIT = 2.0**-28
-"""The resolution of sums: 2**21 images with losses up to 2**12 stay below 2**62."""
+"""The resolution of sums. The sum over 2**21 images with losses up to 2**12 then stays below
+2**62."""
 
 
 class Probe(NamedTuple):
@@ -67,7 +68,7 @@ class Scale(NamedTuple):
 
 
 def scale_of(features: Tensor) -> Scale:
-    """Return the scale of `features`, (N, D). Constant features become 0."""
+    """Return the scale that standardizes `features`, (N, D). Constant features become 0."""
     total = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
     squares = torch.zeros_like(total)
     for rows in features.split(ROWS):
@@ -137,7 +138,8 @@ def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
     world = objective.world
     shape = objective.shape
     current = torch.zeros(shape, dtype=torch.float64) if start is None else start.clone()
-    # The first entry is 1 if the others are parameters to evaluate, and 0 if they are the solution.
+    # The first entry is 1 if the other entries are parameters to evaluate, and 0 if they are the
+    # solution.
     order = torch.zeros(1 + current.numel(), dtype=torch.float64)
     outcome = torch.zeros(2, dtype=torch.float64)
     if world.is_main:
@@ -169,7 +171,8 @@ def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
                     "ftol": 0.0,
                 },
             )
-        # A failed line search is also optimal, because it has reached the rounding of the sums.
+        # A failed line search also counts as optimal, because it has reached the rounding of the
+        # sums.
         outcome[1] = float(optimum.nit < MAX_ITERATIONS and optimum.nfev < 2 * MAX_ITERATIONS)
         order[0] = 0
         order[1:] = torch.from_numpy(optimum.x)
@@ -191,8 +194,8 @@ def fit_probe(
 ) -> tuple[Probe, Scale]:
     """Fit a probe to the training `features` (N, D) and `labels` (N,), equal on all ranks.
 
-    l2: None tries `L2_GRID` with every `HELD_OUT`-th image held out, and chooses the value that
-    classifies most of them correctly, preferring larger values. The final fit uses all images.
+    l2: None tries `L2_GRID` with every `HELD_OUT`-th image held out, and chooses the value with the
+    most correct held-out images, preferring larger values. The final fit uses all images.
     """
     labels = labels.to(features.device)
     scale = scale_of(features)

@@ -43,7 +43,7 @@ class Asked:
 
     @property
     def flag(self) -> str:
-        """The flag that error messages name as needing the features."""
+        """The flag that error messages name as the reason for extracting features."""
         return KNN_FLAG if self.ks else LINEAR_FLAG
 
 
@@ -52,7 +52,7 @@ class Probed:
     """The result of one probe, equal on all ranks."""
 
     name: str
-    """`knn 20` or `linear probe`. Names of sets have no space, so they cannot be equal."""
+    """`knn 20` or `linear probe`. Set names contain no spaces, so no set has such a name."""
     is_right: Tensor
     """(N,) bool on the CPU: whether each validation image is classified correctly."""
     correct_top5: int
@@ -109,8 +109,9 @@ def run_probes(
 ) -> list[Probed]:
     """Classify the images of `val_split` by the features of `model`.
 
-    model: on the device of the rank. Raises ValueError or ShardError if there is no training split,
-    it has fewer images than neighbors, the head is not linear, or an image cannot be decoded.
+    model: on the device of the rank. Raises ValueError or ShardError if the training split is
+    missing or has fewer images than neighbors, the head is not linear, or an image cannot be
+    decoded.
     """
     with world.fail_together():
         width = head_of(model, probes.flag).in_features

@@ -1,4 +1,4 @@
-"""The hook and the gradient sum of `train.exact_over_ranks`."""
+"""The hook and the gradient sum for `train.exact_over_ranks`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vit.training.run_data import Notes, RunData
 
 
 class ExactFacts(Hook):
-    """Requires a resumed run to use the same micro-batch size and kernels, which decide the
-    bits."""
+    """Requires a resumed run to use the same micro-batch size and kernels, because others change
+    the result."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`. Raises the errors of `same_kernels`."""

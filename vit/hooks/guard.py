@@ -1,8 +1,8 @@
 """Detect loss spikes and non-finite gradients; skip the update, stop the run, or rewind.
 
-1. `GuardHook.limits` computes limits for loss and gradient norm from the steps up to two before the
-   current one. Their results are read before a step is queued, so all ranks and resumed runs use
-   the same limits.
+1. `GuardHook.limits` computes limits for loss and gradient norm from steps up to two before the
+   current step. The results of these steps are known before the step is queued, so all ranks and
+   resumed runs use the same limits.
 2. The device skips the update if a limit is exceeded. The decision uses sums over all ranks, in
    vit.step.
 3. One step later, the host reads the decision. `GuardHook.read` then continues, stops the run, or
@@ -10,7 +10,7 @@
 
 After a rewind, the run trains again up to the bad batch, and skips the batches around it. Skipped
 batches and updates still count as steps, so order, learning rate, epochs and seeds remain functions
-of the step. `RunState.passed_over` lists the skipped batches. It is written into the checkpoint
+of the step. `RunState.passed_over` lists the skipped batches. The list is written to the checkpoint
 before training continues, so a kill changes nothing.
 
 Skipping batches follows PaLM (arXiv 2204.02311, section 5.1: restart from a checkpoint about 100
@@ -46,14 +46,15 @@ NORMAL_SIGMA = 1.4826
 DONE = {"skip": "update skipped", "stop": "the run stops", "rewind": "the run goes back"}
 """The text for each action in messages and metrics.jsonl."""
 NAMED_SAMPLES = 8
-"""The number of samples with the largest losses that metrics.jsonl lists for a bad batch."""
+"""For a bad batch, metrics.jsonl lists this many samples with the largest losses."""
 
 
 class Rewind(GoBack):
     """A return to the newest checkpoint that skips the batches around a step."""
 
     def __init__(self, step: int, details: dict[str, Any]):
-        """step: counted from 0. details: values for the line in metrics.jsonl, and its `reason`."""
+        """step: counted from 0. details: values for the line in metrics.jsonl, including
+        `reason`."""
         super().__init__(f"step {step + 1}: {details['reason']}")
         self.step = step
         self.details = details
@@ -61,8 +62,8 @@ class Rewind(GoBack):
     def state_from(self, saved: RunState, abandoned: RunState, skip_steps: int) -> RunState:
         """Return `saved`, changed so that the batches around the step are skipped.
 
-        saved: the state in the checkpoint. abandoned: the current state. Its counters and facts are
-        preserved, because the checkpoint may predate a change of `train.exact_over_ranks`.
+        saved: the state in the checkpoint. abandoned: the current state, whose counters and facts
+        are preserved, because the checkpoint may predate a change of `train.exact_over_ranks`.
         """
         window = [max(self.step - skip_steps, saved.step), self.step + skip_steps + 1]
         return replace(
@@ -120,7 +121,7 @@ class GuardHook(Hook):
         self._run = run
 
     def limits(self, step: int) -> Limits | None:
-        """Return the limits of `step`, or None if limits are off or too few steps are known."""
+        """Return the limits of `step`, or None if limits are off or too few steps have finished."""
         settings = self._settings
         if settings.on_spike == "none":
             return None
@@ -238,7 +239,7 @@ class GuardHook(Hook):
         largest = by_loss[:NAMED_SAMPLES]
         samples = batches.order.rows(step, 0, len(batch_losses))[largest]
         named = []
-        # Keys are read from the shards. If that fails, the run continues without them.
+        # Keys are read from the shards. If reading fails, the run continues without the keys.
         with suppress(ShardError):
             for sample, loss in zip(samples.tolist(), batch_losses[largest].tolist(), strict=True):
                 named.append((batches.split.key(sample), _finite(loss)))
@@ -264,7 +265,7 @@ def _reason(values: StepValues, limits: Limits | None) -> str:
         names.append("loss")
     if values.grad_norm > limits.grad_norm:
         names.append("gradient norm")
-    # The device compares in float32, so it may exceed a limit that is equal in float64.
+    # The device compares in float32, where a value may exceed a limit that it equals in float64.
     return f"{' and '.join(names) or 'loss or gradient norm'} above the limit"
 
 

@@ -1,9 +1,10 @@
-"""Read the result of each step one step late, log metrics, call hooks, and detect the end.
+"""Read the result of each step one step late, log metrics, call hooks, and detect the end of
+training.
 
 The training loop queues a step on the device and passes its result to the monitor. When the next
 step is queued, the monitor reads the numbers of the previous step, which are equal on all ranks. At
-the end of each log interval it writes a line to metrics.jsonl. Evaluation and saving are not
-counted as training time.
+the end of each log interval, the monitor writes a line to metrics.jsonl. Evaluation and saving are
+not counted as training time.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from vit.training.step_result import StepResult, StepValues
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
 """The loader statistics that each rank reports for a line of metrics."""
 NOTABLE_WAIT_SHARE = 0.1
-"""The fraction of an interval spent on waiting for data above which advice is logged. Advice is
+"""If waiting for data takes more than this fraction of an interval, advice is logged. The advice is
 repeated only if the fraction changes by this much."""
 ADVICE_STEPS = 10
-"""The number of steps without advice in each attempt, because workers are still starting."""
+"""The number of steps without advice at the start of each attempt, because workers are still
+starting."""
 NOTABLE_STAGE_SHARE = 0.05
-"""The fraction of the loader's work above which a stage is named."""
+"""Advice names the loader stages that take at least this fraction of the loader's time."""
 REMEDIES = {
     Stage.ORDER: "keep the index on a local disk",
     Stage.STORE: "check the network and the storage, or let data.cache_gib keep more blocks",
@@ -53,7 +55,7 @@ UNEVEN = 1.5
 
 @contextmanager
 def collect_garbage_at_log_lines() -> Iterator[None]:
-    """Turn Python's automatic garbage collection off; `Monitor` collects at each line of metrics.
+    """Turn off Python's automatic garbage collection. `Monitor` collects at each line of metrics.
 
     A full collection of torch's objects takes 0.7 s. If one of 512 ranks collects during a step,
     all ranks wait.
@@ -64,8 +66,8 @@ def collect_garbage_at_log_lines() -> Iterator[None]:
     try:
         yield
     finally:
-        # Keep objects frozen if a program froze them before it forked, because collecting them
-        # would copy their memory.
+        # Keep objects frozen that a program froze before it forked, because collecting them would
+        # copy their memory.
         if not frozen_by_others:
             gc.unfreeze()
         if was_enabled:
@@ -92,16 +94,16 @@ class Monitor:
         self.loader = loader
         self.utilization = utilization
         self.stop = False
-        """Whether training ends at this step, equal on all ranks."""
+        """Whether training stops at this step; equal on all ranks."""
         self._reported_wait_share = 0.0
         self._timed_steps = 0
-        """The steps since the start of this attempt."""
+        """The number of steps since the start of this attempt."""
         self._tally_before = loader.tally()
         self._wait_before_s = loader.stats.wait_s
         self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
         self._is_paused = False
         self.is_started = False
-        """Whether training time is counted, which starts with the first batch."""
+        """Whether training time is being counted, from the first batch on."""
         self._last_step_at: float
         self._totals_s: NDArray[np.float64]
         self._run_began = time.perf_counter() - run.state.elapsed_s
@@ -112,16 +114,13 @@ class Monitor:
         return time.perf_counter() - self._run_began
 
     def start_clock(self) -> None:
-        """Start to count training time, once the first batch has arrived.
-
-        Startup and the wait for that batch do not count as training time.
-        """
+        """Start counting training time when the first batch has arrived."""
         self.is_started = True
         self._wait_before_s = self.loader.stats.wait_s
         self._new_interval(time.perf_counter(), self.loader.stats)
 
     def pause(self) -> None:
-        """Read the queued step and stop the clock, because evaluation or saving follows."""
+        """Read the result of the queued step, and stop the clock before evaluation or saving."""
         self.flush()
         self._is_paused = True
 
@@ -151,7 +150,7 @@ class Monitor:
         return (waited_s, *counts, self.loader.worker_bytes() / 2**20, self.loader.num_replaced)
 
     def queue(self, step: int, result: StepResult, bad_keys: tuple[str, ...] = ()) -> None:
-        """Read the previous step, which the device has finished, and store the result of this step.
+        """Read the result of the previous step, and store the result of this step.
 
         bad_keys: samples of this rank's batch that could not be decoded.
         """
@@ -174,7 +173,7 @@ class Monitor:
         step, result, self._last_step_at, stats = self._pending
         self._pending = None
         values = result.read()
-        if not is_next_queued:  # waiting for the device is training time
+        if not is_next_queued:  # waiting for the device counts as training time
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
         self.run.state.interval_losses.append(values.loss)
@@ -196,7 +195,7 @@ class Monitor:
                 raise problem
 
     def skip(self, step: int) -> None:
-        """Read the queued step, and tell the hooks that `step` is skipped."""
+        """Read the result of the queued step, and notify the hooks that `step` is skipped."""
         self.flush()
         for hook in self.run.hooks:
             hook.skipped(step)
@@ -205,9 +204,8 @@ class Monitor:
         self._began = began
         self._last_step_at = began
         self._stats_before = stats_before
-        """The steps of this attempt in the interval. Its losses may include those before a
-        resume."""
         self._num_steps = 0
+        """The number of steps of this attempt in the interval."""
         self._waited_s = 0.0
         self._totals_s = np.zeros(1)
 
@@ -304,7 +302,7 @@ class Monitor:
         loaders: list[Tally],
         loader_images_per_s: float | None,
     ) -> None:
-        """Log that training waits for data, if this is new and workers are not just starting."""
+        """Log advice if the time spent waiting for data is high and has changed."""
         change = abs(wait_share - self._reported_wait_share)
         is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
         if is_notable and self._timed_steps >= ADVICE_STEPS:
@@ -388,7 +386,7 @@ class Waiting(NamedTuple):
 
 
 def sum_up(waited_s: float, totals_s: NDArray[np.float64]) -> Waiting:
-    """Describe the waits in an interval. totals_s: (ranks,) the sum over the steps."""
+    """Summarize the waits in an interval. totals_s: (ranks,) the sum over the steps."""
     rank = int(totals_s.argmax())
     return Waiting(waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
 
@@ -438,7 +436,7 @@ def _shares(tally: Tally) -> list[tuple[float, Stage]]:
 
 
 def _work(tally: Tally, shares: list[tuple[float, Stage]]) -> str:
-    """Return the stages that took the time: "; its time: decode 71%, read 20%, 3 retries"."""
+    """Return text about the slow stages, such as "; its time: decode 71%, read 20%, 3 retries"."""
     notable = [(share, stage) for share, stage in shares if share >= NOTABLE_STAGE_SHARE]
     parts = [f"{stage.name.lower()} {share:.0%}" for share, stage in notable]
     if tally["retries"]:

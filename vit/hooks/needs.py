@@ -1,7 +1,7 @@
 """Compute the host memory and the disk space that a run needs, without allocating them.
 
-`vit.hooks.preflight` compares these needs with the host when a run starts. `vit.extras.planner`
-reports them before.
+`vit.hooks.preflight` compares these needs with the host when a run starts, and `vit.extras.planner`
+reports them in advance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TENSOR_HEADER_BYTES = 160
 
 
 class Load(NamedTuple):
-    """The batches that one loader of a rank makes."""
+    """The batches that one loader makes on a rank."""
 
     layout: BatchLayout
     row_unit: int
@@ -43,28 +43,28 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of a host in bytes. All sizes except the last are per rank."""
+    """The memory that a run needs on a host, in bytes. All sizes except the last are per rank."""
 
     ring: Ring
     """The page-locked training batches that are being loaded, ready or in use."""
     eval_ring: Ring
-    """The same for batches of `data.val_split`."""
+    """The page-locked batches of `data.val_split`."""
     eval_slots: int
-    """The page-locked evaluation batches, which stay allocated between evaluations."""
+    """The memory of page-locked evaluation batches, which is kept between evaluations."""
     workers: int
-    """The loader workers for training and for evaluations."""
+    """The memory of the loader workers for training and evaluation."""
     saved_copy: int
     """The page-locked copy from which a thread writes a checkpoint. Only the first host has this
     copy."""
 
     @property
     def batches(self) -> int:
-        """The memory of all batches of a rank."""
+        """The memory of all batches on a rank."""
         return self.ring.num_bytes + self.eval_slots
 
     @property
     def of_each_gpu(self) -> int:
-        """The sum of all memory that is per rank."""
+        """The total memory per rank."""
         return self.batches + self.workers
 
 
@@ -94,7 +94,7 @@ def host_memory(
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """The largest size that the run folder will have."""
+    """The maximum size of the run folder."""
 
     checkpoint_bytes: int
     """The size of one checkpoint."""
@@ -119,16 +119,16 @@ class DiskNeeds:
 
 
 def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
-    """Compute the sizes of parameters, optimizer and EMA without creating them."""
+    """Compute the disk space of a run without allocating parameters, optimizer or EMA."""
     with torch.device("meta"):
         # Frozen parameters have no optimizer state.
         model = create_trained_model(config, num_classes)
     copies = 1 if config.train.ema_decay is None else 2
     weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
     num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
-    # A stream does not know its samples by number, so no sample losses are saved.
+    # Streamed samples have no index, so per-sample losses are not saved.
     keeps_losses = config.log.sample_losses if config.data.reader == "index" else 0
-    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best once evaluated
+    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # best exists once evaluated
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
         # A new checkpoint is written before the oldest is removed.

@@ -1,10 +1,10 @@
 """Check that all ranks have trained on the samples of the planned order.
 
 Each rank looks up the planned samples of its rows, and computes two checksums: one of the planned
-samples, and one of the samples from its loader. It compares them at each save and at the end of an
-epoch. The rows of all ranks make up the batch, so each rank checks only its own. The sum over ranks
-is equal for any number of ranks. `RunState` stores it, so that it survives a kill, and it is
-written to metrics.jsonl at the end of the epoch.
+samples, and one of the samples from its loader. The checksums are compared at each save and at the
+end of an epoch. Each rank checks only its own rows of the batch. The sum of checksums over ranks is
+the same for any number of ranks. `RunState` stores this sum, and metrics.jsonl gets it at the end
+of the epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class OrderHook(Hook):
     """Computes checksums of samples, and compares them with the order at each save and at the end
     of each epoch.
 
-    Streamed samples have no order, so they are only recorded.
+    Streamed samples have no planned order, so they are only recorded.
     """
 
     def begin(self, run: Run) -> None:
@@ -35,7 +35,7 @@ class OrderHook(Hook):
         """Add this rank's rows of the batch at `state.step`."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
-            # Look samples up in each step while the GPU computes. Looking up a whole epoch at its
+            # Look up samples in each step while the GPU computes. Looking up a whole epoch at its
             # end would make training wait.
             rows = self._run.plan.rows_of(self._run.world.rank)
             planned = self._order.rows(self._run.state.step, rows.start, rows.stop)

@@ -2,8 +2,8 @@
 
 The checks cover memory for the batches of all ranks, cores for workers, open files for shards,
 /dev/shm (only needed by NCCL), and disk space for saved files. A run that cannot work raises an
-error with a remedy. A setting that only makes it slow gets a note. The numbers are written to
-metrics.jsonl.
+error with a remedy. A setting that only makes the run slow gets a note. The measured numbers are
+written to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vit.training.plan import Plan
 from vit.training.run_data import Notes
 
 OTHER_FILES = 256
-"""The open files of a process that are not shards: pipes, libraries, sockets."""
+"""The number of open files per process that are not shards: pipes, libraries, sockets."""
 NCCL_SHM_GIB = 1
 """NVIDIA's recommendation for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 DISK_MARGIN_BYTES = 2**20
@@ -41,7 +41,7 @@ SAVED = (
 )
 """Patterns of saved files that the run later replaces or removes."""
 MISSING_BYTES = 2**28
-"""The bytes missing in the cache for the first batches above which a line explains the wait."""
+"""If the first batches need more than this many uncached bytes, a log line explains the wait."""
 MIB = 2**20
 GIB = 2**30
 
@@ -56,7 +56,7 @@ def preflight(
     *,
     saved_bytes: int = 0,
 ) -> Notes:
-    """Check this host, and raise the limit of open files if necessary.
+    """Check this host, and raise the limit on open files if necessary.
 
     evals: the batches of each evaluation split, `data.val_split` first. root: the folder of `proc`
     and `sys`. saved_bytes: the size of the state, which rank 0 copies in memory before saving.
@@ -100,7 +100,7 @@ def preflight(
     evaluated = [each.split for each in evals]
     index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
     local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
-    # Twice as many, because shard readers use at most half of the limit.
+    # Require twice as many, because shard readers use at most half of the limit.
     needed_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
     numbers = {
         "train_shards": len(train.split.filenames),
@@ -145,7 +145,7 @@ def _notes(
     numbers: dict[str, Any],
     needed_files: int,
 ) -> Iterator[str]:
-    """Yield a note, with a remedy, for everything that is slow on a host with `numbers`."""
+    """Yield a note, with a remedy, for everything that will be slow on a host with `numbers`."""
     ranks = local_world_size()
     workers = ranks * data.num_workers
     cores = numbers["cores"]
@@ -193,7 +193,7 @@ def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "r
     """Check the disk of `folder`, and return a line and numbers about it.
 
     setting: the setting that names the folder. Files that the run has already saved are subtracted.
-    Raises ValueError if the rest does not fit.
+    Raises ValueError if the remaining files do not fit.
     """
     saved = (path for pattern in SAVED for path in folder.glob(pattern))
     saved_bytes = sum(path.stat().st_size for path in saved if path.is_file())

@@ -1,4 +1,4 @@
-"""Save loss and margin of every training image in every epoch: 4 bytes each, at no extra time.
+"""Save the loss and margin of every training image in every epoch, in 4 bytes per image.
 
     step   the numbers reach the host with the step's other numbers, one step late (vit.step)
     save   the ranks combine their numbers since the last save; the saver's thread writes them
@@ -35,10 +35,10 @@ from vit.training.run_data import Notes, RunData
 from vit.training.step_result import StepValues
 
 PIECE = 2**22
-"""The number of rows that the ranks combine in one call: 16 MiB on each device."""
+"""The number of rows (16 MiB on each device) that the ranks combine in one call."""
 BYTES_OF_A_ROW = 4
 HEADER_BYTES = 128
-"""The size of a file's header."""
+"""The size of an .npy file's header."""
 
 
 class Written(NamedTuple):
@@ -62,7 +62,7 @@ def folder_bytes(plan: Plan, every_epochs: int) -> int:
 
 
 class SampleLosses:
-    """Collects losses and margins of every `every_epochs`-th epoch of the run in `run_dir`."""
+    """Collects the losses and margins in every `every_epochs`-th epoch of the run in `run_dir`."""
 
     def __init__(self, run_dir: Path, world: World, plan: Plan, every_epochs: int = 1):
         self._folder = run_dir / SAMPLES_FOLDER
@@ -97,8 +97,8 @@ class SampleLosses:
         collected: list[Written] = []
         for start in range(0, len(self._steps), at_once):
             steps = self._steps[start : start + at_once]
-            # Each rank adds its own columns to zeros. Summing the bits as integers preserves every
-            # bit, even of NaN.
+            # Each rank fills its own columns of a zero array. Summing the bits as integers
+            # preserves every bit, even of NaN.
             bits = np.zeros((len(steps), batch_size), np.int32)
             rows = self._plan.rows_of(self._world.rank)
             bits[:, rows.start : rows.stop] = [pairs for _, pairs in steps]
@@ -147,7 +147,7 @@ class SampleLosses:
 
 
 class SamplesHook(Hook):
-    """Collects loss and margin of each training image (`log.sample_losses`)."""
+    """Collects the loss and margin of each training image (`log.sample_losses`)."""
 
     saved: SampleLosses
 

@@ -1,7 +1,7 @@
 """Open metrics.jsonl, and write everything that is known before the first step.
 
 One `start` line contains config, plan, data and host of the attempt. The report and
-`vit.extras.report.replay` read it later. Settings are written to `config.yaml`, and the plan is
+`vit.extras.report.replay` read this line. Settings are written to `config.yaml`, and the plan is
 logged. Then TensorBoard and Weights & Biases are started.
 """
 
@@ -106,14 +106,14 @@ def start_record(
     )
     for line in lines:
         record.say(line)
-    if not state.is_finished(data.plan):  # repeating the command on a finished run adds no log
+    if not state.is_finished(data.plan):  # a finished run has nothing more to log
         record.start_tensorboard()
         record.start_wandb()
     return record
 
 
 def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
-    """Return a note if training uses byte-equal copies of images in a set, else ""."""
+    """Return a note if training uses identical copies of images in a set, else ""."""
     split = evaluated.split
     count = count_equal(train_set, split)
     if not count:

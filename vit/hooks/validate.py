@@ -16,7 +16,7 @@ CHECK_STOP_EVERY_BATCHES = 8
 
 
 class _Interrupted(Exception):
-    """A signal interrupted an evaluation, on all ranks at the same batch."""
+    """The error, raised on all ranks at the same batch, if a signal interrupts an evaluation."""
 
 
 def evaluate(run: Run, monitor: Monitor) -> set[str]:

@@ -1,1 +1,1 @@
-"""Layers for additions of later papers. `vit.model` contains the layers of the original ViT."""
+"""Layers from later papers. `vit.model` contains the layers of the original ViT."""

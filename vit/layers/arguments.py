@@ -18,8 +18,8 @@ CHOICES = {
     "drop_path_form": ("mask", "subset"),
     "weight_init": (None, "timm", "jax"),
 }
-"""The allowed values of arguments. Configs are checked earlier, but in code a misspelled value
-would silently select a different layer."""
+"""The allowed values of arguments. Configs are checked earlier, but in Python code a misspelled
+value would silently select a different layer."""
 
 
 def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def grid_size(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of patches. Raises ValueError if the patch size does
+    """Return the number of rows and columns of patches. Raises ValueError if the patch size does
     not divide the image size."""
     if problems := _size_problems(image_size, patch_size):
         raise ValueError("; ".join(problems))
@@ -90,7 +90,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_images(images: Tensor, in_chans: int, image_size: tuple[int, int]) -> None:
-    """Raise ValueError if `images` are not (B, C, H, W) with the given C, H and W."""
+    """Raise ValueError if `images` do not have shape (B, C, H, W) with the given C, H and W."""
     expected = (in_chans, *image_size)
     if tuple(images.shape[1:]) != expected:
         raise ValueError(
@@ -125,7 +125,7 @@ def _head_problems(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
-    """Return a message for each argument that may be ineffective -> whether it is."""
+    """Return a dict: message about an argument -> whether the argument has no effect."""
     has_prefix = arguments["class_token"] or arguments["reg_tokens"]
     image_size = height_width(arguments["image_size"], "image_size")
     is_one_patch = image_size == height_width(arguments["patch_size"], "patch_size")
@@ -153,7 +153,7 @@ def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the problems of rotary embeddings, or of their settings if rotary is off."""
+    """Return the problems with rotary arguments. Without `rope_type`, they must not be set."""
     needs_rope = ("rope_temperature", "ref_feat_shape", "rope_reg_temperature")
     rope_type = arguments["rope_type"]
     if rope_type is None:

@@ -1,8 +1,8 @@
 """Compute queries, keys and the largest attention logits of a model.
 
 Fused attention kernels never store the logits, so this module recomputes them from the input of
-each layer. The report uses them for attention maps (`vit/extras/report/attention.py`), and
-`log.norms_every_steps` records the largest.
+each layer. The report draws attention maps from the logits (`vit/extras/report/attention.py`), and
+`log.norms_every_steps` records the largest logit.
 
     model, images -> input of each `Attention` -> queries, keys -> q k^T / sqrt(head_dim)
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
-"""Modules whose class `Attention` computes plain softmax(q k / sqrt(dim)): one of `vit.model`, and
-two of timm, which has moved its class. Other classes of timm add position biases, rotate queries
+"""Modules whose `Attention` class computes plain softmax(q k / sqrt(dim)): `vit.model` and two in
+timm, which has moved the class. Other attention classes in timm add position biases, rotate queries
 and keys, or attend within windows."""
 
 
@@ -41,7 +41,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 def catching(
     attentions: list[nn.Module], catch: Callable[[Tensor, Tensor], object]
 ) -> Iterator[None]:
-    """Call `catch(queries, keys)` at each call of `attentions`, as `queries_and_keys` returns them.
+    """Call `catch` with the result of `queries_and_keys` whenever one of `attentions` runs.
 
     Run a compiled model eagerly inside this context.
     """
@@ -73,7 +73,7 @@ def queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> l
         return [attention.q_norm(q).float(), attention.k_norm(k).float()]
     qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-    # In timm, norms of queries and keys are optional.
+    # In timm, query and key norms are optional.
     q = getattr(attention, "q_norm", nn.Identity())(q)
     k = getattr(attention, "k_norm", nn.Identity())(k)
     return [q, k]

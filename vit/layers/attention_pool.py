@@ -13,8 +13,8 @@ class AttentionPool(nn.Module):
     """Multihead attention pooling: (B, h*w, D) -> (B, D).
 
     From Zhai et al. 2022 (arXiv 2106.04560, section 3.2) and the Set Transformer (arXiv
-    1810.00825); google-research/big_vision:big_vision/models/vit.py (`MAPHead`). Weights have the
-    names of timm's `AttentionPoolLatent`.
+    1810.00825); google-research/big_vision:big_vision/models/vit.py (`MAPHead`). Weight names match
+    timm's `AttentionPoolLatent`.
 
     mlp: the MLP after the attention, (B, D) -> (B, D).
     """

@@ -22,8 +22,8 @@ class Blocks(nn.Sequential):
     """
 
     checkpoint_every = 0
-    """The interval of checkpointed blocks. A checkpointed block keeps only its input, and the
-    backward pass recomputes its activations. 0 turns checkpointing off."""
+    """Every n-th block is checkpointed; 0 turns checkpointing off. A checkpointed block stores only
+    its input, and the backward pass recomputes its activations."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Blocks(nn.Sequential):
     ):
         rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
         has_subsets = drop_path_form == "subset"
-        # Give the first block a DropPath although its rate is 0: blocks with equal structure share
-        # one compiled graph.
+        # Give the first block a DropPath although its rate is 0, because blocks with the same
+        # structure share one compiled graph.
         has_masks = drop_path_rate > 0 and not has_subsets
 
         def make_drop_path(rate: float) -> nn.Module:
@@ -49,8 +49,8 @@ class Blocks(nn.Sequential):
         """Run all blocks. rope: the table of `vit.layers.rope.RotaryEmbedding`."""
         rows: list[Tensor] = []
         if self.training and self.subset_rates:
-            # Draw outside the blocks: torch.compile would make a graph for each number of rows that
-            # it reads inside a block.
+            # Draw rows outside the blocks. Inside a block, torch.compile would make a graph for
+            # each number of rows.
             both_branches = [rate for rate in self.subset_rates for _ in range(2)]
             rows = choose_rows(x.shape[0], both_branches, x.device)
         every = self.checkpoint_every if self.training and torch.is_grad_enabled() else 0
@@ -58,7 +58,7 @@ class Blocks(nn.Sequential):
             block_rows = rows[2 * number : 2 * number + 2]
             block_rope = rope
             if rope is not None and block_rows and rope.shape[1] > 1:
-                block_rope = rope.index_select(1, block_rows[0])  # samples that use attention
+                block_rope = rope.index_select(1, block_rows[0])  # samples that compute attention
             inputs = (x, block_rope, *block_rows)
             if every and number % every == 0:
                 # `checkpoint` restores the random state, so dropout draws the same masks again.

@@ -1,11 +1,11 @@
 """Stochastic depth (Huang et al. 2016, arXiv 1603.09382), called drop path in timm.
 
-In training, some samples of a micro-batch skip a residual branch. The branch of all other samples
-is scaled up, so that the expected output equals the output in evaluation. `model.drop_path_form`
+In training, some samples of a micro-batch skip a residual branch. The branch is scaled up for all
+other samples, so that the expected output equals the output in evaluation. `model.drop_path_form`
 selects one of two forms:
 
 mask    Each sample skips independently with probability `rate`. `DropPath` multiplies each branch
-        by 0 or 1 / (1 - rate), so skipped branches are computed as well.
+        by 0 or 1 / (1 - rate), so even skipped branches are computed.
 subset  Only B * (1 - rate) of B samples, rounded, compute a branch. `choose_rows` draws them for
         all branches. `add_branch` gathers these samples, computes the branch and adds it back.
         At rate 0.45 this saves nearly half of the computation. DINOv2 does the same, but truncates
@@ -46,15 +46,16 @@ class DropPath(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
         self.rate = rate
-        # A tensor, because torch.compile makes a graph for each Python number that a forward pass
-        # reads. Every block may have its own rate, and after eight graphs torch would run eagerly.
-        # Not persistent, because the rate is a setting and timm's state dicts do not contain it.
+        # Store the rate in a tensor, because torch.compile makes a graph for each Python number
+        # that a forward pass reads. Every block may have its own rate, and after eight graphs torch
+        # would run eagerly. The buffer is not persistent, because the rate is a setting and not in
+        # timm's state dicts.
         self.register_buffer("keep_prob", torch.empty(()), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the buffer, even after `to_empty`."""
+        """Fill the buffer, for example after `to_empty`."""
         self.keep_prob.fill_(1.0 - self.rate)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def num_kept(batch_size: int, rate: float) -> int:
 def choose_rows(batch_size: int, rates: Sequence[float], device: torch.device) -> list[Tensor]:
     """Draw the samples that compute each branch: (num_kept,) int64 for each of `rates`.
 
-    The number of samples is known on the host, so nothing waits for the device.
+    The host knows the number of samples, so no host-device sync is needed.
     """
     # Sort once for all branches: one `randperm` per branch would take 64 calls for ViT-H.
     orders = torch.rand(len(rates), batch_size, device=device).argsort(dim=1)
@@ -111,8 +112,8 @@ class PatchDropout(nn.Module):
         num_patches = num_tokens - first
         num_kept = max(int(num_patches * (1.0 - self.rate)), 1)
         order = torch.rand(batch_size, num_patches, device=x.device).argsort(dim=1)
-        # Patches keep the random order, because blocks do not depend on it. Prefix tokens remain
-        # first, because heads find them by position.
+        # Leave the patches in random order, because blocks do not depend on the order. Prefix
+        # tokens remain first, because heads find them by position.
         prefix = torch.arange(first, device=x.device).expand(batch_size, -1)
         tokens = torch.cat((prefix, order[:, :num_kept] + first), dim=1)
         x = x.gather(1, tokens.unsqueeze(2).expand(-1, -1, x.shape[2]))

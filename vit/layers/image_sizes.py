@@ -37,16 +37,16 @@ class AtSize(nn.Module):
         super().__init__()
         self.model_grid = model_grid
         self.rope = None if rope is None else rope.at(grid)
-        # Resample with matrix products, because the backward pass of torch's resize on GPUs adds in
-        # no fixed order. The filter is separable, so one matrix per axis is enough. The matrices
-        # follow from the sizes, so they are not in the state dict.
+        # Resample with matrix products, because the backward pass of torch's resize is not
+        # deterministic on GPUs. The filter is separable, so one matrix per axis is enough. The
+        # matrices follow from the sizes, so they are not in the state dict.
         for name, new, old in zip(("rows", "columns"), grid, model_grid, strict=True):
             self.register_buffer(name, torch.empty(new, old), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the matrices, even after `to_empty`."""
+        """Fill the matrices, for example after `to_empty`."""
         for matrix in (self.rows, self.columns):
             new, old = matrix.shape
             matrix.copy_(resample_posemb(torch.eye(old)[None], (old, 1), (new, 1), 0)[0])

@@ -1,5 +1,5 @@
-"""Initialize weights by the rules of timm or JAX, or skip the initialization of a model that a
-checkpoint fills."""
+"""Initialize weights by the rules of timm or JAX, or skip the initialization of a model that is
+loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DRAWS = (
     "kaiming_uniform_",
     "kaiming_normal_",
 )
-"""Functions of torch.nn.init that draw random numbers, directly or through each other."""
+"""The functions in torch.nn.init that draw random numbers."""
 
 
 @contextmanager
@@ -51,8 +51,8 @@ def undrawn() -> Iterator[None]:
 def lecun_normal_(weight: Tensor) -> None:
     """Draw `weight`, (out, in, ...), from a normal distribution with variance 1 / fan-in, truncated
     at two standard deviations (Flax's `lecun_normal`)."""
-    # Truncation reduces the standard deviation to 0.8796 of its value. Flax corrects this, torch
-    # does not.
+    # Truncation multiplies the standard deviation by 0.8796. Flax corrects for this factor, but
+    # torch does not.
     std = math.sqrt(1.0 / weight[0].numel()) / 0.87962566103423978
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
@@ -60,7 +60,7 @@ def lecun_normal_(weight: Tensor) -> None:
 def draw_as(
     source: str | None, model: nn.Module, patches: nn.Conv2d, heads: Iterable[nn.Linear]
 ) -> None:
-    """Initialize again the weights for which `source` ("timm", "jax" or None) has its own rule."""
+    """Reinitialize the weights for which `source` ("timm", "jax" or None) has its own rule."""
     if source == "timm":
         _draw_as_timm(patches, heads)
     elif source == "jax":
@@ -82,7 +82,7 @@ def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
 def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
     """Initialize all linear layers of `model` except `heads` as the ViT paper's Flax code does.
 
-    Xavier uniform, separately for queries, keys and values. Biases of MLPs: normal, std 1e-6
+    Xavier uniform, separately for queries, keys and values. MLP biases: normal, std 1e-6
     (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
     """
     are_heads = set(heads)

@@ -46,7 +46,7 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.empty(dim))
 
     def reset_parameters(self) -> None:
-        """Fill the factors, even after `to_empty`."""
+        """Set all factors to their initial value."""
         nn.init.constant_(self.gamma, self.init_values)
 
     def forward(self, x: Tensor) -> Tensor:

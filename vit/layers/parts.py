@@ -1,4 +1,4 @@
-"""Find parts of a model by name, in models of this project and of timm."""
+"""Find parts of a model by name, for this project's and timm's models."""
 
 from __future__ import annotations
 

@@ -20,16 +20,16 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        # The order is row by row, as in `vit.layers.posemb` and timm's weights.
+        # Flatten row by row, as in `vit.layers.posemb` and timm's weights.
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class NormedPatchEmbed(nn.Module):
-    """Splits images into patches and embeds each between two norms, like `PatchEmbed`.
+    """A `PatchEmbed` with a norm before and after the linear map.
 
     Dual PatchNorm (Kumar et al. 2023, arXiv 2302.01327;
     explainingai-code/VIT-Pytorch:model/patch_embed.py). The weight of `proj` has the shape of a
-    convolution, as in a ViT without these norms.
+    convolution weight, as in a ViT without these norms.
     """
 
     def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):

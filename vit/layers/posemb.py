@@ -14,8 +14,8 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
 
     The channels are sin x, cos x, sin y and cos y, a quarter each. Frequencies fall from 1 to
     exactly 1/10,000, as in google-research/big_vision:big_vision/models/vit.py
-    (`posemb_sincos_2d`). MoCo v3 (arXiv 2104.02057), the source of these embeddings, ends one step
-    earlier. Raises ValueError if `dim` is not a multiple of 4, or is below 8.
+    (`posemb_sincos_2d`). MoCo v3 (arXiv 2104.02057), which introduced these embeddings, stops one
+    frequency step earlier. Raises ValueError if `dim` is not a multiple of 4, or is below 8.
     """
     if dim % 4 or dim < 8:
         needed = "an embed_dim of 8, 12, 16 and so on"
@@ -44,7 +44,7 @@ def resample_posemb(
     The first P = `num_prefix_tokens` rows are copied, because they have no position in the image.
     The dtype is preserved. `interpolation` is "bicubic" or "bilinear". The defaults are those of
     timm's `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
-    `antialias` only affects smaller grids. DeiT and MAE do not use it.
+    `antialias` only affects smaller grids. DeiT and MAE do not use antialiasing.
 
     Raises:
         ValueError: `pos_embed` does not have the size of `old_grid`.

@@ -1,4 +1,4 @@
-"""Precision of training: autocast, the fp16 loss scale, and a warning about emulated formats."""
+"""Training precision: autocast, the fp16 loss scale, and a warning about emulated formats."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SCALE = 2.0**16
 """The initial loss scale, as in torch.amp.GradScaler."""
 FP16_GROWTH_STEPS = 2000
-"""The steps without overflow after which the loss scale doubles, as in torch.amp.GradScaler."""
+"""The loss scale doubles after this many steps without overflow, as in torch.amp.GradScaler."""
 SLOW_PRECISION = 3.0
-"""The slowdown against fp32 above which a precision is considered emulated on a CPU."""
+"""On a CPU, a precision that is more than this many times slower than fp32 counts as emulated."""
 BF16_CAPABILITY = (8, 0)
 """The first compute capability of NVIDIA GPUs with bf16 (Ampere). Older GPUs also have no bf16
 attention kernel that avoids the N x N matrix."""
@@ -35,10 +35,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 class LossScale:
-    """Dynamic loss scale (Micikevicius et al. 2018, section 3.2). Constant 1 except for fp16.
+    """A dynamic loss scale (Micikevicius et al. 2018, section 3.2). Without fp16, it is always 1.
 
-    Both values are () float32 tensors on `device`, so that an overflow needs no host-device sync.
-    Checkpoints store both.
+    The scale and the step counter are () float32 tensors on `device`, so that an overflow needs no
+    host-device sync. Checkpoints store both tensors.
     """
 
     def __init__(self, precision: str, device: torch.device):
@@ -62,8 +62,8 @@ def precision_note(
 ) -> str | None:
     """Return a warning if `device` only emulates `precision` (fp32, bf16 or fp16), else None.
 
-    On a CPU, the function times a matrix product of ViT-B's MLP for a tenth of a second: torch
-    reports the instructions of the CPU, but not whether its kernels use them. `flag`: the name of
+    On a CPU, the function times a matrix product of ViT-B's MLP for a tenth of a second, because
+    torch reports the CPU's instructions but not whether its kernels use them. `flag`: the name of
     the setting in the warning.
     """
     separator = " " if flag.startswith("--") else "="
@@ -93,7 +93,8 @@ def precision_note(
 
 
 def _matmul_s(dtype: torch.dtype) -> float:
-    """Return the time for 16 tokens in the first layer of ViT-B's MLP, the best of three runs."""
+    """Return the time for 16 tokens in the first layer of ViT-B's MLP, the fastest of three
+    runs."""
     tokens = torch.ones(16, 768, dtype=dtype)
     weight = torch.ones(768, 3072, dtype=dtype)
     return min(timeit.repeat(lambda: tokens @ weight, repeat=3, number=1))

@@ -18,4 +18,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 2012.12877). g, G: Table 2 of Zhai et al. 2022 (arXiv 2106.04560). SO400M: Alabdulmohsin et al. 2023
 (2305.13035)."""
 SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
-"""The names in `PRESETS` for timm's names of sizes."""
+"""Maps timm's size names to the names in `PRESETS`."""

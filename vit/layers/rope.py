@@ -2,8 +2,8 @@
 
 This extends Su et al. 2021 (arXiv 2104.09864) to two axes: half of a head's channel pairs rotate
 with the row, half with the column, each pair at its own frequency. The product of a rotated query
-and a rotated key depends only on their distance. Rotary embeddings have no weights, so a model can
-accept other image sizes. The coordinates then depend on `rope_type`:
+and a rotated key depends only on their relative position. Rotary embeddings have no weights, so a
+model can accept other image sizes. The coordinates depend on `rope_type`:
 
 axial   Rows and columns count from 0. Frequencies fall from 1 to nearly 1 / 10,000. Neighboring
         channels are a pair. Larger images have larger coordinates (ViT-5: wangf3014/ViT-5:rope.py).
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 TEMPERATURES = {"axial": 10_000.0, "dinov3": 100.0}
-"""The default `rope_temperature` for each `rope_type`, from its source."""
+"""The default `rope_temperature` for each `rope_type`."""
 
 
 class RotaryEmbedding(nn.Module):
     """The cosines and sines for one image size, (2, 1, 1, N, head_dim) float32.
 
     Prefix tokens are not rotated. With `reg_temperature`, registers are rotated as if they were on
-    a square grid (ViT-5). The sines already have the sign with which `rotate` adds them.
+    a square grid (ViT-5). The sines include the sign that `rotate` needs.
 
     Args:
         temperature: None for the default of `rope_type`.
@@ -67,8 +67,8 @@ class RotaryEmbedding(nn.Module):
         self.num_fixed = class_tokens if reg_temperature else class_tokens + reg_tokens
         self.reg_grid = (math.isqrt(reg_tokens),) * 2
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
-        # A buffer moves to the device with the model. It follows from the image size, so it is not
-        # in the state dict, as in timm.
+        # Use a buffer, which moves to the device with the model. As in timm, it is not in the state
+        # dict, because the image size determines it.
         table = torch.empty(2, 1, 1, num_tokens, head_dim)
         self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
@@ -89,7 +89,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the table, even after `to_empty`."""
+        """Fill the table, for example after `to_empty`."""
         head_dim = self.table.shape[-1]
         angles = [torch.zeros(self.num_fixed, head_dim // 2, dtype=torch.float64)]
         if self.reg_temperature:

@@ -22,7 +22,7 @@ def create_timm_model(
     """Create the timm model `name` (without `timm/`) for images of `image_size` pixels.
 
     Raises:
-        ValueError: timm is not installed, does not know the name, or rejects some `fields`. One
+        ValueError: timm is not installed, does not know the name, or rejects some `fields`. The
             error lists all rejected fields.
     """
     try:

@@ -1,7 +1,7 @@
 """Read the lines of a record, `metrics.jsonl`, without torch, so that small processes start fast.
 
-A restarted run appends to the same file: later lines replace earlier ones from the step of their
-`start` line on, and from the step of a `rewind` line on.
+A restarted run appends to the same file. From the step of a `start` or `rewind` line on, later
+lines replace earlier lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OF_EACH_LINE = {"kind", "step", "time"}
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the readable lines of a `metrics.jsonl`, and the number of unreadable lines.
 
-    Text after the last line break was cut off by a kill and is ignored.
+    Text after the last line break is ignored, because it was cut off by a kill.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return parse_lines(text.split("\n")[:-1])
@@ -72,12 +72,12 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
 
 
 class Rows:
-    """The rows that W&B shows: step and numbers by name of each valid line."""
+    """The rows that W&B shows: the step of each valid line, and its numbers by name."""
 
     def __init__(self) -> None:
         self.rows = list[tuple[int, dict[str, float]]]()
         self.most = 0
-        """The largest number of rows so far; lines that replace others lower the number."""
+        """The largest number of rows so far. The number of rows falls when lines are replaced."""
         self._restarts = 0
 
     def add(self, line: dict[str, Any]) -> None:

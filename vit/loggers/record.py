@@ -2,9 +2,8 @@
 
 Rank 0 appends one JSON object per line. Console, Weights & Biases (`vit.loggers.wandb_logger`) and
 TensorBoard (`vit.loggers.tensorboard`) only display lines of `metrics.jsonl`. If W&B is off,
-offline or hangs, the file is the same and the run continues. A resumed run appends to the same
-file: its lines replace earlier lines from the step of its `start` line on, which `read_metrics`
-applies. `StartTimes` measures the startup.
+offline or hangs, the run continues and writes the same file. A resumed run appends to the file, and
+`read_metrics` drops the lines that a resumed run has replaced. `StartTimes` measures the startup.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
 
 SILENT_S = 60.0
-"""The longest time without a line in a log file, because steps may take minutes each."""
+"""Maximum time without a line in a log file, because a single step may take minutes."""
 
 
 class Record:
@@ -86,7 +85,7 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether a live line exists: on rank 0, in a terminal."""
+        """Whether a live line is shown: only on rank 0 in a terminal."""
         return self._live is not None
 
     def say(self, text: str) -> None:
@@ -124,8 +123,8 @@ class Record:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            # A full disk may have cut the line off. The next start removes it, so no line may
-            # follow it. Closing the file may try to write the line again and fail again.
+            # A full disk may have cut off the line. The next start removes a line that was cut off,
+            # so nothing may follow it. Closing the file may retry the write and fail again.
             with suppress(OSError):
                 self._file.close()
             raise ValueError(
@@ -136,7 +135,7 @@ class Record:
     def _restore_if_gone(self) -> None:
         """Write all lines to a new file if the file was removed or replaced.
 
-        The lines are still in the open file, although its name is gone. Raises OSError.
+        The open file still contains the lines. Raises OSError.
         """
         path = self._run_dir / METRICS_FILE
         with suppress(FileNotFoundError):
@@ -154,7 +153,7 @@ class Record:
     def flush(self) -> None:
         """Flush all lines to disk on rank 0. May be called from any thread.
 
-        Otherwise a power failure could lose lines of steps before the checkpoint, which are never
+        Otherwise a power failure could lose lines from before the checkpoint, whose steps are never
         repeated. Raises OSError.
         """
         with suppress(ValueError):  # the file was closed after an error that was already reported
@@ -176,7 +175,7 @@ class Record:
         self.progress(step, text)
 
     def start_wandb(self) -> None:
-        """Start to display this run on W&B. A resumed run continues the same W&B run.
+        """Start displaying this run on W&B. A resumed run continues the same W&B run.
 
         Training does not wait for W&B; a later line reports whether it works.
         """
@@ -188,7 +187,7 @@ class Record:
             self._wandb = wandb_logger.WandbProcess(self._run_dir, mode, self.say)
 
     def start_tensorboard(self) -> None:
-        """Start to display this run in TensorBoard, beginning with all existing lines."""
+        """Start displaying this run in TensorBoard, beginning with all existing lines."""
         if self.is_main and self._config.tensorboard:
             lines = read_metrics(self._run_dir / METRICS_FILE)
             shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
@@ -228,7 +227,7 @@ class Record:
         if self._live is not None:
             self._live.stop()
         self._file.close()
-        self.lock.release()  # the next attempt does not wait for W&B
+        self.lock.release()  # so that the next attempt does not wait for W&B
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -282,7 +281,7 @@ def provenance() -> dict[str, str]:
 
 
 class StartTimes:
-    """Measures the parts of a startup on this rank. A part begins when the previous one ends."""
+    """Times the phases of a startup on this rank. A phase begins when the previous phase ends."""
 
     def __init__(self, joined_s: float):
         """joined_s: the time until all ranks had connected."""
@@ -290,13 +289,13 @@ class StartTimes:
         self._began = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """End the part `name`. Several parts with the same name are added up."""
+        """End the phase `name`. Phases with the same name are added up."""
         now = time.perf_counter()
         self.parts_s[name] = self.parts_s.get(name, 0.0) + now - self._began
         self._began = now
 
     def tell(self, record: Record, step: int) -> None:
-        """Print all parts in one line, and write them to metrics.jsonl."""
+        """Print the times of all phases in one line, and write them to metrics.jsonl."""
         parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in self.parts_s.items())
         total_s = sum(self.parts_s.values())
         record.say(f"ready in {total_s:.1f} s: {parts}")

@@ -6,7 +6,7 @@ Each attempt writes its own file. The file begins with a purge mark, which makes
 older data, followed by the numbers of all valid lines of metrics.jsonl. Then the file of the
 previous attempt is emptied. After a kill, no step is therefore missing or shown twice, and
 TensorBoard may be turned on in the middle of a run. A thread of tensorboard writes the file, so
-training does not wait for it. Errors only end this display.
+training does not wait for the disk. An error ends only this display.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TensorboardView:
             folder = run_dir / "tensorboard"
             before = list(folder.glob("events.out.tfevents.*"))
             threading.excepthook = partial(_report, threading.excepthook)
-            # purge_step writes the purge mark. Without a limit of the queue, training never waits
+            # purge_step writes the purge mark. Without a limit on the queue, training never waits
             # for the disk.
             self._writer = SummaryWriter(folder, purge_step=0, max_queue=0, flush_secs=2)
             for line in lines:
@@ -84,7 +84,7 @@ class TensorboardView:
         try:
             if self._writer is not None:
                 getattr(self._writer, method)(*arguments)
-        except Exception as error:  # an error of the thread, such as a full disk
+        except Exception as error:  # an error in the thread, such as a full disk
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
@@ -93,6 +93,6 @@ class TensorboardView:
 
 
 def _report(before: Callable[[Any], object], args: Any) -> None:
-    """Report an error of a thread with `before`, except errors of tensorboard (see `_do`)."""
+    """Report an error in a thread with `before`, unless it is a tensorboard thread (see `_do`)."""
     if not type(args.thread).__module__.startswith("tensorboard."):
         before(args)

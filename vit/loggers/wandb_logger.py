@@ -1,7 +1,7 @@
 """Run Weights & Biases in a separate process, which can neither block nor crash training.
 
-`vit/loggers/wandb_process.py` is that process. It reads the record, so training sends it nothing
-but the end. Online it runs beside training. Offline it runs after training, and writes one folder.
+The process, `vit/loggers/wandb_process.py`, reads metrics.jsonl, so training only reports its end.
+Online, it runs during training. Offline, it runs after training and writes one folder.
 
     runs/<name>/wandb_id               one id for all attempts
     runs/<name>/wandb/run-*/           W&B's own folder of each attempt online
@@ -30,11 +30,11 @@ from vit.loggers.wandb_process import END_FILE, FINISH_S, POLL_S, children_of, r
 from vit.system.files import replacing
 
 OPEN_S = 10.0
-"""Longest wait for an online run to be opened, after the end of training."""
+"""Maximum time to wait, after training, for an online run to open."""
 STOPPED_S = 10.0
-"""Longest upload if a signal stopped the run, because a scheduler may not wait."""
+"""Maximum time for an upload after a signal, because a scheduler may not wait."""
 ANNOUNCE_S = 6.0
-"""Time of an upload after which it is announced."""
+"""An upload that takes longer than this is announced."""
 SCRIPT = wandb_process.__file__
 
 Mode = Literal["online", "offline", "off"]
@@ -51,9 +51,9 @@ def wanted_mode(setting: str) -> Mode:
 
 
 class WandbProcess:
-    """The side of the training process. No method raises, and only `close` waits.
+    """The W&B process, as used by training. No method raises an error, and only `close` waits.
 
-    say: prints a line. `poll` prints the lines of the other process; call it from time to time.
+    say: prints a line. Call `poll` regularly to print the lines of the W&B process.
     """
 
     def __init__(self, run_dir: Path, mode: Mode, say: Callable[[str], None]):
@@ -84,7 +84,7 @@ class WandbProcess:
         if importlib.util.find_spec("wandb") is None:
             self._say("not installed: metrics.jsonl only (pip install wandb, or log.wandb=off)")
             return
-        # -P: without the script's folder on the path, where its modules would shadow W&B's.
+        # -P keeps the script's folder off the path, where its modules would shadow W&B's.
         command = [sys.executable, "-P", SCRIPT, str(self._run_dir), self._mode, str(os.getpid())]
         self._folder.mkdir(exist_ok=True)
         with (self._folder / "console.log").open("wb") as console:
@@ -94,7 +94,7 @@ class WandbProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=console,
-                # Its exporters of telemetry would delay the process's end.
+                # W&B's telemetry exporters would delay the end of the process.
                 env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
                 start_new_session=True,  # so that Ctrl-C in the terminal only reaches training
             )
@@ -103,7 +103,7 @@ class WandbProcess:
         os.set_blocking(self._output.fileno(), False)
 
     def _stop(self, reason: str) -> None:
-        """End the process and W&B's service, which may hang and would not end by itself."""
+        """Kill the process and W&B's service, because the service may hang."""
         if self._process is not None:
             services = children_of(self._process.pid) if self._process.poll() is None else []
             self._process.kill()
@@ -117,14 +117,14 @@ class WandbProcess:
         self._say(f"stopped ({reason}); {remedy(self._run_dir)}")
 
     def poll(self) -> None:
-        """Print the lines of the process."""
+        """Print the lines of the W&B process."""
         if self._process is None:
             return
         status = self._process.poll()  # before reading, so that no line is missed
         for line in (self._output.read() or b"").decode().splitlines():
             self._is_open = True
             self._say(line)
-        if status in (0, 1):  # it has printed the reason of a failure
+        if status in (0, 1):  # the process has printed the reason for a failure
             self._process = None
             self._is_complete = status == 0
         elif status is not None:
@@ -139,10 +139,10 @@ class WandbProcess:
         self._end["tables"][name] = {"columns": columns, "data": rows}
 
     def close(self, failed: bool = False, stopped: bool = False, open_s: float = OPEN_S) -> bool:
-        """Wait until everything is uploaded or on disk, and return whether it is.
+        """Wait until everything is uploaded or on disk, and return whether this succeeded.
 
         stopped: a signal ended the run, so the upload takes at most `STOPPED_S`. open_s: the
-        longest wait for the run to be opened.
+        maximum time to wait for the run to open.
         """
         text = json.dumps({**self._end, "failed": failed}, default=_plain)
         with self._reporting_os_errors():
@@ -172,5 +172,5 @@ class WandbProcess:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's and torch's numbers and arrays to Python's, anything else to text."""
+    """Convert numpy and torch numbers and arrays to Python objects, and anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,18 +1,18 @@
-"""Show a run on Weights & Biases from its record; this is the only process that imports wandb.
+"""Show a run on Weights & Biases, in the only process that imports wandb.
 
     python vit/loggers/wandb_process.py RUN_DIR MODE PARENT
 
-`vit.loggers.wandb_logger` starts this file as a script. The record is the feed: the script follows
-`metrics.jsonl`, and takes the run's config from `config.yaml`. Training ends the run by writing
+`vit.loggers.wandb_logger` starts this file as a script. The script follows the record,
+`metrics.jsonl`, and reads the run's config from `config.yaml`. Training ends the run by writing
 `wandb/end.json`, with the outcome, pictures and tables. If training was killed, the script reads
-the record to its end. It prints lines for the user on stdout.
+the record to its end. Lines for the user are printed on stdout.
 
-**W&B shows each line of the record once, also after kills.** A row's W&B step (`_step`) is its
-number among the valid lines of the record, so it is the same in each attempt. The service reports
-how many rows it has, and only later rows are sent. Steps that training repeats keep their first
-values on W&B. Offline, the script writes one folder with all rows, after training has ended.
+**W&B shows each line of the record once, even after kills.** A row's W&B step (`_step`) is its
+number among the valid lines of the record, so the step is the same in each attempt. The service
+reports how many rows it has, and only later rows are sent. Steps that training repeats keep their
+first values on W&B.
 
-The script tries once. After a failure, `launch/report.py RUN --to-wandb` runs it again.
+The script makes one attempt. After a failure, `launch/report.py RUN --to-wandb` runs it again.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ Say = Callable[[str], None]
 
 END_FILE = "end.json"
 FINISH_S = 60.0
-"""Longest upload after the end of training: 7 MB of pictures at 1 Mbit/s."""
+"""Maximum time to upload after training ends: enough for 7 MB of pictures at 1 Mbit/s."""
 INIT_S = 30.0
-"""Longest time to open a run online; training continues meanwhile."""
+"""Maximum time to wait for an online run to open. Training continues in the meantime."""
 PROBE_S = 3.0
-"""Longest time for the server to answer while the end of a run is uploaded."""
+"""Maximum time for the server to answer a probe while the end of a run is uploaded."""
 MAX_MISSES = 3
-"""Probes in a row without an answer, after which the upload is abandoned."""
+"""The upload is abandoned after this many unanswered probes in a row."""
 POLL_S = 0.1
 
 
 def remedy(run_dir: Path) -> str:
-    """Return the advice after an upload that failed."""
+    """Return advice for the user after a failed upload."""
     command = f"python launch/report.py {shlex.quote(str(run_dir))} --to-wandb"
     return f"metrics.jsonl has everything; to upload it: {command}"
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the direct children of a process; [] where /proc does not exist."""
+    """Return the direct children of a process; [] if /proc does not exist."""
     with suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
 class Feed:
-    """The record of a training process, and the end that this process writes."""
+    """The record of a training process, and the end file that training writes."""
 
     def __init__(self, run_dir: Path, parent: int):
         self._end_file = run_dir / "wandb" / END_FILE
@@ -78,14 +78,14 @@ class Feed:
         self._incomplete = b""
         self.rows = Rows()
         self.start: dict[str, Any] = {}
-        """The last start line."""
+        """The last `start` line."""
 
     def is_over(self) -> bool:
         """Return whether training has ended or was killed."""
         return self._end_file.exists() or os.getppid() != self._parent
 
     def read(self) -> None:
-        """Take the new lines of the record."""
+        """Read the new lines of the record."""
         *lines, self._incomplete = (self._incomplete + self._file.read()).split(b"\n")
         for line in parse_lines([line.decode(errors="replace") for line in lines])[0]:
             self.rows.add(line)
@@ -112,7 +112,7 @@ def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
     run = _open_run(wandb, run_dir, mode, feed.start)
     next_step = run.starting_step
     num_sent = min(next_step, feed.rows.most)
-    offset = next_step - num_sent  # pictures of earlier attempts are steps of W&B, too
+    offset = next_step - num_sent  # pictures of earlier attempts are also W&B steps
     if mode == "online":
         say(run.url)
     while True:
@@ -157,7 +157,7 @@ def _open_run(wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]) -> An
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
     provenance = {key: start[key] for key in PROVENANCE if key in start}
-    sys.argv = start.get("command", "").split() or sys.argv  # W&B records the command of a run
+    sys.argv = start.get("command", "").split() or sys.argv  # W&B records this as the run's command
     run = wandb.init(
         project=config.get("log", {}).get("wandb_project", "vit"),
         name=run_dir.resolve().name,
@@ -171,7 +171,7 @@ def _open_run(wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]) -> An
             console="off",
             init_timeout=INIT_S,
             program=sys.argv[0],
-            x_stats_pid=os.getppid(),  # memory and CPU time of training, not of this process
+            x_stats_pid=os.getppid(),  # measure training, not this process
         ),
     )
     run.define_metric("global_step")
@@ -182,7 +182,7 @@ def _open_run(wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]) -> An
 def _limit_end(feed: Feed, run_dir: Path, server_url: str, say: Say) -> None:
     """End this process if the upload takes too long after training, or the server is gone.
 
-    W&B would repeat requests for hours.
+    Otherwise W&B would retry requests for hours.
     """
     while not feed.is_over():
         time.sleep(POLL_S)
@@ -211,7 +211,7 @@ def _fail(run_dir: Path, reason: str, say: Say) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once, although threads of W&B or its service may hang."""
+    """Exit immediately, even if threads of W&B or its service hang."""
     for pid in children_of(os.getpid()) if status else ():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -224,19 +224,19 @@ def _one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Run the command line above."""
-    # Slurm sends signals to all processes of a job, but this one must read the record to its end.
+    """Run the script with the arguments in `sys.argv`."""
+    # Ignore signals, which Slurm sends to all processes of a job, to read the record to its end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    lines = os.fdopen(os.dup(1), "w")  # a handle of its own, because W&B prints to stdout
+    lines = os.fdopen(os.dup(1), "w")  # a separate handle, because W&B prints to stdout
     os.dup2(2, 1)
 
     def say(line: str) -> None:
-        with suppress(OSError):  # training was killed, so nobody reads
+        with suppress(OSError):  # training was killed, so nobody reads the lines
             print(line, file=lines, flush=True)
 
     run_dir = Path(sys.argv[1])
-    # W&B's temporary files; they would otherwise outlive this process, which skips Python's exit.
+    # Put W&B's temporary files into one folder, which `_leave` removes before it exits.
     tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=run_dir / "wandb")
     try:
         follow(run_dir, sys.argv[2], int(sys.argv[3]), say)

@@ -1,9 +1,8 @@
 """Upload a run to Weights & Biases from its record.
 
-This is for a run that was trained without W&B or offline, whose upload failed, or that was deleted
-on the server. Without `wandb_id` in its folder a new W&B run is made. Only missing rows are
-uploaded. With WANDB_MODE=offline the run is written to the disk, from where `wandb sync` uploads
-it.
+Use this for a run that was trained offline or without W&B, whose upload failed, or that was deleted
+on the server. If the run folder has no `wandb_id`, a new W&B run is created. Only missing rows are
+uploaded. With WANDB_MODE=offline, the run is written to disk for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vit.run_folder import METRICS_FILE
 
 
 class ToWandb:
-    """Reads the record of `run_dir`; `show` then uploads it.
+    """Reads the record of `run_dir`, and uploads it with `show`.
 
     Raises ValueError if the upload is not possible, before anything is written.
     """
@@ -40,7 +39,7 @@ class ToWandb:
             raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} has no numbers to show")
 
     def show(self, pictures: Mapping[str, Path], say: Callable[[str], None]) -> None:
-        """Show the record, and `pictures` (PNG files) by name at its last step.
+        """Upload the record, and `pictures` (PNG files by name) at its last step.
 
         Raises ValueError if W&B has not received everything.
         """

@@ -1,9 +1,9 @@
 """The exponential moving average (EMA) of the weights.
 
-The training step updates the EMA after each update of the model. It is evaluated like the model and
-saved in `weights/*_ema.safetensors`. `Ema` refers to the model's parameter objects, which DDP and
-torch.compile keep. FSDP2's `fully_shard` replaces them, so an EMA created before it would never
-change.
+The training step updates the EMA after each update of the model. The EMA is evaluated like the
+model and saved in `weights/*_ema.safetensors`. `Ema` refers to the model's parameter objects, which
+DDP and torch.compile keep. FSDP2's `fully_shard` replaces these objects, so an EMA created before
+that call would never change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ema:
     `decay` is applied at each update, as in DeiT and timm. With `warmup` the decay starts lower, as
     in TensorFlow's ExponentialMovingAverage with `num_updates`, or, with `warmup_power`, as in
     timm's ModelEmaV3 (timm/utils/model_ema.py, get_decay). The EMA is updated at every
-    `every_steps`-th step of an epoch. Until `after_steps`, it is a copy of the weights
+    `every_steps`-th step of an epoch. Until `after_steps`, the EMA is a copy of the weights
     (pytorch/vision:references/classification/train.py; timm's update_after_step).
     """
 
@@ -109,7 +109,7 @@ class Ema:
         if self.every_steps > 1 and step % self.steps_per_epoch % self.every_steps:
             return
         followed = [parameter.detach() for parameter in self._followed]
-        # Launch a few kernels for all parameters instead of one for each of about 150.
+        # Launch a few kernels for all parameters instead of one for each of about 150 parameters.
         torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))
         for averaged, value in self._buffers:
             averaged.copy_(value)

@@ -1,7 +1,7 @@
 """Divide the parameters of a model into groups by learning rate and weight decay.
 
-Each trainable parameter is in exactly one group. Frozen parameters are in none. Three settings of
-`optim` define the groups: `no_weight_decay` (decayed or not), `layer_decay` (by depth), and
+Each trainable parameter is in exactly one group. Frozen parameters are in no group. Three settings
+of `optim` define the groups: `no_weight_decay` (decayed or not), `layer_decay` (by depth), and
 `matrices` (updated by Muon or not).
 
     named parameters -> (layer, Muon or not, decayed or not) -> groups, for `torch.optim`
@@ -71,7 +71,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 
 def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
-    """Return a function of name and value that decides whether a parameter gets no weight decay.
+    """Return a function (name, value) -> whether the parameter is exempt from weight decay.
 
     rule: the setting `optim.no_weight_decay`.
     """
@@ -82,8 +82,8 @@ def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
         return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
     kinds: tuple[type, ...] = (nn.Linear, nn.modules.conv._ConvNd)
     if rule == "norms":
-        # The list of torchvision (references/classification/utils.py, set_weight_decay) plus
-        # RMSNorm. Norms of other libraries have "Norm" in their class name.
+        # These are torchvision's norms (references/classification/utils.py, set_weight_decay) and
+        # RMSNorm. Norms in other libraries have "Norm" in their class name.
         kinds = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
     of_kind = {
         f"{prefix}.{name}".lstrip(".")
@@ -137,7 +137,7 @@ def _layers_of_timm(model: nn.Module, names: list[str], form: str) -> dict[str, 
 
 
 def _matrices(rule: str) -> Callable[[str, Tensor], bool]:
-    """Return a function of name and value that decides whether Muon updates a parameter.
+    """Return a function (name, value) -> whether Muon updates the parameter.
 
     rule: the setting `optim.matrices`.
     """

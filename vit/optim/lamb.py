@@ -1,6 +1,6 @@
 """timm's LAMB with its step counter on the device.
 
-timm counts on the host, which does not know yet whether the previous update was skipped.
+timm counts steps on the host, which does not know yet whether the previous update was skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Lamb(timm.optim.Lamb):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters. Their state must already exist."""
+        """Update the parameters. The optimizer state must already exist."""
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]

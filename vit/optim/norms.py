@@ -7,8 +7,8 @@ before the blocks, each block, and norm and head together. Frozen parameters are
     weights before the update  -> a copy        -> one vector on the device -> metrics.jsonl
     weights after it, and their change         /
 
-The copy exists only during the update, when the activations have been freed. An update is measured
-as the change of the weights, which works for every optimizer and for skipped updates.
+The copy exists only during the update, after the activations have been freed. An update is measured
+as the change in the weights, which works for every optimizer and for skipped updates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRADIENT, WEIGHT, UPDATE = KINDS = ("grad_norm", "weight_norm", "update_norm")
 RATIO = "update_ratio"
 LARGEST_LOGIT = "max_attn_logit"
 NormsByName = dict[str, dict[str, float]]
-"""Values by kind (`KINDS`, `RATIO` or `LARGEST_LOGIT`) and layer."""
+"""Maps kind (`KINDS`, `RATIO` or `LARGEST_LOGIT`) -> layer -> value."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Measured:
     layers: tuple[str, ...]
 
     def named(self, values: Sequence[float]) -> NormsByName:
-        """Return `values`, which were copied to the host, by name, with the ratio of update to
-        weight norm. A layer whose weights are all 0 has no ratio."""
+        """Return the host's copy of `values` by name, and add the ratio of update norm to weight
+        norm. A layer whose weights are all 0 has no ratio."""
         values = [float(f"{value:.6g}") for value in values]  # float32 has about six digits
         size = len(self.layers)
         norms: NormsByName = {

@@ -50,8 +50,9 @@ class _Kind:
 def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Create the optimizer of `config` for the parameters of a plain model (no DDP wrapper).
 
-    Its state already exists, so that a checkpoint can be loaded into it. Raises the ValueErrors of
-    `parameter_groups`, and ValueError if the optimizer needs timm and timm is missing or too old.
+    The optimizer state is created as well, so that a checkpoint can be loaded into it. Raises the
+    ValueErrors of `parameter_groups`, and ValueError if the optimizer needs timm and timm is
+    missing or too old.
     """
     kind = _kind(config)
     groups = parameter_groups(model, config)
@@ -71,14 +72,14 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
         # GradScaler reads this attribute, which torch's fused optimizers have.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     # TrainStep sets `found_inf` on the device and calls step() without reading it back. An
-    # optimizer that ignores it would write NaN into the weights.
+    # optimizer that ignores `found_inf` would write NaN into the weights.
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
     assert skips, f"{type(optimizer).__name__} does not skip its update when found_inf is set"
     return optimizer
 
 
 def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
-    """Return the sizes of all state tensors that the optimizer of `config` needs for `model`."""
+    """Return the size in bytes of each state tensor of the optimizer of `config` for `model`."""
     kind = _kind(config)
     return [
         value.nbytes
@@ -176,8 +177,8 @@ def _is_on_gpu(groups: Groups) -> bool:
 def _counting_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return `optimizer` without torch's warning about `capturable`.
 
-    torch expects `capturable` only with CUDA graphs. It also puts the step counter on the GPU,
-    which is needed because updates are skipped on the GPU.
+    torch expects `capturable` only with CUDA graphs. The flag also puts the step counter on the
+    GPU, which is needed because updates are skipped there.
     """
     optimizer._warned_capturable_if_run_uncaptured = True
     return optimizer
@@ -218,7 +219,7 @@ def _adafactor_state(parameter: Tensor, config: AdafactorConfig, group: dict[str
     shape = parameter.shape
     # Factor the two longest dimensions, as big_vision/optax.py and timm's _factored_dims do.
     longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))[-2:]
-    # On the host, because timm computes the decay rate on the host.
+    # Keep `step` on the host, because timm computes the decay rate there.
     state = {"step": torch.zeros((), device="meta" if parameter.is_meta else "cpu")}
     if len(shape) >= 2 and shape[longest[0]] >= config.min_dim_size_to_factor:
         column, row = longest

@@ -1,6 +1,6 @@
 """Learning rate and weight decay as pure functions of the step.
 
-Without state, a resumed run has the same values as an uninterrupted run.
+The functions have no state, so a resumed run has the same values as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def lr_at(
     """Return the learning rate at `step` in [0, total_steps), constant for `interval_steps`.
 
     Warmup is linear: the update at step s uses (s + 1) / warmup_steps of the peak. With
-    `warmup_lr`, it starts at that rate and reaches the peak one step after the warmup, as in timm.
-    After the warmup, `cosine` (Loshchilov & Hutter 2017, equation 5, without restarts) and `linear`
-    decay from the peak to `min_lr`; `constant` keeps the peak; `wsd` keeps it until the last
-    `decay_steps` before the cooldown (timm:timm/scheduler/wsd_lr.py). The last `cooldown_steps` use
-    `min_lr`. The rate is 0 only if `warmup_lr` is 0, or if `min_lr` is 0 and a cooldown is set.
+    `warmup_lr`, the warmup starts at that rate and reaches the peak one step after the warmup, as
+    in timm. After the warmup, `cosine` (Loshchilov & Hutter 2017, equation 5, without restarts) and
+    `linear` decay from the peak to `min_lr`; `constant` keeps the peak; `wsd` keeps it until the
+    last `decay_steps` before the cooldown (timm:timm/scheduler/wsd_lr.py). The last
+    `cooldown_steps` use `min_lr`. The rate is 0 only if `warmup_lr` is 0, or if `min_lr` is 0 and a
+    cooldown is set.
     """
     time = step - step % interval_steps
     end = total_steps - cooldown_steps

@@ -1,11 +1,11 @@
-"""Undo the updates of any optimizer that have a non-finite gradient.
+"""Undo updates with a non-finite gradient, for any optimizer.
 
 torch's fused optimizers read `found_inf` on the device and skip the update. For all other
 optimizers, this module undoes the update on the device, so the host does not wait:
 
     pre-hook: copy weights and state -> library's step -> post-hook: found_inf ? copy : result
 
-The copy exists only during the update, when the activations have been freed.
+The copy exists only during the update, after the activations have been freed.
 benchmarks/optimizers.py measures the cost.
 """
 
@@ -22,9 +22,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Undo:
-    """Undoes an update of `optimizer` if its `found_inf` is 1. Its state must be complete.
+    """Undoes an update of `optimizer` if `found_inf` is 1. All optimizer state must already exist.
 
-    unless_named: state entries that are not undone, such as the counter of a schedule.
+    unless_named: state entries that are not undone, such as a schedule's counter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, unless_named: tuple[str, ...] = ()):

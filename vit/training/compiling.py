@@ -1,4 +1,4 @@
-"""Compile a model, or turn on activation checkpointing. Results do not change."""
+"""Compile a model, or turn on activation checkpointing, without changing the results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     # image sizes, each for several epochs, so one graph per size is faster.
     num_sizes = 1 + len(getattr(model, "other_sizes", ()))
     # By default, torch splits each graph at DDP bucket boundaries and optimizes the pieces
-    # separately. With one graph per block this is not needed: the all-reduce of one block already
-    # overlaps with the backward pass of the next.
+    # separately. With one graph per block, splitting is not needed: the all-reduce of one block
+    # already overlaps with the backward pass of the next.
     torch._dynamo.config.optimize_ddp = False
     # Blocks of timm models with different drop path rates have one graph each. After 8 graphs (the
     # default limit), torch would run all other blocks uncompiled, even in evaluation.
@@ -41,7 +41,7 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
     """Compile `models` if `train.compile` is on, either on all ranks or on none.
 
     Returns the reason if compilation is on but does not work, else "". Raises ValueError if eager
-    kernels would change the bits (`train.exact_over_ranks`).
+    kernels would change the result (`train.exact_over_ranks`).
     """
     if not config.compile:
         return ""
@@ -65,8 +65,8 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
 def why_not_compiled(device: torch.device) -> str:
     """Return why torch.compile does not work on this host for `device`, or "" if it works.
 
-    The function compiles a small function, which takes seconds that the first compilation then
-    saves. Looking for the tools is not enough: a C++ compiler fails without Python's headers.
+    The check compiles a small function, which takes seconds that the first real compilation then
+    saves. Searching for the tools is not enough: a C++ compiler fails without Python's headers.
     """
     constant = time.time_ns()  # a new constant, so that no cache contains the result
 
@@ -81,9 +81,10 @@ def why_not_compiled(device: torch.device) -> str:
 
 
 def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
-    """Let blocks of `model` keep only their inputs; the backward pass recomputes activations.
+    """Make blocks of `model` store only their inputs, and recompute activations in the backward
+    pass.
 
-    blocks_setting: `train.activation_checkpointing`. The call may precede or follow
+    blocks_setting: `train.activation_checkpointing`. May be called before or after
     `compile_blocks`. Raises ValueError for timm models that do not support the setting.
     """
     if blocks_setting == "none":

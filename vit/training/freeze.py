@@ -70,7 +70,7 @@ def freeze(model: nn.Module, part: str | int) -> None:
 
 
 def frozen_parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of the largest submodules of `model` that are entirely frozen."""
+    """Yield the names and modules of the largest submodules of `model` that are entirely frozen."""
     for name, module in model.named_children():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):

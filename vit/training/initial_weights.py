@@ -28,13 +28,13 @@ from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_wei
 from vit.weights.save import bytes_of
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
-"""Name endings of settings that do not change shapes."""
+"""The name endings of settings that do not change tensor shapes."""
 
 
 def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
-    """Call `read` on rank 0, and return its result in host memory on all ranks.
+    """Call `read` on rank 0, and return the result in host memory on all ranks.
 
-    An error of `read` is raised as AlreadyReported on the other ranks.
+    If `read` fails, the other ranks raise AlreadyReported.
     """
     if world.size == 1:
         return read()
@@ -42,7 +42,7 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
     described = world.broadcast_from_main(lambda: {} if loaded is None else _describe(loaded))
     if loaded is None:
         loaded = _like(described)
-    # Backends cannot broadcast every dtype of weights, but they can broadcast bytes.
+    # Broadcast the weights as bytes, because backends do not support every dtype.
     world.broadcast_(bytes_of(tensor) for tensor in loaded.weights.values())
     return loaded
 
@@ -78,8 +78,8 @@ def load_initial_weights(
     """Load `init.checkpoint` into `model` on all ranks, and return facts about the weights.
 
     The facts are `init_sha256`, a hash of the weights, and `init_source` for weights from the
-    Hugging Face hub. Rank 0 reads the file and prints how the weights fit. Raises ValueError on
-    rank 0 if they do not fit, and AlreadyReported on the other ranks.
+    Hugging Face hub. Rank 0 reads the file and logs how the weights fit the model. Raises
+    ValueError on rank 0 if they do not fit, and AlreadyReported on the other ranks.
     """
     init = config.init
 
@@ -105,7 +105,8 @@ def _load(
     class_names: list[str],
     num_classes: int,
 ) -> list[str]:
-    """Load the weights of `init.checkpoint` into `model`, and return notes on how they fit."""
+    """Load the weights of `init.checkpoint` into `model`, and return notes on how they fit the
+    model."""
     if init.select_classes:
         loaded = select_classes(loaded, class_names)
     try:

@@ -1,8 +1,8 @@
 """Losses for soft targets: cross-entropy, and binary cross-entropy per class.
 
 Soft targets come from `vit.data.augment.apply` (one-hot rows, mixed by MixUp and CutMix). The
-losses add label smoothing. The training step weights and sums the loss of each row. Distillation
-losses compare with a teacher's logits instead of targets (`vit.training.teacher`).
+losses add label smoothing. The training step weights and sums the row losses. Distillation losses
+replace the targets with a teacher's logits (`vit.training.teacher`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def choose_class_weights(
             f" training images ({few(shown)}): give the weights as numbers, or choose"
             " images of all classes"
         )
-    # The formula of sklearn/utils/class_weight.py, compute_class_weight.
+    # This is the formula in sklearn/utils/class_weight.py, compute_class_weight.
     balanced: list[float] = (counts.sum() / (num_classes * counts)).tolist()
     return tuple(balanced)
 

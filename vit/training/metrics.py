@@ -1,7 +1,7 @@
 """Exact top-1, top-5, loss and calibration error over a data set, with confidence intervals.
 
 Counts are integers on the device, and losses are summed in fixed point, so the sums do not depend
-on the order of batches or the number of ranks. Ranks are reduced only once, at the end.
+on the order of batches or the number of ranks. The ranks' sums are added only once, at the end.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from vit.distributed.process_group import World
 from vit.training.loss import cross_entropy
 
 LOSS_UNIT = 2.0**-24
-"""The resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
+"""The resolution at which losses are summed. The sum over 2**27 samples with losses up to 2**10
+then stays below 2**61."""
 FEW_IMAGES = 5000
-"""The number of images below which an accuracy is shown with its interval. The interval is then
+"""Accuracies on fewer images than this are shown with their confidence interval, which is then
 wider than about one point."""
 TOP5_CLASSES = 6
 """The smallest number of classes for which top-5 is not always 100 %."""
@@ -31,7 +32,7 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     """Return whether each label (B,) is among the k largest logits (B, classes): (B,) bool.
 
     Ties favor the lower class number, so that a zero-initialized head is right only by chance. A
-    row with NaN is wrong.
+    row that contains NaN counts as wrong.
     """
     own = logits.gather(1, labels[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
@@ -42,8 +43,8 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the margin of each row: the logit of its label minus the largest other logit, (B,).
 
-    A negative margin means a wrong prediction. The mean over epochs is the AUM of Pleiss et al.
-    2020, equation 2. With a single class, the margin is infinite.
+    A negative margin means a wrong prediction. The mean margin over epochs is the AUM of Pleiss et
+    al. 2020, equation 2. With a single class, the margin is infinite.
     """
     own = labels[:, None]
     other_logits = logits.scatter(1, own, -math.inf)
@@ -53,7 +54,7 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 def predicted_classes(logits: Tensor) -> Tensor:
     """Return the class of the largest logit, (B, classes) -> (B,) int64.
 
-    Ties are resolved as in `correct_in_top_k`. A row with NaN gives -1.
+    Ties are resolved as in `correct_in_top_k`. A row that contains NaN gives -1.
     """
     # argmax returns the first of several equal logits.
     return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
@@ -90,8 +91,8 @@ class Accuracy:
     `top1` and `top5` are in percent. `loss` is the mean cross-entropy, or NaN if a logit was not
     finite. If an image has several accepted classes, their probabilities are summed. `ece` is the
     expected calibration error (Guo et al. 2017, equation 3) in points over `ECE_BINS` bins of equal
-    width: the mean gap between the confidence and the accuracy of predictions. It is NaN if the
-    loss is NaN.
+    width: the mean gap between the confidence and the accuracy of predictions. `ece` is NaN if
+    `loss` is.
     """
 
     num_images: int
@@ -122,7 +123,8 @@ class Accuracy:
 
 
 class AccuracyCounter:
-    """Sums batches on the device. `result` sums over the ranks."""
+    """Counts correct predictions of batches on the device. `result` sums the counts over the
+    ranks."""
 
     def __init__(self, device: torch.device):
         # images, top-1, top-5, loss, rows whose loss is not finite
@@ -137,7 +139,7 @@ class AccuracyCounter:
         """Add a batch: `logits` (B, classes), `labels` (B,) int64, `weights` (B,).
 
         Rows of weight 0, which pad the last batch, are ignored. accepted: (B, n) int64, all
-        accepted classes of each row, padded with -1. They replace `labels`.
+        accepted classes of each row, padded with -1. These classes replace `labels`.
         """
         logits = logits.float()
         self.num_classes = logits.shape[1]
@@ -171,12 +173,12 @@ class AccuracyCounter:
         in_bin = number[:, None] == torch.arange(1, ECE_BINS + 1, device=logits.device)
         counted = in_bin.long() * (valid & has_confidence)[:, None]
         parts = (torch.ones_like(number), top1.long(), _fixed_point(confidence, has_confidence))
-        # Compare and sum, because adding by index may wait for the device or change the order of
-        # summation.
+        # Compare and sum, instead of adding by index, which may wait for the device or change the
+        # order of summation.
         self.bins += torch.stack([(counted * part[:, None]).sum(0) for part in parts])
 
     def result(self, world: World) -> Accuracy:
-        """Return the totals over all ranks. This waits for the device once per evaluation."""
+        """Return the totals over all ranks. Waits for the device."""
         sums = world.sum_(torch.cat([self.sums, self.bins.flatten()])).tolist()
         images, top1, top5, loss, not_finite = sums[:5]
         share = 100.0 / max(images, 1)
@@ -208,7 +210,7 @@ class PairedDifference:
 
     num_images: int
     only_first: int
-    """Images that only the first model classifies correctly."""
+    """The number of images that only the first model classifies correctly."""
     only_second: int
     points: float
     low: float
@@ -222,7 +224,7 @@ class PairedDifference:
 
 
 def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
-    """Compare two models on the same images. first, second: (N,) bool, whether a model is right.
+    """Compare two models on the same images. first, second: (N,) bool, whether the model is right.
 
     Images on which both models are right, or both wrong, carry no information about the difference,
     so the interval is much narrower than those of two separate accuracies. It is the Wald interval

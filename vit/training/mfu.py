@@ -24,7 +24,7 @@ from vit.system.gpus import find_device
 from vit.training.model_summary import flops_per_image, frozen_flops_per_image
 
 PASSES = 3
-"""The cost of training in forward passes: one forward, and two for the backward pass."""
+"""The cost of a training step in forward passes: 1, plus 2 for the backward pass."""
 GEMM_TRIES = 8
 
 
@@ -33,7 +33,7 @@ class Peak:
     """The peak rate of one device."""
 
     peak_tflops: float
-    """10**12 FLOPs of matrix products per second. A multiply-add counts as 2."""
+    """The rate of matrix products in 10**12 FLOPs per second. A multiply-add counts as 2."""
     peak_source: str
     """The source of the peak: "data sheet" or "measured"."""
 
@@ -64,7 +64,8 @@ class Utilization:
         return flops * images_per_s / (self.peak.peak_tflops * 1e12)
 
     def steps_like(self, step: int, first: int, stop: int) -> float:
-        """Return how many steps like `step` have as many FLOPs as the steps [first, stop)."""
+        """Return the number of steps like `step` whose total FLOPs equal those of steps [first,
+        stop)."""
         borders = [first, *(min(max(until, first), stop) for until, _ in self.stages), stop]
         lengths = [after - before for before, after in pairwise(borders)]
         flops = [*(flops for _, flops in self.stages), self.flops_per_image]
@@ -100,7 +101,7 @@ def find_peak(device: torch.device, precision: str) -> Peak | None:
 
 
 def measure_peak(device: torch.device, precision: str, size: int | None = None) -> Peak:
-    """Measure the fastest of several products of two `size` x `size` matrices.
+    """Time several products of two `size` x `size` matrices, and return the fastest rate.
 
     The matrices are random, because products of constants draw less power and would run at a higher
     clock than training does.

@@ -49,7 +49,7 @@ def frozen_flops_per_image(
     if not parts:
         return 0
     flops = _flops_by_part(model, training_batch_size, image_size)
-    # FlopCounterMode prefixes each name with the class of the model.
+    # FlopCounterMode prefixes each name with the model's class name.
     return sum(flops.get(f"{type(model).__name__}.{part}", 0) for part in parts)
 
 

@@ -1,7 +1,7 @@
 """Measure the norms of each layer and the largest attention logits at some updates.
 
-`vit.step` calls `Probes.begin` before such an update, and `end` after it. The results stay on the
-device and are copied to the host with the other numbers of the step.
+`vit.step` calls `Probes.begin` before a measured update, and `Probes.end` after it. The results
+stay on the device and are copied to the host with the other numbers of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vit.optim.norms import Measured, Norms
 from vit.training.reduce import Reduce
 
 IMAGES_OF_LOGITS = 8
-"""The number of images, the first of the global batch, whose attention logits are measured."""
+"""Attention logits are measured on this many images at the start of the global batch."""
 
 
 class Probes:
@@ -88,7 +88,8 @@ class Probes:
 def create_probes(
     model: nn.Module, config: Config, augment: Augment, micro_batch_size: int, total_steps: int
 ) -> Probes | None:
-    """Return the probes for `log.norms_every_steps`, or None if it is off. Raises as `Norms`."""
+    """Return the probes for `log.norms_every_steps`, or None if it is off. Raises ValueError like
+    `Norms`."""
     every_steps = config.log.norms_every_steps
     if every_steps is None:
         return None

@@ -1,7 +1,7 @@
-"""The objective of training: `vit.step` calls it to compute losses.
+"""The training objective, which `vit.step` calls to compute losses.
 
-`Objective` compares logits with labels. `vit.training.teacher.Distilled` also compares them with
-the logits of a teacher. To add an objective, such as masked autoencoding, write a subclass.
+`Objective` compares logits with labels. `vit.training.teacher.Distilled` also compares logits with
+those of a teacher. To add an objective, such as masked autoencoding, write a subclass.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from vit.training.metrics import margins
 from vit.training.run_data import Notes, RunData
 
 Forward = Callable[[Tensor], Any]
-"""A function from inputs to the model's logits under autocast, or to the logits of two heads."""
+"""A function that computes the model's logits, or those of two heads, under autocast."""
 
 
 class Objective:
-    """Computes the loss of each row of a micro-batch, between augmentation and backward pass.
-
-    This class compares logits with labels. Other objectives are subclasses.
-    """
+    """Computes the loss of each row of a micro-batch from logits and labels."""
 
     models: Sequence[nn.Module] = ()
     """Additional models that are compiled together with the trained model."""

@@ -1,8 +1,8 @@
 """Compute the plan of a run: batch sizes, steps and other numbers.
 
 The config gives the recipe (global batch, epochs), the data set gives the number of images, and
-torchrun gives the number of ranks. The plan is computed before anything expensive starts. If sizes
-do not divide, the error lists sizes that do.
+torchrun gives the number of ranks. The plan is computed before anything expensive starts. If a
+batch cannot be divided evenly, the error lists sizes that work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vit.training.step_result import READ_LATE
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers that follow from config, data and ranks."""
+    """The numbers computed from the config, the data and the number of ranks."""
 
     world_size: int
     global_batch_size: int
@@ -31,16 +31,16 @@ class Plan:
     steps_per_epoch: int
     dropped_per_epoch: int
     distinct_images_per_epoch: int
-    """Smaller than the number of rows in an epoch if `data.aug_repeats` or weights repeat
-    images."""
+    """The number of different images in an epoch. An epoch has more rows if `data.aug_repeats` or
+    weights repeat images."""
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
     log_every_steps: int
     decay_steps: int = 0
-    """The steps of the decay with `schedule.name: wsd`."""
+    """The number of decay steps with `schedule.name: wsd`."""
     cooldown_steps: int = 0
-    """The steps of the cooldown. `total_steps` includes cooldown and warmup."""
+    """The number of cooldown steps. `total_steps` includes cooldown and warmup."""
 
     @property
     def num_leaves(self) -> int:
@@ -60,7 +60,7 @@ class Plan:
     def evaluates_at(self, step: int) -> bool:
         """Return whether an evaluation is due at `step`: every `eval_every_steps`, and at the end.
 
-        A run shorter than `eval_every_steps` has no final evaluation, so that a trial of two steps
+        A run shorter than `eval_every_steps` has no final evaluation, so that a two-step trial
         stays cheap.
         """
         at_end = step == self.total_steps and self.total_steps >= self.eval_every_steps
@@ -78,8 +78,8 @@ def divide_batch(
 ) -> tuple[int, int]:
     """Return (micro_batch_size, accumulation_steps) of each rank.
 
-    is_exact: `train.exact_over_ranks`. Raises ValueError, listing sizes that work, if sizes do not
-    divide.
+    is_exact: `train.exact_over_ranks`. Raises ValueError, listing sizes that work, if the batch
+    cannot be divided evenly.
     """
     if is_exact:
         return _divide_into_leaves(data, augment, world_size)
@@ -117,7 +117,8 @@ def divide_batch(
 def _divide_into_leaves(
     data: DataConfig, augment: AugmentConfig, world_size: int
 ) -> tuple[int, int]:
-    """Divide as `divide_batch` does, but with a micro-batch size independent of the ranks."""
+    """Divide as `divide_batch` does, but with a micro-batch size independent of the number of
+    ranks."""
     batch = data.global_batch_size
     sizes = micro_batch_sizes(augment, batch)
     fitting = [size for size in sizes if batch // size >= world_size]
@@ -157,8 +158,8 @@ def create_order(
 ) -> Order:
     """Create the order of `num_samples` training images. shares: as in `Order`.
 
-    Raises ValueError, listing sizes that work, if sizes do not divide, or if copies of an image
-    would be mixed with each other.
+    Raises ValueError, listing sizes that work, if the batch cannot be divided evenly or if copies
+    of an image would be mixed with each other.
     """
     make = partial(
         make_order,
@@ -209,7 +210,7 @@ def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
 def _check_guard(guard: GuardConfig, total_steps: int) -> None:
     """Raise ValueError if the run is too short for spike limits or for a rewind.
 
-    Otherwise a rewind could skip all steps, and the run would finish with initial weights.
+    Otherwise a rewind could skip all steps, and the run would finish with its initial weights.
     """
     first_limit = guard.window_steps + READ_LATE
     if guard.on_spike != "none" and total_steps < first_limit:
@@ -235,7 +236,8 @@ def make_plan(
     """Return the plan of a run over `num_samples` training images on `world_size` ranks, and the
     order of the images.
 
-    shares: as in `Order`. Raises ValueError, listing sizes that work, if sizes do not divide.
+    shares: as in `Order`. Raises ValueError, listing sizes that work, if the batch cannot be
+    divided evenly.
     """
     data = config.data
     augment = config.augment

@@ -39,8 +39,8 @@ def describe(
     as comments.
 
     sentences: a description of each setting, printed above its value. If the data cannot be opened,
-    the text assumes the images and classes of ImageNet, with a note. Raises the ValueErrors of
-    `make_plan` and `choose_train_set`.
+    the text assumes ImageNet's numbers of images and classes, with a note. Raises the ValueErrors
+    of `make_plan` and `choose_train_set`.
     """
     values = config_io.to_dict(config)
     comments = {

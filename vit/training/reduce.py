@@ -1,8 +1,8 @@
-"""Combine gradients and statistics of all ranks: `vit.step` calls a `Reduce`.
+"""Combine the gradients and statistics of all ranks, for `vit.step`.
 
 `DataParallel` averages gradients with DDP, or does nothing on a single rank.
-`vit.distributed.exact.leaves.Leaves` sums them along a tree, which gives the same bits on any
-number of ranks.
+`vit.distributed.exact.leaves.Leaves` sums gradients along a tree, which gives bitwise equal results
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ class Reduce(Protocol):
     module: nn.Module
     """The module for forward passes: the model, or the model wrapped by DDP."""
     norm_ranks: int
-    """The number of ranks, from rank 0, that add their gradient norm to the sums of a step."""
+    """The gradient norms of this many ranks, starting at rank 0, are added to the sums of a
+    step."""
 
     def divisor(self, num_rows: int) -> int:
-        """Return the divisor of the losses on a rank with `num_rows` rows."""
+        """Return the number by which a rank with `num_rows` rows divides its summed loss."""
 
     def first_row(self, num_rows: int) -> int:
-        """Return the first row of this rank in the global batch."""
+        """Return the index of this rank's first row in the global batch."""
 
     def micro_batch(self, step: int, row: int, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of the micro-batch that starts at `row`."""
+        """Return a context for processing the micro-batch that starts at `row`."""
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
         """Add the summed loss of a micro-batch, and the sum of its row weights."""
@@ -67,7 +68,7 @@ class DataParallel:
         self.norm_ranks = world.size
 
     def divisor(self, num_rows: int) -> int:
-        """Return `num_rows`, because DDP averages the means of ranks with equally many rows."""
+        """Return `num_rows`, because ranks have equally many rows and DDP averages their means."""
         return num_rows
 
     def first_row(self, num_rows: int) -> int:
@@ -92,17 +93,19 @@ class DataParallel:
         """Return whether gradients of several passes accumulate under DDP.
 
         If so, gradients stay allocated in DDP's buckets and are set to zero. Otherwise the passes
-        under `no_sync` would allocate a second set (2.5 GB for ViT-H), which the last pass copies
-        into the buckets. With a single pass, setting them to zero would only cost time.
+        under `no_sync` would allocate a second set of gradients (2.5 GB for ViT-H), which the last
+        pass copies into the buckets. With a single pass, setting gradients to zero would only cost
+        time.
         """
         return self.module is not self.model and num_passes > 1
 
     def prepare(self, rows: Batch, losses: Callable[[Batch], Tensor], num_passes: int) -> None:
         """Bring DDP's buckets into their final layout.
 
-        DDP reorders its buckets after the first synchronized backward pass. With 3 or more ranks,
-        another layout sums in another order, so a resumed run would differ in the last bit. A
-        warm-up pass records the order of gradients, and the next forward pass rebuilds the buckets.
+        DDP reorders its buckets after the first synchronized backward pass. With 3 or more ranks, a
+        different layout changes the order of summation, so a resumed run would differ in the last
+        bit. A warm-up pass records the order of gradients, and the next forward pass rebuilds the
+        buckets.
         """
         if self.module is self.model:
             return

@@ -1,4 +1,4 @@
-"""The data of a run, the plan computed from the data, and notes for the start of the run."""
+"""The data of a run, the plan computed from the data, and notes to log when the run starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and values that follow from the data."""
+    """The data of a run, and values derived from the data."""
 
     plan: Plan
     train_set: TrainSet
@@ -45,7 +45,7 @@ class RunData:
     num_classes: int
     """The number of outputs of the model's head."""
     class_weights: tuple[float, ...] | None
-    """The weights of the classes in the loss."""
+    """The class weights in the loss."""
     facts: dict[str, Any]
     """Values that must be unchanged when the run resumes."""
 
@@ -56,7 +56,7 @@ class RunData:
 
 
 def as_trained(config: Config, data: RunData) -> Config:
-    """Return `config`, with `eval.apply_exif` on if EXIF rotated the images of `data`."""
+    """Return `config`, with `eval.apply_exif` turned on if EXIF rotated the images of `data`."""
     if config.eval.apply_exif is None and data.sets[0][0].split.apply_exif:
         return config_io.with_settings(config, {"eval.apply_exif": True})
     return config

@@ -29,11 +29,11 @@ class Slot(IntEnum):
     BAD_IMAGES = 3
     VERDICT = 4
     """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`. Before the sum over ranks,
-    this position contains the gradient norm. Its last bit may differ between ranks with different
-    hardware, and the sum makes all ranks decide alike."""
+    this position contains the gradient norm. The norm's last bit may differ between ranks with
+    different hardware, but the sum makes all ranks decide alike."""
     RANK_REPORTS = 5
-    """The first number of rank 0's report; other ranks follow. Each rank writes only its own
-    numbers, so the sum gathers all reports."""
+    """The start of rank 0's report, followed by the reports of other ranks. Each rank writes only
+    its own numbers, so the sum gathers all reports."""
 
 
 class StepPhase(StrEnum):
@@ -54,27 +54,28 @@ class StepPhase(StrEnum):
 
 
 READ_LATE = 2
-"""The number of steps whose results the host lacks when it queues a step: this and the last."""
+"""When the host queues a step, the results of this many steps are unknown: this step and the
+last."""
 NON_FINITE = 1
-"""The bit of a verdict for a gradient that was not finite."""
+"""The verdict bit for a non-finite gradient."""
 SPIKE = 2
-"""The bit of a verdict for a loss or gradient norm above its limit."""
+"""The verdict bit for a loss or gradient norm above its limit."""
 
 
 class Limits(NamedTuple):
-    """The limits of a step. If either is exceeded, the update is skipped."""
+    """The limits of a step. If either limit is exceeded, the update is skipped."""
 
     loss: float
-    """The largest mean loss of the global batch."""
+    """The largest allowed mean loss of the global batch."""
     grad_norm: float
-    """The largest gradient norm before clipping."""
+    """The largest allowed gradient norm before clipping."""
 
 
 class StepValues(NamedTuple):
     """The result of a step, as numbers on the host."""
 
     loss: float
-    """The mean over the global batch."""
+    """The mean loss over the global batch."""
     grad_norm: float
     """The gradient norm before clipping."""
     stop: float
@@ -134,8 +135,7 @@ class StepResult:
         sums = shared[: Slot.RANK_REPORTS].tolist()
         of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
-        # Use an array, because each rank reads all reports in each step, and there may be
-        # thousands.
+        # Use an array, because each rank reads all reports, possibly thousands, in each step.
         reports = shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size)
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),

@@ -4,10 +4,10 @@
 2. Read them on rank 0, and match classes by name                              load_teacher
 3. Change the student's augmented batch to the teacher's normalization and
    image size, and compute logits without gradients                           Teacher
-4. Combine the loss against the teacher with the loss of the labels            Teacher.blend
+4. Combine the losses against the teacher and the labels                       Teacher.blend
 
-A teacher is never trained. It is in evaluation mode and not part of optimizer, EMA, DDP or
-checkpoints. A checkpoint stores the hash of its weights.
+A teacher is never trained. The teacher stays in evaluation mode and is not part of optimizer, EMA,
+DDP or checkpoints. A checkpoint stores the hash of its weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vit.distributed.process_group import World
 
 SHOWN_DIGITS = 12
-"""The number of hash digits in messages."""
+"""The number of hash digits shown in messages."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Teacher:
         model: the teacher's model, on the student's device.
         own: the settings that the teacher was trained with.
         student: the settings of the run.
-        identity: None for a model without trained weights, which is only counted or timed.
+        identity: None for a model without trained weights, whose cost is only counted or timed.
     """
 
     def __init__(self, model: Any, own: Config, student: Config, identity: Identity | None = None):
@@ -84,8 +84,8 @@ class Teacher:
         """Return the teacher's logits, (B, classes), for the student's inputs, (B, C, H, W)
         float32.
 
-        The teacher sees the student's crop, colors and mixing (DeiT). Only mean, standard deviation
-        and size are changed to those of the teacher's training, with a bicubic, antialiased resize.
+        The teacher sees the student's crop, colors and mixing (DeiT). Only the normalization and
+        the size are changed to the teacher's, with a bicubic, antialiased resize.
         """
         if self._normalize is not None:
             shift, scale = self._normalize
@@ -98,8 +98,8 @@ class Teacher:
     def blend(self, task_losses: Tensor, logits: Tensor, answers: Tensor) -> Tensor:
         """Return the loss of each image, (B,) float32.
 
-        task_losses: (B,), the loss of the labels. logits: (B, classes) of the head that learns from
-        the teacher. answers: (B, classes), the result of `__call__`.
+        task_losses: (B,), the losses against the labels. logits: (B, classes) of the head that
+        learns from the teacher. answers: (B, classes), the result of `__call__`.
         """
         config = self.config
         if config.distill_type == "hard":
@@ -136,7 +136,8 @@ class Teacher:
 def _renormalization(
     data: DataConfig, own: DataConfig, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (shift, scale), each (C, 1, 1), to change the normalization, or None if equal.
+    """Return (shift, scale), each (C, 1, 1), to change the normalization, or None if both are
+    equal.
 
     data: the settings of the inputs. own: the settings of the teacher.
     """
@@ -154,7 +155,7 @@ def _renormalization(
 
 
 class Distilled(Objective):
-    """The objective that combines the loss of the labels with the loss against a teacher."""
+    """The objective that combines the loss against the labels with the loss against a teacher."""
 
     def __init__(self, loss: Loss, teacher: Teacher):
         super().__init__(loss)
@@ -189,7 +190,8 @@ class Distilled(Objective):
 
 
 def distilled(config: Config, data: RunData, world: World) -> Distilled:
-    """Create the objective of `distill`. All ranks must call this. Raises as `load_teacher`."""
+    """Create the objective of `distill`. All ranks must call this. Raises the errors of
+    `load_teacher`."""
     loss = create_loss(config.loss, data.class_weights, world.device)
     teacher = load_teacher(config, data.class_names, data.num_classes, world)
     assert teacher is not None, "the caller checks"
@@ -272,7 +274,7 @@ def _cost(model: nn.Module, name: str, size: str, precision: str) -> str:
 def _settings_of(path: str, name: str | None) -> dict[str, Any]:
     """Return the settings of a teacher, read from its weights if they exist."""
     if Path(path).exists():
-        # The caller may be in a meta-device context, but reading needs memory.
+        # The caller may be in a meta-device context, but reading needs real memory.
         with torch.device("cpu"):
             return _read(DistillConfig(teacher=path, teacher_model=name)).config or {}
     try:
@@ -282,7 +284,7 @@ def _settings_of(path: str, name: str | None) -> dict[str, Any]:
 
 
 def _create(own: Config, student: Config, num_classes: int) -> nn.Module:
-    """Create the model of a teacher for the data's classes. Raises ValueError."""
+    """Create the teacher's model for the data's classes. Raises ValueError if channels differ."""
     if own.model.in_chans != student.model.in_chans:
         raise ValueError(
             f"distill.teacher: {student.distill.teacher} expects images of {own.model.in_chans}"
@@ -308,7 +310,7 @@ def _read(distill: DistillConfig) -> LoadedWeights:
 
 
 def _in_our_words(error: ValueError) -> str:
-    """Return the message of `error`, with the setting instead of the flag --model."""
+    """Return the message of `error`, with the setting in place of the flag --model."""
     return str(error).replace("--model NAME", "distill.teacher_model")
 
 
@@ -318,7 +320,7 @@ def _with_classes(
     """Return `loaded` with a head for the data's classes, in their order.
 
     Class names are matched if both sides have them. Otherwise the numbers of classes must be equal.
-    Raises ValueError.
+    Raises ValueError if the classes differ.
     """
     own_classes = loaded.num_classes
     assert own_classes is not None, "weights with a config have it"
