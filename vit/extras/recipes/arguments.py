@@ -196,8 +196,7 @@ def _unknown(table: Table, unparsed: Sequence[str]) -> str:
 
 
 def _near(word: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` with the candidate for the same setting or with a similar
-    name."""
+    """Return ` (did you mean ...?)` with a candidate for the same setting or a similar name."""
     plain = {name.lstrip("-").replace("-", "_").lower(): name for name in candidates}
     normalized = word.lstrip("-").replace("-", "_").lower()
     setting = _setting(normalized)

@@ -167,8 +167,7 @@ def _map_length(reading: ConfigReading) -> None:
 
 
 def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
-    """Return the settings for the training part of a split and for its held-out part.
-    """
+    """Return the settings for the training part of a split and for its held-out part."""
     settings: dict[str, Any] = {"data.train_split": split}
     held_out = reading.get("evals.minival.data.split")
     if held_out is not None and _PERCENT.fullmatch(held_out):

@@ -273,8 +273,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def table_for(command: Command) -> Table:
-    """Return the argument table of the script that `command` runs. Three projects have a
-    main.py."""
+    """Return the argument table of the script in `command`. Three projects have a main.py."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT

@@ -111,8 +111,7 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
 
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
-    """Map a config. path: the config's file, used to find base configs. num_gpus: None if
-    unknown."""
+    """Map a config. path: the config's file, used to find base configs."""
     config = with_bases(text, path)
     reading = ConfigReading("MMPretrain", f"{SOURCE}, its defaults", config, _PLACES)
     _map_batch(reading, path, num_gpus)

@@ -252,8 +252,7 @@ class Comparison:
         return fields
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return a line with the accuracies of run and reference, or "" if they cannot be
-        compared."""
+        """Return a line with both accuracies, or "" if they cannot be compared."""
         if self.refusal:
             return ""
         share = step / self.plan.total_steps

@@ -313,8 +313,7 @@ def map_initial_weights(reading: Reading, theirs: str, source: str | None = None
 
 
 def map_precision(reading: Reading, theirs: str) -> None:
-    """Record the precision, for which no argument exists. theirs: the source project's
-    precision."""
+    """Record the precision, for which no argument exists. theirs: the source's precision."""
     if theirs == "bf16":
         reading.same("", {"train.precision": "bf16"})
         return

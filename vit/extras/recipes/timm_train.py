@@ -228,8 +228,7 @@ def _map_model(reading: Reading) -> None:
 
 
 def _published(name: str) -> dict[str, Any]:
-    """Return timm's preprocessing and Hub name for a model. Raises ValueError for an unknown
-    model."""
+    """Return timm's preprocessing and Hub name for a model. Raises ValueError if unknown."""
     try:
         import timm
     except ImportError as error:

@@ -126,8 +126,7 @@ class Lease:
         self._thread.start()
 
     def _take(self, replaces: bool, looked_s: float) -> bool:
-        """Write the lease, and return whether this job holds it. looked_s: when the lease was
-        read."""
+        """Write the lease, and return whether this job holds it. looked_s: time of the read."""
         settle_s = min(SETTLE_S, self._lease_s / 10)
         if replaces and time.monotonic() - looked_s < settle_s:
             self._store.remove(LEASE_FILE)
@@ -144,8 +143,7 @@ class Lease:
         return is_in_time and lease is not None and lease["token"] == self._token
 
     def ensure(self, store: ObjectStore) -> None:
-        """Call `confirm`, unless the last call was so recent that no other job can hold the
-        lease."""
+        """Call `confirm`, unless a recent call rules out that another job holds the lease."""
         if steady_s() - self._confirmed_s > self._lease_s / 2:
             self.confirm(store)
 
