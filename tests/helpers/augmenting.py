@@ -106,8 +106,8 @@ def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def photographs() -> np.ndarray:
-    """Return images (7, 3, 40, 120): edges, low contrast, dark, bright, noise, a flat
-    channel, all flat."""
+    """Return images (7, 3, 40, 120): edges, low contrast, dark, bright, noise, and two with flat
+    channels."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]
     waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128

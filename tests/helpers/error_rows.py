@@ -91,7 +91,7 @@ def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
 
 
 def leave_free(disk: Path, free_kib: int) -> Path:
-    """Fill `disk` up to `free_kib`. Return the file to delete in order to free the space."""
+    """Fill `disk` up to `free_kib`. Return the file that fills it."""
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
     return filler

@@ -310,8 +310,7 @@ class Background:
         return pids
 
     def kill_all(self) -> None:
-        """Send SIGKILL to torchrun and all ranks at once. For processes, this equals a power
-        failure."""
+        """Send SIGKILL to torchrun and all ranks at once, like a power failure."""
         for pid in [*self.trainers(), self.process.pid]:
             # Skip a rank that has ended and was reaped by torchrun.
             with suppress(ProcessLookupError):
@@ -346,7 +345,7 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor. bfloat16 is supported, although numpy does not have it."""
+    """Return the bytes of a tensor, which may be bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -126,9 +126,9 @@ def python(environment: dict[str, str]) -> str:
 
 
 def fork_of(pid: int) -> int:
-    """Return the id of the process that does the work of `pid`, the process of the program.
+    """Return the id of the fork that works for the process `pid` of the program.
 
-    Child processes belong to this worker process.
+    Child processes belong to this fork.
     """
     folder, _ = _started[0]
     return int(Path(folder, str(pid)).read_text())

@@ -323,7 +323,6 @@ def _fail(*_):
 
 
 def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
-    """No export is needed, because a run's folder has a config and a link to its weights."""
     train(write_config(tmp_path, shards), tmp_path / "run")
     folder = tmp_path / "run" / "weights"
     assert (folder / "model.safetensors").readlink() == Path("last_ema.safetensors")
@@ -368,8 +367,6 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     ("name", "size"), [("vit_small_patch14_reg4_dinov2", 98), ("vit_tiny_patch16_224", 112)]
 )
 def test_an_export_of_a_file_keeps_the_grid_of_its_positions(name, size, tmp_path):
-    """The first model exists only in timm and has positions only for patches. The second is also
-    ours."""
     theirs = timm.create_model(name, img_size=size, num_classes=3, depth=1).eval()
     path = tmp_path / "mine.safetensors"
     save_file(theirs.state_dict(), path)

@@ -150,7 +150,6 @@ def test_micro_batches_need_less_memory_than_one_pass():
 
 
 def test_checkpointed_activations_are_not_counted():
-    """At the peak, memory contains one block's activations and the other blocks' inputs."""
     options = ("none", 2, "block")
     config = {"model": {**SMALL, "depth": 12}}
     none, half, all_blocks = (

@@ -59,7 +59,6 @@ def test_a_lease_is_acquired_on_a_server_without_conditions(s3, proxy):
 
 @pytest.mark.full
 def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path):
-    """Downloading a large object takes several requests, and both versions have the same size."""
     url = s3.new_bucket()
     one = os.urandom(20 << 20)
     two = os.urandom(20 << 20)

@@ -206,7 +206,6 @@ def test_throttled_and_interrupted_uploads_cost_only_time(s3, proxy, tmp_path, c
 
 @pytest.mark.full
 def test_an_outage_of_the_store_at_a_save_costs_only_time(s3, proxy, tmp_path, config, whole):
-    """The outage lasts longer than the lease and the retries of a lease renewal."""
     url = f"{s3.new_bucket()}/runs/x"
     began: list[float] = []
 
@@ -413,7 +412,6 @@ def test_an_outdated_working_copy_is_updated_and_an_emptied_url_is_refused(
 
 @pytest.mark.full
 def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
-    """The store is a folder with a file:// URL, so no other tool is needed for copying."""
     arguments = ["--config", config, *TINY]
     home = tmp_path / "home"
     run_here("launch/train.py", *arguments, f"run.dir={home}", "train.steps=6")
@@ -435,7 +433,6 @@ def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
 
 @pytest.mark.full
 def test_a_file_url_works_without_locks_and_keeps_its_parts(tmp_path, config):
-    """A folder with a file:// URL needs neither locks nor renames, as on a mounted bucket."""
     url = f"file://{tmp_path}/mnt/run"
     for number, steps in enumerate((6, 9, 12)):
         change = ["--allow-change", "train.steps"] if number else []

@@ -141,7 +141,6 @@ def test_the_attention_of_the_output_equals_brute_force(global_pool):
 
 @pytest.mark.parametrize("registers", [0, 2])
 def test_a_map_head_counts_as_one_more_layer(registers):
-    """The query of the MAP head attends only to patches, with weights that sum to 1."""
     model = VisionTransformer((32, 24), **SMALL, global_pool="map", reg_tokens=registers).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -238,7 +238,7 @@ def test_hostile_names_are_escaped(finished):
         assert re.sub(r"\s+", " ", name) in page.text
     assert "1337" not in page.text
     assert "a run <i>&amp; more" in page.text
-    # These <i> elements are bars. The folder's name contains <i>, which must not become an element.
+    # <i> elements may only be bars, although the folder's name contains <i>.
     assert not page.attributes("i") or all(
         "style" in attributes for attributes in page.attributes("i")
     )
@@ -276,7 +276,6 @@ def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatc
 
 
 def test_tables_for_loggers_are_right_and_drawing_keeps_the_random_state(finished, tmp_path):
-    """Training logs these tables to W&B. Drawing them must not change the run's random numbers."""
     run_dir, _ = finished
     torch.manual_seed(5)
     expected = torch.rand(3)

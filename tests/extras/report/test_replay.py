@@ -64,8 +64,6 @@ def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -
 
 
 def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, shards):
-    """The run uses micro-batches and mixing. The second attempt runs in this process, on one
-    rank."""
     config = write_config(tmp_path, shards, steps=7)
     dumps = tmp_path / "given"
     dumps.mkdir()
@@ -138,7 +136,7 @@ def test_steps_of_several_sources_with_an_undecodable_image_are_replayed(tmp_pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards in the run's parent folder."""
+    """Train for 12 steps on a copy of the shards next to the run."""
     folder = tmp_path_factory.mktemp("trained")
     root = shutil.copytree(shards, folder / "shards")
     train_here(write_config(folder, root), folder / "run")

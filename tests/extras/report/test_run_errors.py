@@ -32,7 +32,7 @@ TO_WANDB = ("launch/report.py", "--to-wandb")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards in the run's parent folder."""
+    """Train for 12 steps on a copy of the shards next to the run."""
     folder = tmp_path_factory.mktemp("finished")
     root = shutil.copytree(shards, folder / "shards")
     config = write_config(folder, root)
@@ -150,7 +150,6 @@ def test_every_scenario_has_a_row():
 
 
 def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
-    """The parent of the output is a file, so not even root can write to it."""
     taken = tmp_path / "taken"
     taken.touch()
     replay = [REPLAY, finished / "run", "--step", 3]
@@ -167,7 +166,6 @@ def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
 
 
 def test_a_run_without_weights_is_replayed_with_a_note(finished, tmp_path):
-    """Replaying a batch needs only the config and the data, not the weights."""
     folder = shutil.copytree(finished, tmp_path / "copy")
     ask = ["--step", 3, "--csv", tmp_path / "with.csv"]
     run_here(REPLAY, folder / "run", *ask)

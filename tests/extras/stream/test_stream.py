@@ -234,7 +234,6 @@ BROKEN = [
 
 @pytest.mark.parametrize(("stream", "message"), BROKEN, ids=[stream for stream, _ in BROKEN])
 def test_an_incomplete_tar_is_reported(stream, message, twenty):
-    """If an incomplete tar were accepted, each pass would miss samples."""
     with pytest.raises(ShardError, match=message):
         read(batches(stream.format(folder=twenty.parent)))
 

@@ -265,8 +265,8 @@ def expected_speed(
 ) -> Speed:
     """Return the measured MFU in `results` for this model on this GPU, or the published range.
 
-    The fastest matching row is used. flops: the number of operations to train on one image, which
-    distinguishes networks that have the same name but different image sizes or depths.
+    The fastest matching row is used. flops: the operations to train on one image, which
+    distinguish networks of the same name with different image sizes or depths.
     """
     best: tuple[float, str] | None = None
     for path in sorted(results.glob("*-gpu-*.json")):

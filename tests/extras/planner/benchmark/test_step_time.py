@@ -134,8 +134,6 @@ def test_memory_needed_beside_a_step_counts(step, config):
 
 
 def test_the_peak_includes_freed_memory():
-    """The test allocates and frees a quarter of a GiB, which the allocator returns to the operating
-    system."""
     device = WORLD.device
     before = bytes_in_use(device)
     reset_peak(device)

@@ -179,8 +179,6 @@ def has_workers(pid: int) -> bool:
     ],
 )
 def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, stage, expected):
-    """Another rank names the victim after the time limit. Ranks that wait for the victim in a
-    collective also exit."""
     more = ("--check", "--check-limit-s=15", *SECONDS)
     checking = Background(config, tmp_path / "run", *more, ranks=3, cold=True)
     while len(pids := checking.trainers()) < 3 or (

@@ -185,8 +185,7 @@ class CheckStages:
             # them.
             problems = {rank: text for rank, text in problems.items() if text != LOST}
         lines += by_message(problems, hosts)
-        # If a rank is missing or failed, other ranks are late only because they waited for that
-        # rank.
+        # If a rank is missing or failed, other ranks are late because they waited.
         if late and not missing and not problems:
             late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
             lines.append(

@@ -78,8 +78,7 @@ class Trial:
         self.facts = {**data.facts, **self._objective.notes.facts}
         for hook in self._parts.hooks:
             if not isinstance(hook, HostCheck):
-                # Skip `HostCheck`, because it also checks the disk, for which a separate check
-                # exists.
+                # Skip `HostCheck`, because another check covers the disk.
                 self.facts |= hook.opened(config, world, data, Place(self.run_dir)).facts
         checked, self.disk = check_host(config, world, data)
         return {"lines": checked.lines, **checked.record}

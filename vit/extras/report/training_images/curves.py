@@ -58,7 +58,7 @@ class SampleCurves:
     curve_epochs: list[int]
     """The C epochs whose margins are in `margins`."""
     margins: NDArray[np.float16]
-    """The margin of each image in the epochs `curve_epochs`, (C, N)."""
+    """The margin of each image in `curve_epochs`, (C, N)."""
 
     @property
     def never_learnt(self) -> NDArray[np.bool_]:
