@@ -43,7 +43,7 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """Return augmentation parameters for `num` rows from `first` on, without mixing. All images
+    """Return augmentation parameters for `num` rows starting at `first`, without mixing. All images
     have 300 x 200 pixels."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
@@ -58,7 +58,7 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """Return an `Augment` with ten classes and identity normalization, so that it returns gray
+    """Return an `Augment` with ten classes and identity normalization, which returns gray
     levels."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
@@ -75,8 +75,10 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(
     config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
 ) -> np.ndarray:
-    """Apply operation number `op` of a config's first layer and return integer levels. Strength and
-    position are one value for all images or one for each image."""
+    """Apply operation `op` of a config's first layer, and return integer levels.
+
+    values: strength and position, each given once for all images or once per image.
+    """
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
     for op_column in table_layout(config).op_columns:
@@ -104,8 +106,8 @@ def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def photographs() -> np.ndarray:
-    """Return images (7, 3, 40, 120): waves and edges, low contrast, dark, bright, noise, one flat
-    channel, and one flat image."""
+    """Return images (7, 3, 40, 120): edges, low contrast, dark, bright, noise, and two with flat
+    channels."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]
     waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128

@@ -1,8 +1,8 @@
-"""Short digests of files, so that a failed comparison names the files instead of printing their
+"""Compare files by short digests, so a failed comparison names files instead of printing their
 contents.
 
-The module also makes images that were bad before indexing, by changing both their bytes and the
-checksum in the index.
+The module also simulates images that were damaged before indexing, by changing their bytes and
+their checksums in the index.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:
-    """Write the checksums of the samples' current bytes into the index file, as if the index had
-    been made from them."""
+    """Write the checksums of the samples' current bytes into the index, as indexing again would
+    do."""
     path = Path(split.root) / f"{split.name}.index.npy"
     rows = np.load(path)
     for sample in samples:
         with open(split.where(sample), "rb") as tar:
             tar.seek(int(rows["offset"][sample]))
             rows["crc32c"][sample] = crc32c(tar.read(int(rows["size"][sample])))
-    with open(path, "r+b") as file:  # write in place, so that an open split sees the change
+    with open(path, "r+b") as file:  # writing in place lets an open split see the change
         file.seek(-rows.nbytes, 2)
         file.write(rows.tobytes())

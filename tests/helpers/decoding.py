@@ -18,7 +18,7 @@ needs_native = pytest.mark.skipif(
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Return smooth shapes with edges and some noise, like a photograph."""
+    """Return an image of smooth shapes with edges and some noise, like a photograph."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -42,7 +42,7 @@ def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
 
 
 def photographs() -> list[bytes]:
-    from sklearn.datasets import load_sample_images  # import slow modules only when needed
+    from sklearn.datasets import load_sample_images  # slow to import
 
     photos = [Image.fromarray(photo) for photo in load_sample_images().images]
     return [
@@ -53,8 +53,10 @@ def photographs() -> list[bytes]:
 
 
 def pixels(picture: Path) -> np.ndarray:
-    """Return (H, W, 3) int16 pixels of a PNG, which must be 1400 pixels wide, not blank and not
-    truncated."""
+    """Return (H, W, 3) int16 pixels of a PNG.
+
+    Asserts that the picture is 1400 pixels wide, not blank and not truncated.
+    """
     with Image.open(picture) as image:
         assert image.format == "PNG"
         colors = image.convert("RGB").reduce(4).getcolors(2**24)
@@ -66,8 +68,8 @@ def pixels(picture: Path) -> np.ndarray:
 
 
 def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndarray:
-    """Return an (H, W) bool mask of the pixels of one color, given as #rrggbb or as (red, green,
-    blue) in 0..255."""
+    """Return an (H, W) bool mask of pixels of one color, given as #rrggbb or (red, green, blue) in
+    0..255."""
     if isinstance(color, str):
         color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
     return (np.abs(shown - np.array(color)) <= tolerance).all(2)

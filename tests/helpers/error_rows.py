@@ -1,5 +1,5 @@
-"""Rows of errors/rows.yaml for tests that provoke their errors, and command prefixes that cause
-failures."""
+"""Read rows of errors/rows.yaml for tests that provoke their errors, and prefix commands with
+causes of failures."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ def rows(section: str) -> list[Row]:
 
 
 def pattern_of(printed: str) -> str:
-    """Return the text as a regular expression. A <placeholder> matches one or more characters
-    within a line."""
+    """Convert the text to a regular expression. A <placeholder> matches one or more characters in a
+    line."""
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Return digests of all files below `folder`, except for the run's lock, which only contains
-    its last process."""
+    """Return digests of all files below `folder`, except the run's lock."""
     return {
         str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
@@ -58,14 +57,15 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def python(code: str) -> tuple[object, ...]:
-    """Return a prefix that runs `code` and then becomes the command after it."""
+    """Return a command prefix that runs `code` and is then replaced by the command after it."""
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 
 WITH_SHORT_FILES = python(
     "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 )
-"""A limit below the size of a checkpoint, so that a write fails halfway, as on a full disk."""
+"""A prefix that limits file sizes to less than a checkpoint, so a write fails halfway, as on a full
+disk."""
 # Drop the two capabilities that let root ignore permission bits.
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
@@ -75,7 +75,7 @@ WITHOUT_PRIVILEGES = python(
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
-    """Mount a file system of 8 MiB, or of the size given in the mount `options`."""
+    """Mount a file system with 8 MiB, or with the size in the mount `options`."""
     place.mkdir()
     if (
         sys.platform != "linux"
@@ -91,7 +91,7 @@ def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
 
 
 def leave_free(disk: Path, free_kib: int) -> Path:
-    """Fill `disk` up to `free_kib`; return the file to delete."""
+    """Fill `disk` up to `free_kib`. Return the file that fills it."""
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
     return filler
@@ -104,8 +104,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with its own config that runs commands and stores the output and the file changes of
-    the last command."""
+    """A folder with its own config for running commands. Stores the last command's output and file
+    changes."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -127,7 +127,7 @@ class Place:
         config: Path | None = None,
         **variables: str,
     ) -> None:
-        """Run `launch/train.py` on one rank. Prefixes and variables start a real interpreter,
+        """Run `launch/train.py` on one rank. Prefixes and variables require a real interpreter,
         because a warm one is already running."""
         arguments = [
             "--config",
@@ -157,24 +157,24 @@ class Place:
         )
 
     def own_shards(self) -> Path:
-        """Return a copy of the shards that a scenario may damage."""
+        """Return a copy of the shards that the test may damage."""
         root = shutil.copytree(self.shards, self.folder / "shards")
         self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
         return root
 
 
 class Scenarios:
-    """The scenarios for the rows of "Training and evaluation": `@scenario("first cell of the row")`
-    registers a function of a `Place`.
+    """The scenarios for the rows of "Training and evaluation". `@scenario("first cell of the row")`
+    registers a function that takes a `Place`.
 
     The output, the exit status and the remaining files are checked. A mistake that is detected
-    before the start must leave nothing, and a later mistake only complete files.
+    before the start must leave no files, and a later mistake only complete files.
     """
 
     def __init__(self) -> None:
         self.of: dict[str, Callable[[Place], None]] = {}
         self.begun: set[str] = set()
-        """The rows about a training that had begun."""
+        """The rows about a training run that had already started."""
         self.slow: set[str] = set()
         """The rows that take more than five seconds."""
 
@@ -200,7 +200,7 @@ class Scenarios:
         ]
 
     def check(self, row: Row, place: Place) -> None:
-        """Compare the command's output, exit status and files with the row."""
+        """Compare the output, exit status and files of the command with the row."""
         output = place.done.stderr
         assert place.done.returncode == row.status, output
         assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), (

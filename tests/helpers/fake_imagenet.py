@@ -4,8 +4,8 @@
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-Images are created once, and then written in the requested layout. As in the original, the kit's
-ids (ILSVRC2012_ID) do not follow the order of the WNIDs, numbers in the names have gaps and no
+Images are created once, and then written in the requested layout. As in the original, the ids of
+the development kit (ILSVRC2012_ID) are not in WNID order. Numbers in file names have gaps and no
 fixed width, and validation images are not sorted by class.
 """
 
@@ -31,7 +31,7 @@ WNIDS = sorted((Path(timm.__file__).parent / "data/_info/imagenet_synsets.txt").
 
 @dataclass(frozen=True)
 class Fake:
-    """Images by their original names, such as n01440764_18.JPEG."""
+    """The images by their original names, such as n01440764_18.JPEG."""
 
     wnids: list[str]
     """The sorted WNIDs. A label is an index into this list."""
@@ -76,12 +76,12 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """Return the kinds of unusual files in ImageNet, all of which are named .JPEG. Only "truncated"
-    is unreadable."""
+    """Return one file of each unusual kind in ImageNet, all named .JPEG. Only "truncated" is
+    unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
-    turned[0x0112] = 6  # set the orientation to a rotation by 90 degrees
+    turned[0x0112] = 6  # sets the orientation to a rotation by 90 degrees
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),
@@ -100,8 +100,11 @@ def make_fake(
     odd: bool = False,
     seed: int = 0,
 ) -> Fake:
-    """Return images of the first classes. With `odd`, each kind of unusual file is the last
-    training image of one class, starting with the first."""
+    """Return a fake ImageNet with the first classes.
+
+    With `odd`, each unusual file is the last training image of one class, starting with the first
+    class.
+    """
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
     wnids = WNIDS[:num_classes]
@@ -141,7 +144,7 @@ def make_fake(
 
 
 def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
-    """Return a tar as GNU tar writes it, padded to 10 KiB."""
+    """Return a tar in the form that GNU tar writes, padded to 10 KiB."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, data in files:
@@ -164,7 +167,7 @@ def write_train_tar(fake: Fake, path: Path) -> Path:
 
 
 def write_inner_tars(fake: Fake, folder: Path) -> Path:
-    """Write the tars of the classes that the official tar contains."""
+    """Write the tar of each class that the official tar contains."""
     folder.mkdir(parents=True)
     for wnid, images in fake.train.items():
         (folder / f"{wnid}.tar").write_bytes(tar_of(images.items()))
@@ -177,7 +180,7 @@ def write_val_tar(fake: Fake, path: Path) -> Path:
 
 
 def meta_mat(fake: Fake) -> bytes:
-    """Return `meta.mat` from the development kit: classes by ILSVRC2012_ID, then their groups."""
+    """Return the development kit's `meta.mat`: classes by ILSVRC2012_ID, then groups of classes."""
     from scipy.io import savemat
 
     dtype = [
@@ -296,7 +299,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """Return all files of imagenet-object-localization-challenge, with its table rows in random
+    """Return all files of imagenet-object-localization-challenge, with the table rows in random
     order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
@@ -340,8 +343,11 @@ def write_zip(files: dict[str, bytes], path: Path, compression: int = zipfile.ZI
 def write_parquets(
     fake: Fake, folder: Path, num_train: int = 3, num_val: int = 2, rows_per_group: int = 7
 ) -> Path:
-    """Write data/train-*-of-*.parquet and data/validation-* with rows {image: {bytes, path}, label}
-    in random order. File names contain the WNID."""
+    """Write data/train-*-of-*.parquet and data/validation-* with rows {image: {bytes, path},
+    label}.
+
+    Rows are in random order. The names of image files contain the WNID.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -444,4 +450,4 @@ LAYOUTS = {
     for name, function in sorted(globals().items())
     if name.startswith("as_")
 }
-"""All layouts above by name. Each must give the same shards."""
+"""All layouts above, by name. Each must result in the same shards."""

@@ -1,12 +1,12 @@
 """End every process that a test starts.
 
 This includes processes in other sessions, which torchrun creates, and works even if pytest is
-killed. Every process of a test has a mark in its environment. Children inherit the mark, whatever
-their session or parent. `Family` gives its process a unique mark and ends all processes that have
-the mark. Processes also inherit the test's name, which pytest puts into the environment. If the
-test fails, its processes are ended. No process may be left when the session ends. If pytest is
-killed, a small guard process beside pytest ends the processes. Only Linux shows the environment of
-processes. On other systems, a `Family` ends only its own process.
+killed. Every process of a test has a mark in its environment, which child processes inherit in any
+session. `Family` gives its process a unique mark and ends all processes that have the mark.
+Processes also inherit the test's name, which pytest puts into the environment. If the test fails,
+its processes are ended. No process may be left when the session ends. If pytest is killed, a small
+guard process ends the processes. Only Linux shows the environment of processes. On other systems, a
+`Family` ends only its own process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from proc import all_pids, command_line, environment_of, stat_of
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
 ENDS_WITHIN_S = 60.0
-"""The time limit for helper processes (multiprocessing's, W&B's) to notice that their program has
-ended, and to exit."""
+"""The maximum time for helper processes (multiprocessing's, W&B's) to exit after their program has
+ended."""
 _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
-    """Return live processes, except this one, whose mark begins with `mark`: process id -> command
-    line and test. `name` selects the processes of that test."""
+    """Map the ids of live processes whose mark begins with `mark` to their command line and test.
+
+    This process is omitted. name: select only the processes of this test.
+    """
     processes = {}
     for pid in all_pids():
         variables = environment_of(pid)
@@ -56,8 +58,10 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
 
 
 def kill(mark: str, name: str = "") -> None:
-    """Send SIGKILL to all processes that `bearing` lists until none is left, because a process may
-    start another one during the search."""
+    """Send SIGKILL to all processes that `bearing` lists, until none is left.
+
+    One search is not enough, because a process may start another one meanwhile.
+    """
     deadline = time.monotonic() + ENDS_WITHIN_S
     while processes := bearing(mark, name):
         for pid in processes:
@@ -79,12 +83,12 @@ def left_over(mark: str) -> dict[int, str]:
 
 
 class Family:
-    """A process and its descendants, which live until the block ends. Takes the arguments of
+    """A process and its descendants, which are ended with the block. Takes the arguments of
     `subprocess.Popen`.
 
-    If the process is alive when the block ends, or if the block raised an exception, all of them
-    are killed. If the process has ended, its children must exit soon; otherwise, an AssertionError
-    names them.
+    If the process is alive when the block ends, or if the block raised an exception, the process
+    and its descendants are killed. If the process has ended but its children do not exit soon, an
+    AssertionError names them.
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str], **options: Any):
@@ -105,8 +109,11 @@ class Family:
         assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """Return stdout and stderr after the process has ended. Children that outlive the process
-        keep its streams open, and get only the remaining time."""
+        """Return stdout and stderr after the process has ended.
+
+        Children that outlive the process keep its streams open, and must close them within the time
+        limit.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             had_ended = self.process.poll() is not None
@@ -134,10 +141,13 @@ class Family:
 
 
 def inherited() -> dict[str, str]:
-    """Return the environment for a process. Other threads start processes for several tests at a
-    time, so their processes get no test name."""
+    """Return the environment for a child process.
+
+    Threads other than the main thread serve several tests at a time, so their processes get no test
+    name.
+    """
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
-    # Copy the names, because pytest sets and deletes its variable in the main thread.
+    # Copy the names, because pytest changes its variable in the main thread.
     names = [name for name in list(os.environ) if name not in hidden]
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
@@ -146,16 +156,16 @@ def inherited() -> dict[str, str]:
 
 
 def begin_session() -> None:
-    """Mark the processes that this pytest, or this worker of pytest-xdist, will start, and start
-    the guard."""
-    # Restore SIGINT, which a shell's `&` ignores and children would inherit. Some tests send
+    """Mark the processes that this pytest, or this worker of pytest-xdist, will start. Start the
+    guard."""
+    # Restore SIGINT, because a shell's `&` ignores it, and children inherit that. Some tests send
     # Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
     folder = _own_temporary_folder()
-    # Do not isolate the guard (-I), because it imports modules from its folder.
+    # The guard runs without -I, because it imports modules from its folder.
     command = [sys.executable, "-ESs", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
 
@@ -163,9 +173,9 @@ def begin_session() -> None:
 def _own_temporary_folder() -> str:
     """Create a folder that replaces /tmp for this session and for all processes of its tests.
 
-    Programs leave folders in /tmp: W&B does if it is killed, and torchrun always does.
+    Some programs leave folders in /tmp: W&B if it is killed, and torchrun always.
     """
-    # Keep pytest's own folders, so that people can look into them.
+    # Keep pytest's own folders, so people can inspect them.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     # Use a short path, because a socket's path is limited to 107 bytes.
     folder = tempfile.mkdtemp(prefix="vit-")
@@ -175,7 +185,7 @@ def _own_temporary_folder() -> str:
 
 
 def end_session() -> list[str]:
-    """End the remaining processes; return a line about each process that should have ended."""
+    """End the remaining processes. Return a line about each process that should have ended."""
     left = [f"{pid}: {line}" for pid, line in left_over(os.environ[MARK]).items()]
     kill(os.environ[MARK])
     return left

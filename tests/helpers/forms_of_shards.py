@@ -37,7 +37,7 @@ def layout_of(flags: str) -> SampleLayout:
 
 
 def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    """Use the standard library to write a tar from (key, {suffix: content}) in order."""
+    """Write a tar from (key, {suffix: content}) in order, with the standard library."""
     with tarfile.open(path, "w") as tar:
         for key, members in samples:
             for suffix, data in members.items():

@@ -1,4 +1,4 @@
-"""Batches that contain their own numbers, for tests of the processes that make batches."""
+"""Batches that contain their own numbers, for testing the processes that make batches."""
 
 from __future__ import annotations
 

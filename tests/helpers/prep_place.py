@@ -1,5 +1,4 @@
-"""A folder for a scenario of tests/data_prep/test_prep_errors.py. The folder runs commands of
-data_prep and records the remaining files."""
+"""A folder in which a scenario of tests/data_prep/test_prep_errors.py runs data_prep commands."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ _catalogues = ExitStack()
 
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """Call `open_catalogue`; keep its folder and descriptor open until the test ends."""
+    """Call `open_catalogue`. The result stays referenced, so its folder exists until the test
+    ends."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
 
@@ -43,8 +43,8 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder for one scenario that runs commands of data_prep and stores the output and the
-    changes of the last command."""
+    """A folder in which one scenario runs data_prep commands. Stores the last command's output and
+    file changes."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -69,18 +69,20 @@ class Place:
         else:
             try:
                 self.status = importlib.import_module(f"data_prep.{module}").main(line)
-            except SystemExit as stopped:  # argparse exits with a status
+            except SystemExit as stopped:  # raised by argparse
                 self.status = int(stopped.code or 0)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
-        """Run the command of a source, which writes to `out`."""
+        """Run the command that prepares a source. The command writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
-        """Check that a second call of the same command completes the dataset. Keep the first call's
-        output for later checks."""
+        """Check that running the same command again completes the dataset.
+
+        The first call's output is kept for later checks.
+        """
         first_call = dict(self.__dict__)
         self.again()
         assert self.status == 0, self.stderr
@@ -93,8 +95,8 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Check that each tar can be read to its end and matches its sidecar. With `complete`, no tar
-    may be missing."""
+    """Check that each tar is readable to its end and matches its sidecar. With `complete`, all must
+    exist."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
         "partial files were left"
     )
@@ -121,7 +123,7 @@ BEGUN: set[str] = set()
 
 
 def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario for the row `problem`. `begun`: shards were being written."""
+    """Register the scenario for the row `problem`. begun: whether writing shards had started."""
 
     def register(function: Scenario) -> Scenario:
         SCENARIOS[problem] = function

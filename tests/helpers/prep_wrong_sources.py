@@ -1,5 +1,4 @@
-"""Scenarios for test_prep_errors.py: wrong archives and folders for data preparation, and failing
-downloads."""
+"""Scenarios for test_prep_errors.py: invalid archives and folders, and failing downloads."""
 
 from __future__ import annotations
 
@@ -255,13 +254,13 @@ def _(place: Place) -> None:
 @scenario("an encrypted zip")
 def _(place: Place) -> None:
     data = bytearray(write_zip(animals(), place.folder / "archive.zip").read_bytes())
-    data[data.index(b"PK\1\2") + 8] |= 1  # set the first flag of the first member
+    data[data.index(b"PK\1\2") + 8] |= 1  # sets the encryption flag of the first member
     (place.folder / "archive.zip").write_bytes(data)
     place.prepare("animals10", place.folder / "archive.zip")
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Return the zip, declaring `size` as a member's size in the table."""
+    """Set the size of a member in the zip's table of contents, and return the path."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -294,8 +293,10 @@ def _(place: Place) -> None:
 
 
 def idx_files(place: Place, **contents: bytes) -> Path:
-    """Return MNIST files with correct labels. The images depend on the first word of the file
-    names; without a word, the files are empty."""
+    """Write MNIST files with correct labels.
+
+    The images depend on the first word of a file's name. Without such a word, the file is empty.
+    """
     folder = place.folder / "mnist"
     folder.mkdir()
     for name in MNIST:
@@ -426,7 +427,7 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: the server cannot be reached")
 def _(place: Place) -> None:
-    # Bind the port, so that no other process takes it, but do not listen.
+    # Bind the port without listening, so that no other process takes it.
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")

@@ -1,6 +1,6 @@
-"""Information about processes from Linux's /proc.
+"""Read information about processes from Linux's /proc.
 
-A process may end at any moment. If it has ended or belongs to another user, each function returns
+A process may end at any moment. If a process has ended or belongs to another user, functions return
 an empty value.
 """
 
@@ -31,30 +31,32 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Map the names in the process's `status` file to their values."""
+    """Map the names in a process's `status` file to their values."""
     rows = (row.partition(":") for row in _read(pid, "status").decode().splitlines())
     return {name: value.strip() for name, _, value in rows}
 
 
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
-    """Return the fields of `stat` after the name, for the process or one of its threads: state (R,
-    S, D, T, Z ...), parent, and so on (proc(5), from field 3)."""
+    """Return the fields of `stat` after the name, for a process or one of its threads.
+
+    The first fields are the state (R, S, D, T, Z ...) and the parent (proc(5), from field 3).
+    """
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
 
 
 def state_of(pid: int) -> str:
-    """Return R, S, D, T, Z ..., or "" if the process has ended."""
+    """Return the state R, S, D, T, Z ..., or "" if the process has ended."""
     return (stat_of(pid) or [""])[0]
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process is running, which a zombie is not."""
+    """Return whether the process is running. Zombies do not count."""
     return state_of(pid) not in ("", "Z", "X")
 
 
 def states_of_threads(pid: int) -> dict[int, str]:
-    """Map each thread id to R, S, D, T ..."""
+    """Map each thread id to its state R, S, D, T ..."""
     fields = {thread: stat_of(pid, thread) for thread in _threads(pid)}
     return {
         thread: fields_of_thread[0]

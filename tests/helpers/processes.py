@@ -1,7 +1,7 @@
 """Helpers for tests with real processes: tiny shards, torchrun and kills.
 
-Runs are small (a dimension of 32, images of 16 px), because the tested behavior does not depend on
-size. Starting Python takes most of the time.
+Runs are small (width 32, 16 px images), because the tested behavior does not depend on size. Most
+of the time is spent starting Python.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from vit.weights.save import SEAL
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
-"""The folder that contains launch/, which an installed package also contains
-(tests/project/test_wheel.py)."""
+"""The folder that contains launch/: an installed package (tests/project/test_wheel.py) or the
+repository."""
 TINY = [
     "model.embed_dim=32",
     "model.depth=2",
@@ -70,7 +70,9 @@ def make_shards(
     seed: int = 0,
 ) -> Path:
     """Use the real writer to write shards of noise images, each centered on its class's color.
-    Return their root."""
+
+    Returns the root folder.
+    """
     rng = np.random.default_rng(seed)
     for split, total in (("train", num_train), ("val", num_val)):
         for number in range(total):
@@ -99,8 +101,11 @@ def make_shards(
 def write_config(
     folder: Path, root: Path, name: str = "tiny.yaml", *, steps: int = 12, batch: int = 12
 ) -> Path:
-    """Write a config that trains on `root` with dropout, drop path, mixing and averaged weights, so
-    that a resume must restore all of them."""
+    """Write a config that trains on `root`.
+
+    The config has dropout, drop path, mixing and averaged weights, all of which a resume must
+    restore.
+    """
     path = folder / name
     path.write_text(f"""
 model: {{drop_path_rate: 0.2, proj_drop_rate: 0.1}}
@@ -144,7 +149,8 @@ def call(
     cwd: Path = REPOSITORY,
     timeout_s: float = 240,
 ) -> subprocess.CompletedProcess:
-    """Run a command line and its child processes to the end; return stdout and stderr as text."""
+    """Run a command line and its child processes to completion. Return stdout and stderr as
+    text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
         stdout, stderr = family.communicate(timeout_s)
@@ -159,10 +165,10 @@ def run(
     timeout_s: float = 240,
     cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; return stdout and stderr as text.
+    """Run a command to completion, and return stdout and stderr as text.
 
     The interpreters of torchrun and its ranks are warm (tests/helpers/warm_python.py). With `cold`,
-    they start as they would for a user.
+    they start as for a user.
     """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
@@ -187,8 +193,10 @@ def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
 
 
 def run_here(script: str, *arguments: object) -> None:
-    """Run a command of launch/ in this process, which has already imported torch. Raise ValueError
-    instead of exiting with status 2."""
+    """Run a command of launch/ in this process, where torch is already imported.
+
+    Raises ValueError instead of exiting with status 2.
+    """
     with _typed(script, arguments):
         runpy.run_path(str(COMMANDS / script))["main"]()
 
@@ -196,7 +204,7 @@ def run_here(script: str, *arguments: object) -> None:
 def train(
     config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a whole training; fail the test with its output if the exit status is not 0."""
+    """Run a complete training. If the exit status is not 0, fail the test with the output."""
     done = run(
         "launch/train.py",
         "--config",
@@ -212,16 +220,18 @@ def train(
 
 
 class Background:
-    """A training run that a test will kill. torchrun and its ranks are warm: `process` and
-    `trainers` pass signals on to them and end with them. With `cold`, they are real children of
-    torchrun."""
+    """A training run that a test will kill.
+
+    torchrun and its ranks are warm: `process` and `trainers` forward signals to forks and exit with
+    them. With `cold`, they are real child processes of torchrun.
+    """
 
     def __init__(
         self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2, cold: bool = False
     ):
         self.run_dir = run_dir
         env = environment()
-        # Without torchrun, tests stop the process itself and search its children.
+        # Without torchrun, tests stop the process itself and look for its children.
         self._warm = bool(ranks) and not cold
         python = warm_python.python(env) if self._warm else sys.executable
         env["PYTHON_EXEC"] = python
@@ -262,8 +272,8 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_output(self, text: str, timeout_s: float = 240) -> str:
-        """Wait until the process has printed `text`. Return the output up to that point, which
-        `end` does not repeat."""
+        """Wait until the process has printed `text`. Return the output up to `text`, which `end`
+        does not repeat."""
         assert self.process.stdout is not None
         seen = b""
         deadline = time.monotonic() + timeout_s
@@ -277,27 +287,32 @@ class Background:
         return seen.decode()
 
     def trainers(self) -> list[int]:
-        """Return the process ids of the ranks, rank 0 first. torchrun gives each rank its own
-        session. So ranks are identified by the family tree, or by the mark if they are warm."""
+        """Return the process ids of the ranks, rank 0 first.
+
+        torchrun gives each rank its own session, so ranks are found through their parents. Warm
+        ranks are found through the mark.
+        """
         pids = bearing(self._family.mark) if self._warm else children(self.process.pid)
         lines = {pid: command_line(pid) for pid in pids if pid != self.process.pid}
         ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
-        return sorted(ranks, key=_rank_of)  # sort by rank, because process ids wrap around
+        return sorted(ranks, key=_rank_of)  # process ids wrap around
 
     def workers(self) -> list[int]:
-        """Return the process ids that do the work of `trainers`: the same ids, or the forks of warm
-        ranks, which SIGSTOP stops. Ranks that have not started yet are omitted."""
+        """Return the process ids that do the work of `trainers`.
+
+        For warm ranks, these are the forks, which SIGSTOP stops. Otherwise, the ids are the same.
+        Ranks that have not started yet are omitted.
+        """
         pids = []
         for pid in self.trainers():
-            with suppress(OSError, ValueError):  # skip a rank that has not forked yet
+            with suppress(OSError, ValueError):  # skips a rank that has not forked yet
                 pids.append(warm_python.fork_of(pid) if self._warm else pid)
         return pids
 
     def kill_all(self) -> None:
-        """Send SIGKILL to torchrun and every rank at the same time. For processes, this equals a
-        power cut."""
+        """Send SIGKILL to torchrun and all ranks at once, like a power failure."""
         for pid in [*self.trainers(), self.process.pid]:
-            # Skip a rank that has ended and that torchrun has waited for.
+            # Skip a rank that has ended and was reaped by torchrun.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
@@ -315,14 +330,14 @@ def _rank_of(pid: int) -> int:
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the newest step in metrics.jsonl, or -1 without one."""
+    """Return the newest step in metrics.jsonl, or -1 if none exists."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
 
 
 def last_checkpoint(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint in metrics.jsonl, or -1 without one."""
+    """Return the step of the newest checkpoint in metrics.jsonl, or -1 if none exists."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
@@ -330,13 +345,13 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the tensor's bytes, even for bfloat16, which numpy does not support."""
+    """Return the bytes of a tensor, which may be bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def final_state(run_dir: Path, step: int) -> dict[str, str]:
-    """Return digests of all tensors of the checkpoint at `step` and of the losses of all images,
-    for bitwise comparison."""
+    """Return digests of all checkpoint tensors at `step` and of all per-image losses, for bitwise
+    comparison."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
     assert losses, "a run must keep the losses of images by default"
@@ -344,7 +359,7 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Rewrite a weight file without its hash, as another program would."""
+    """Return the metadata of a weights file without its hash, as another program would write it."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 
@@ -363,7 +378,7 @@ def jpeg(pixels: np.ndarray) -> bytes:
 
 
 def run_of(plan: Plan, world: World, record: Record, image_format: ImageFormat) -> Any:
-    """Return an object with the attributes of a run that `vit.hooks.monitor.Monitor` reads."""
+    """Return an object with the run attributes that `vit.hooks.monitor.Monitor` reads."""
     return SimpleNamespace(
         hooks=(),
         plan=plan,

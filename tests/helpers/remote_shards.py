@@ -1,4 +1,4 @@
-"""Shards behind a URL: their samples, and the requests that their server received."""
+"""Access to shards at a URL: their samples, and the requests that the server received."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def samples(split: Split) -> list[tuple[str, bytes]]:
 
 
 def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
-    """Return (shard, range) for each request for a block."""
+    """Return the shard and range of each request for a block."""
     return [
         (path, byte_range)
         for _, path, byte_range in web.requests
@@ -38,7 +38,7 @@ def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
 
 
 def claim_encoding(web: WebServer, encoding: str) -> None:
-    """Send this Content-Encoding with all later responses, without encoding their bytes."""
+    """Claim this Content-Encoding in all later responses, without encoding their bytes."""
     handler: Any = web._server.RequestHandlerClass
     original = handler.end_headers
     handler.end_headers = lambda self: (

@@ -1,5 +1,7 @@
-"""Real servers on 127.0.0.1: HTTP with faults that a test sets beforehand, a Hugging Face Hub for
-its own client, FTP and S3, and a connection that a test can cut."""
+"""Real servers on 127.0.0.1: HTTP with configurable faults, a Hugging Face Hub, FTP and S3.
+
+`cable` and `Gate` are connections that a test can interrupt.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from moto.server import ThreadedMotoServer
 
 
 class LocalServer:
-    """A server in threads of this process that runs until the block ends."""
+    """A server that runs in threads of this process until the block ends."""
 
     def __init__(self, server: ThreadingHTTPServer | socketserver.ThreadingTCPServer):
         self._server = server
@@ -53,18 +55,18 @@ class WebServer(LocalServer):
             server.cuts = [1000, 5000]     # the first two GET responses end after this many bytes
             download(f"{server.url}/a.bin", path)
 
-    `statuses`: sent in place of the file, one for each GET. `ranges`: False for a server that
-    ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: sent in
-    place of the true length. `hang_after`: a response pauses after this many bytes until the value
-    is None. `whole_if_empty`: an empty file gets 200 instead of 416, as from servers in Go.
-    `fails_each`: one in this many GETs gets 503, and the next time it is cut halfway.
-    `delay_s`: before each response. `retry_after`: sent with each status. `away_until_s` (of
-    time.monotonic): 503 until then. `wrong_ranges`: this many responses have a range that was not
-    requested. `endless`: responses never end. `drip` (bytes, seconds): pause after this many bytes.
-    `tags`: sent with responses in rotation, as by mirrors. `login` ("user:password"), `header`
-    (name, value), `signature` (a query): requests without it get 401, or 403 for a signature.
-    `redirects`: path -> address. `requests`: (method, path, Range or None) of each request.
-    `headers`: their headers.
+    `statuses`: status codes to send instead of the file, one per GET. `ranges`: False for a server
+    that ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: the
+    length to send instead of the true length. `hang_after`: a response pauses after this many bytes
+    until the value is None. `whole_if_empty`: an empty file gets 200 instead of 416, as from
+    servers in Go. `fails_each`: one in this many GETs gets 503, and is cut halfway the next time.
+    `delay_s`: the delay before each response. `retry_after`: sent with each status. `away_until_s`
+    (of time.monotonic): 503 until then. `wrong_ranges`: this many responses have a range that was
+    not requested. `endless`: responses never end. `drip` (bytes, seconds): pause after this many
+    bytes. `tags`: sent with responses in rotation, as by mirrors. `login` ("user:password"),
+    `header` (name, value), `signature` (a query): requests without it get 401, or 403 for a
+    signature. `redirects`: maps paths to addresses. `requests`: (method, path, Range or None) of
+    each request. `headers`: the headers of each request.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -179,7 +181,7 @@ class _FileHandler(BaseHTTPRequestHandler):
         if body:
             end = start + web.cuts.pop(0) if web.cuts else (start + stop) // 2 if cut else stop
             pause = end if web.hang_after is None else start + web.hang_after
-            with suppress(ConnectionError):  # ignore a client that was killed
+            with suppress(ConnectionError):  # ignores a client that was killed
                 while web.drip is not None and start < pause:
                     self.wfile.write(content[start : min(start + web.drip[0], pause)])
                     start += web.drip[0]
@@ -202,10 +204,11 @@ class _FileHandler(BaseHTTPRequestHandler):
 
 
 class HubServer(LocalServer):
-    """A hub with `repositories` (name -> {file: bytes}), each at one commit, until the block ends.
+    """A Hub with `repositories` ({name: {file: bytes}}), each with one commit, until the block
+    ends.
 
-    `gated`: repositories that refuse every reader. `licences`: maps a name to the license on the
-    card. `requests`: the path of each request. `downloads`: the files that were sent.
+    `gated`: repositories that refuse all readers. `licences`: maps names to the licenses on their
+    cards. `requests`: the path of each request. `downloads`: the files that were sent.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -303,9 +306,9 @@ class _HubHandler(BaseHTTPRequestHandler):
 
 class FtpServer(LocalServer):
     """An FTP server for `files` ({"/folder/name": bytes}) until the block ends. The server accepts
-    any user and has no versions of files.
+    any user and does not report file versions.
 
-    `commands_each`: a connection ends after this many commands.
+    `commands_each`: the number of commands after which a connection ends.
     """
 
     def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
@@ -328,9 +331,9 @@ class _FtpHandler(socketserver.StreamRequestHandler):
     ftp: FtpServer
 
     def handle(self) -> None:
-        # Receive ABOR, which arrives out of band.
+        # Receive ABOR, which clients send out of band.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
-        # Ignore a client that leaves once it has the bytes that it needs.
+        # Ignore a client that disconnects after receiving the bytes it needs.
         with suppress(ConnectionError):
             self._say("220 ready")
             start = 0
@@ -368,8 +371,11 @@ _NUMBERS = itertools.count()
 
 
 class S3Server:
-    """An S3 server in this process. Until the block ends, the environment contains its address and
-    credentials, which child processes inherit."""
+    """An S3 server in this process.
+
+    Until the block ends, the environment contains the server's address and credentials, which child
+    processes inherit.
+    """
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -378,7 +384,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        # Restore only these variables, because tests that began earlier set variables of their own.
+        # Restore only these variables, because other tests set variables of their own.
         self._environment = pytest.MonkeyPatch()
         for name, value in {
             "AWS_ACCESS_KEY_ID": "test",
@@ -407,7 +413,7 @@ class S3Server:
         return f"s3://{name}"
 
     def objects(self, url: str) -> dict[str, bytes]:
-        """Return all objects of a bucket by key, as Amazon's own client sees them."""
+        """Return all objects of a bucket by key, as Amazon's client sees them."""
         client = boto3.client("s3")
         bucket = url.split("/")[2]
         entries = client.list_objects_v2(Bucket=bucket).get("Contents", [])
@@ -418,8 +424,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Put the keys of a user with only these permissions into the environment, and let the
-        server check credentials, until the block ends."""
+        """Use credentials with only these permissions, and let the server check them, until the
+        block ends."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -453,14 +459,18 @@ class S3Server:
 
 
 def forget_clients() -> None:
-    """Drop fsspec's clients. fsspec keeps one for each kind of URL, with the address and the
-    credentials of its first use."""
+    """Drop fsspec's clients.
+
+    fsspec caches a client for each kind of URL, with the address and credentials of its first use.
+    """
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Gate:
-    """A port that forwards to `port` of this machine. While the gate is `closed`, connections end,
-    and new ones get only status 503."""
+    """A port that forwards to `port` on this machine.
+
+    While the gate is `closed`, existing connections end, and new ones get status 503.
+    """
 
     def __init__(self, port: int):
         self._behind = port
@@ -488,7 +498,7 @@ class Gate:
         self.closed = False
 
     def _serve(self) -> None:
-        with suppress(OSError):  # ignore the error of a closed listener
+        with suppress(OSError):  # ignores the error of a closed listener
             while True:
                 client = self._listener.accept()[0]
                 threading.Thread(
@@ -526,9 +536,12 @@ class Gate:
 def cable(
     port: int, *, carries: int, then: str, times: int = 1
 ) -> Iterator[tuple[int, threading.Event]]:
-    """Forward a port to `port` of this machine. Each of the first `times` connections stops after
-    `carries` bytes to the server and sets the event. Then the connection is `then` "cut", or it
-    "hangs". Later connections have no fault."""
+    """Forward a port to `port` on this machine.
+
+    Each of the first `times` connections stops after sending `carries` bytes to the server, and
+    sets the event. Then the connection is "cut" or "hangs", as `then` states. Later connections
+    have no fault.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
     over = threading.Event()

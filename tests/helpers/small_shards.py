@@ -1,4 +1,4 @@
-"""Images that encode their number, and tars and folders of such images."""
+"""Images that encode their own number, and tars and folders of such images."""
 
 import io
 import tarfile
@@ -56,7 +56,8 @@ def image_bytes(
 def source_of(
     folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options: Any
 ) -> Source:
-    """Write (name, label, encoded image) into a file in `folder`; return the file as a source."""
+    """Write (name, label, encoded image) into a file in `folder`, and return the file as a
+    source."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "images.bin"
     path.write_bytes(b"".join(data for samples in splits.values() for _, _, data in samples))

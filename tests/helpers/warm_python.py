@@ -1,16 +1,16 @@
 """A fast-starting interpreter, forked from a server that has already imported torch and this
 project.
 
-Most commands in tests work for one second after importing torch for three. A fork starts in a tenth
-of a second. `python()` is the path of a program that takes the arguments of `python [-u] SCRIPT
-...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as its own process with the
-caller's arguments, environment, folder and streams. Exit status and signals pass through. Tests use
-`sys.executable` if they need a real start: for versions, missing packages, limits of a process, or
-the parents of processes. A real interpreter also starts if a variable that Python, torch or the
-project reads during import differs from its value in the server.
+Most commands in tests import torch for three seconds and then work for one second. A fork starts in
+a tenth of a second. `python()` is the path of a program that takes the arguments of `python [-u]
+SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as a separate process
+with the caller's arguments, environment, folder and streams. Exit status and signals are passed
+through. Tests of versions, missing packages, process limits or parent processes need a real start
+and use `sys.executable`. A real interpreter also starts if a variable that Python, torch or the
+project reads during import has a different value in the server.
 
 The program sends its streams over a socket to the server, which forks. The program runs until the
-fork ends, and the fork is killed if the program is.
+fork ends. If the program is killed, the fork is killed too.
 """
 
 from __future__ import annotations
@@ -100,14 +100,16 @@ _starting = threading.Lock()
 
 
 def python(environment: dict[str, str]) -> str:
-    """Return the path of the program. The server starts at the first call, with `environment`, and
-    runs until `stop`. On systems where a process that has used system libraries cannot fork safely,
-    the path is that of the real interpreter."""
+    """Return the path of the program.
+
+    The first call starts the server with `environment`, and the server runs until `stop`. If the
+    system cannot fork safely, the path is that of the real interpreter.
+    """
     if sys.platform != "linux":
         return sys.executable
     with _starting:
         if not _started:
-            # Use a short path, because a socket's path is limited to 107 bytes.
+            # A short path is needed, because a socket's path is limited to 107 bytes.
             folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
@@ -124,8 +126,10 @@ def python(environment: dict[str, str]) -> str:
 
 
 def fork_of(pid: int) -> int:
-    """Return the process that does the work of `pid`, which runs the program. Children belong to
-    this process."""
+    """Return the id of the fork that works for the process `pid` of the program.
+
+    Child processes belong to this fork.
+    """
     folder, _ = _started[0]
     return int(Path(folder, str(pid)).read_text())
 
@@ -142,7 +146,7 @@ def stop() -> None:
 
 
 Request = tuple[list[str], dict[str, str], str]
-"""The arguments after `python`, the environment, and the folder."""
+"""The arguments after `python`, the environment, and the working directory."""
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
@@ -160,8 +164,10 @@ def _receive(client: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
-    """Fork for each request until SIGTERM or until the parent ends. Returns None in the server, and
-    in a fork its request and streams."""
+    """Fork for each request, until SIGTERM or until the parent ends.
+
+    Returns None in the server, and the request and its streams in a fork.
+    """
     expected = _early(dict(os.environ))
     parent = os.getppid()
     clients: dict[int, socket.socket] = {}
@@ -211,8 +217,8 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 selector.unregister(key.fileobj)
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
             client = clients.pop(done[0])
-            # Forget the client first. Sending to a client that has exited fails, and the next
-            # client may get its number.
+            # Unregister the client first. Sending to an exited client fails, and the next client
+            # may get the same file descriptor.
             with suppress(KeyError):
                 selector.unregister(client)
             with client, suppress(OSError):
@@ -235,7 +241,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             sys.path[0] = folder
-            sys.modules.pop(arguments[1], None)  # prevent a warning from runpy
+            sys.modules.pop(arguments[1], None)  # prevents a warning from runpy
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -271,7 +277,7 @@ def _import_all() -> None:
     import vit
 
     for module in pkgutil.walk_packages(vit.__path__, "vit."):
-        if not module.name.startswith("vit._native"):  # skip plain libraries
+        if not module.name.startswith("vit._native"):  # skips plain libraries
             importlib.import_module(module.name)
 
 
@@ -284,4 +290,4 @@ if __name__ == "__main__":
         _become(*accepted)
     # If pytest was killed, no other process removes the socket.
     shutil.rmtree(sys.argv[1], ignore_errors=True)
-    os._exit(0)  # exit without destroying the frozen modules
+    os._exit(0)  # exits without destroying the frozen modules

@@ -1,7 +1,7 @@
-"""Select the hooks and components of a run from its config, and train.
+"""Select a run's hooks and components from its config, and train.
 
-An optional component is imported by name only when a config needs it, as fsspec loads file systems.
-If the folder of the component was deleted, the config is rejected.
+Optional components are imported by name, and only if a config needs them. If a component's folder
+was deleted, the config is rejected.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) ->
 
 
 def fit(config: Config, *, allow_change: Iterable[str] = (), world: World | None = None) -> Outcome:
-    """Train like launch/train.py, with metrics, checkpoints and resume.
+    """Train as launch/train.py does, including metrics, checkpoints and resuming.
 
     Every rank must call this function. config: the result of `vit.load_config`. allow_change:
-    settings that may differ from those of the resumed run. world: by default the ranks that
-    torchrun started, or only this process. Returns "finished", or "stopped" after a signal. Raises
-    ValueError if the settings or the data are invalid.
+    settings that may differ from those of the resumed run. world: by default, the ranks that
+    torchrun started, or a single process without torchrun. Returns "finished", or "stopped" after a
+    signal. Raises ValueError if the settings or the data are invalid.
     """
     world = world or join_for(config)
     outcome = train(build_run(config, world, allow_change))
-    world.barrier()  # rank 0 may fail in the report, after the other ranks finished
+    world.barrier()  # rank 0 may still fail while writing the report
     return outcome
 
 
@@ -85,7 +85,7 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
     if config.train.exact_over_ranks:
         hooks.append(load("vit.hooks.exact_over_ranks:ExactFacts", "train.exact_over_ranks")())
     if config.log.sample_losses and config.data.reader == "index":
-        # Streamed samples have no fixed indices.
+        # A stream has no fixed sample indices, so per-sample losses are not saved.
         hooks.append(load("vit.hooks.sample_losses:SamplesHook", "log.sample_losses")())
     hooks.append(GuardHook(config))
     if config.eval.reference is not None:

@@ -1,4 +1,4 @@
-"""Test that other programs open the exported folders with the code that the model card prints."""
+"""Test that other libraries open the exported folders with the code that the model card prints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def own_logits(subject: Subject, path: Path) -> torch.Tensor:
 
 
 def run_card(folder: Path, monkeypatch) -> dict[str, Any]:
-    """Run the code of the card; return its variables."""
+    """Run the Python code of the model card, and return its variables."""
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code is not None
     monkeypatch.chdir(folder)
@@ -117,7 +117,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
     variables = run_card(folder, monkeypatch)
     assert [variables["names"][n] for n in range(3)] == NAMES
     expected = own_logits(subject, folder / "photo.jpg")
-    # The resizers of torch and Pillow may differ by one level of 255.
+    # The resizers of torch and Pillow may differ by one of 255 levels.
     scale = float(expected.abs().max())
     torch.testing.assert_close(variables["logits"], expected, rtol=0, atol=0.05 * scale)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
@@ -136,7 +136,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
 
 @pytest.mark.full
 def test_an_onnx_model_above_2_gib_stores_its_weights_in_a_separate_file(tmp_path):
-    """Three blocks of 4,096 channels have 2.3 GiB, which exceeds the limit of a protobuf."""
+    """Three blocks of width 4,096 take 2.3 GiB, which exceeds the protobuf size limit."""
     subject = subject_of({**TINY, "embed_dim": 4096, "depth": 3, "num_heads": 32})
     num_bytes = sum(tensor.nbytes for tensor in subject.model.state_dict().values())
     assert num_bytes > 2**31
@@ -246,7 +246,7 @@ def test_a_setting_that_is_missing_in_the_tables_is_refused(monkeypatch):
     ],
 )
 def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path, monkeypatch):
-    """The image is noise, so that an error of a single pixel in resizing or cropping is visible."""
+    """The image is noise, which reveals even an error of one pixel in resizing or cropping."""
     subject = subject_of(model, eval={**view, "resizer": "pillow"})
     noise = np.random.default_rng(0).integers(0, 256, (61, 91, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
@@ -265,8 +265,8 @@ def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path
 
 
 def test_unused_classes_get_names_in_the_export(tmp_path):
-    """Other programs derive the number of classes from the names, so they could not open a head of
-    5 classes with 3 names."""
+    """Other libraries derive the number of classes from the names. With only 3 names, they could
+    not load a head with 5 classes."""
     subject = replace(subject_of(), num_classes=5)
     subject.model.head = torch.nn.Linear(48, 5)
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
@@ -280,7 +280,7 @@ def test_unused_classes_get_names_in_the_export(tmp_path):
 
 @pytest.mark.parametrize("model", [{}, {"image_size": [24, 40]}])
 def test_a_view_survives_the_export_to_transformers(model, tmp_path):
-    """The views squash an image to 35x35 or 26x44 and crop the center."""
+    """The preprocessing squashes an image to 35x35 or 26x44 and crops the center."""
     subject = subject_of(model, eval={"crop_pct": 0.9, "crop_mode": "squash", "resizer": "pillow"})
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
     loaded, _ = with_published_config(read_weights(tmp_path / "theirs"), None, "-")
@@ -289,8 +289,8 @@ def test_a_view_survives_the_export_to_transformers(model, tmp_path):
 
 
 def test_a_grid_that_is_not_square_survives_the_export(tmp_path):
-    """15 patches and a class token have 16 positions, like a grid of 4x4. Only the config
-    distinguishes them."""
+    """15 patches and a class token have 16 positions, as many as a 4x4 grid. Only the config
+    distinguishes the two."""
     for program in ("timm", "huggingface"):
         config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
         subject = subject_of({"image_size": [24, 40]}, **config)
@@ -323,7 +323,6 @@ def _fail(*_):
 
 
 def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
-    """No export is needed, because a run has a config and a link beside its weights."""
     train(write_config(tmp_path, shards), tmp_path / "run")
     folder = tmp_path / "run" / "weights"
     assert (folder / "model.safetensors").readlink() == Path("last_ema.safetensors")
@@ -342,7 +341,7 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     assert tuple(guest.pretrained_cfg["mean"]) == config.data.mean
     assert guest.pretrained_cfg["label_names"] == loaded.class_names
 
-    # The command exports the run with the accuracy of these weights.
+    # The command exports the run with the measured accuracy of these weights.
     done = run("launch/export.py", tmp_path / "run", "--to", "timm")
     assert done.returncode == 0, done.stderr
     assert "averaged weights): run, 3 classes at 16x16, to timm\n" in done.stdout
@@ -368,7 +367,6 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     ("name", "size"), [("vit_small_patch14_reg4_dinov2", 98), ("vit_tiny_patch16_224", 112)]
 )
 def test_an_export_of_a_file_keeps_the_grid_of_its_positions(name, size, tmp_path):
-    """The test covers a timm model that has positions only for patches, and our model."""
     theirs = timm.create_model(name, img_size=size, num_classes=3, depth=1).eval()
     path = tmp_path / "mine.safetensors"
     save_file(theirs.state_dict(), path)

@@ -46,7 +46,6 @@ def advice(config: Config, memory_bytes: float) -> str:
 
 
 def test_the_memory_of_a_gpu_is_read_from_the_driver(monkeypatch):
-    """The test replaces the driver's answer. The planner's table has 79 GiB for this GPU."""
     properties = SimpleNamespace(name="NVIDIA A100-SXM-64GB", total_memory=64 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu = gpu_of(torch.device("cuda", 0))

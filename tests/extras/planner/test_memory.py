@@ -1,5 +1,4 @@
-"""Test the counted bytes of a step against the measured memory of a process and against sums by
-hand."""
+"""Test the counted bytes of a step against a process's measured memory and manual calculations."""
 
 from __future__ import annotations
 
@@ -112,8 +111,8 @@ def test_counted_bytes_agree_with_measured_bytes_within_a_tenth(precision, check
         capture_output=True,
         text=True,
         cwd=ROOT,
-        # Freed memory must return to the system immediately. Otherwise earlier peaks would be
-        # measured.
+        # Freed memory must return to the operating system immediately. Otherwise, the measurement
+        # includes earlier peaks.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -134,7 +133,7 @@ def test_weights_gradients_and_optimizer_state_follow_from_the_parameters():
 
 
 def test_partial_sums_of_exact_runs_are_counted():
-    """With two micro-batches per rank, a rank holds the sum, its own gradients, and two received
+    """With two micro-batches per rank, a rank stores the sum, its own gradients and two received
     halves."""
     fields = {**SMALL, "depth": 1, "image_size": 32, "proj_drop_rate": 0.1}
     config = config_of(model=fields, train={"steps": 1, "exact_over_ranks": True})
@@ -151,7 +150,6 @@ def test_micro_batches_need_less_memory_than_one_pass():
 
 
 def test_checkpointed_activations_are_not_counted():
-    """At the peak, memory holds one block's activations and the inputs of the other blocks."""
     options = ("none", 2, "block")
     config = {"model": {**SMALL, "depth": 12}}
     none, half, all_blocks = (
@@ -165,8 +163,8 @@ def test_checkpointed_activations_are_not_counted():
 
 
 def test_gradients_count_only_if_they_exist_at_the_peak():
-    """On one GPU, gradients are created while activations are freed. DDP's buckets hold them all
-    the time."""
+    """On one GPU, gradients are created while activations are freed. With DDP, buckets hold all
+    gradients all the time."""
     config = config_of(model=SMALL)
     alone = count(config, 1000, 16, 16, world_size=1)
     in_ddp = count(config, 1000, 16, 16, world_size=2)
@@ -205,8 +203,8 @@ def test_the_memory_of_a_timm_model_is_counted():
 
 
 def test_counting_a_large_model_allocates_no_memory():
-    """Six blocks of ViT-H need 10 GiB at this batch size. The process may use only 1 GiB more than
-    it already does."""
+    """Six ViT-H blocks need 10 GiB at this batch size. The memory limit of the process is only 1
+    GiB above its current use."""
     code = f"""
 import resource, re
 from vit.extras.planner.memory import step_memory

@@ -1,5 +1,4 @@
-"""Test that `launch/recipe.py` prints and writes the right files, and that its rows in
-errors/rows.yaml are true."""
+"""Test the output and files of `launch/recipe.py`, and its rows in errors/rows.yaml."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ SCENARIOS = {
 @pytest.mark.parametrize(
     "row",
     [
-        # Importing timm alone takes seconds.
+        # These rows are slow, because importing timm takes seconds.
         pytest.param(row, id=row.what, marks=[pytest.mark.full] * ("timm does not" in row.what))
         for row in ROWS
     ],

@@ -1,5 +1,4 @@
-"""Test that the program of a command is recognized, and that known programs that cannot be imported
-are named."""
+"""Test that the program in a command is recognized, and that unsupported programs are named."""
 
 from __future__ import annotations
 

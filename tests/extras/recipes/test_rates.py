@@ -1,5 +1,4 @@
-"""Test that our formulas for other programs' learning rates equal the schedulers of timm and
-torch."""
+"""Test that our formulas for other programs' learning rates equal timm's and torch's schedulers."""
 
 from __future__ import annotations
 
@@ -100,9 +99,9 @@ def test_rates_are_compared_as_shares_of_the_peak():
     settings = {"optim.lr": 2e-3, "train.epochs": 100, "schedule.warmup_epochs": 5}
     ours = our_rate({**settings, "schedule.min_lr": 1e-6}, steps_per_epoch=1251)
     same = distance(after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6), ours, 2e-3, 100)
-    assert same.largest < 1e-3  # one step of a warm-up of 6,255
+    assert same.largest < 1e-3  # one step in a warm-up of 6,255 steps
     late = timm_cosine(2e-3, 100, warmup_epochs=5, min_lr=1e-6, late=1)
     difference = distance(late, ours, 2e-3, 100)
-    assert difference.largest == pytest.approx(0.4, abs=0.02)  # two of five epochs of the warm-up
+    assert difference.largest == pytest.approx(0.4, abs=0.02)  # two of the warm-up's five epochs
     assert difference.at_epoch < 6
     assert 0.02 < difference.mean < 0.04

@@ -22,8 +22,8 @@ CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(
     path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
 )
-# Top-1 accuracy from the tables in DeiT III's README and paper, which round the last values of the
-# logs.
+# Top-1 accuracy from the tables in DeiT III's README and paper, which are rounded from the last
+# values of the logs.
 TABLES = {
     "deit3/vit_s16_800ep": 81.4,
     "deit3/vit_b16_800ep_ft224": 83.8,
@@ -215,7 +215,7 @@ def test_a_run_on_other_data_or_of_another_length_is_not_compared(
 
 
 def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_path):
-    """The comparison also works if the curve's run was longer than the recipe, as in AlgoPerf."""
+    """The comparison also works if the published run was longer than the recipe, as in AlgoPerf."""
 
     class Val(NamedTuple):
         num_samples: int

@@ -1,8 +1,7 @@
-"""Test that our tables of other programs' arguments have the flags, types and defaults of their
-parsers.
+"""Test that our argument tables have the flags, types and defaults of other programs' parsers.
 
-`parsers.json` was extracted from the sources of the other programs by a script: each `add_argument`
-with its flags and default.
+A script extracted `parsers.json` from the other programs' source: the flags and default of each
+`add_argument`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TABLES = {
     "deit3_jax": deit3_jax.TABLE,
 }
 ONLY_OURS = {
-    # DeiT III's published commands pass it, but main.py derives the value from the data.
+    # DeiT III's published commands pass this flag, but main.py derives the value from the data.
     "deit": {"nb_classes"},
     "deit_submitit": {"nb_classes"},
     "vit5": {"nb_classes"},
@@ -79,7 +78,7 @@ def test_earlier_defaults_of_timm_equal_those_of_its_earlier_parsers(day):
         for name, default in of_then.items()
         if name in now and (default or None) != (now[name] or None)
     }
-    # Arguments of step schedules and batch norm, which are reported as unavailable.
+    # Arguments for step schedules and batch norm, which have no equivalent.
     for name in ("model", "decay_milestones", "dist_bn"):
         changed.pop(name, None)
     older = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())

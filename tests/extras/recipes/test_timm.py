@@ -1,5 +1,5 @@
-"""Test that recipes of timm's train.py are imported with timm's semantics, from commands and
-argument files."""
+"""Test that recipes of timm's train.py are imported as timm interprets them, from commands and
+files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBERS = {
     *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
     *("momentum_dtype", "clipping_threshold"),
 }
-"""The optimizer settings that must equal those of timm's factory."""
+"""The optimizer settings that must equal those in timm's factory."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 
@@ -135,7 +135,7 @@ def test_the_warning_lists_every_unstated_argument():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--lr-base 0.1",  # came with today's defaults
+        "--lr-base 0.1",  # introduced together with the current defaults
         "--lr 1e-3 --weight-decay 0.1 --warmup-lr 0 --min-lr 0 --warmup-epochs 5 --sched cosine"
         " --epochs 9 --cooldown-epochs 0",
     ],
@@ -188,7 +188,7 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     theirs = create_optimizer_v2(model, **optimizer_kwargs(args))
     ours = create_optimizer(model, imported.config().optim)
     expected = {key: theirs.param_groups[-1][key] for key in _NUMBERS & theirs.defaults.keys()}
-    expected["weight_decay"] = 0.1  # for the weight; the bias has none
+    expected["weight_decay"] = 0.1  # for the weight, while the bias has none
     (decayed,) = (g for g in ours.param_groups if g["weight_decay"])
     expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert {key: decayed[key] for key in expected} == expected
@@ -268,7 +268,7 @@ def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
         "batch_size": 256,
         "amp": True,
         "amp_dtype": "bfloat16",
-        "amp_impl": "native",  # of earlier versions
+        "amp_impl": "native",  # an argument of earlier versions
         "lr": None,
         "lr_base": 8e-4,
         "lr_base_size": 512,

@@ -1,5 +1,4 @@
-"""Test responses of S3 servers that differ from Amazon's, and objects that are replaced during a
-read."""
+"""Test S3 servers that respond differently from Amazon's, and objects replaced during a read."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ def store_of(url: str) -> ObjectStore:
 
 @pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
 def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy, answer):
-    """Some servers refuse an existing file without naming the condition. Others do not support
-    conditions, so the file must be overwritten."""
+    """Some servers refuse to replace a file without naming the failed condition. Others do not
+    support conditions, so the file must be overwritten."""
     store = store_of(s3.new_bucket())
     assert store.write("a", b"1", only_new=True)
     assert not store.write("a", b"2", only_new=True)
@@ -60,7 +59,6 @@ def test_a_lease_is_acquired_on_a_server_without_conditions(s3, proxy):
 
 @pytest.mark.full
 def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path):
-    """A large object needs several requests, and both versions have the same size."""
     url = s3.new_bucket()
     one = os.urandom(20 << 20)
     two = os.urandom(20 << 20)

@@ -26,7 +26,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")
-    # gcsfs would otherwise use gRPC
+    # Prevent gcsfs from using gRPC.
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield "gs://bucket"

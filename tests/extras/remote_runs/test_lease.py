@@ -1,6 +1,6 @@
 """Test that only one job at a time holds the lease of a run.
 
-Jobs wait, take over, and notice a lost lease. The store is a folder with a file:// URL, which can
+Jobs must wait, take over, and notice a lost lease. The store is a folder with a file:// URL. It can
 refuse to replace a file but has no other locks.
 """
 
@@ -34,7 +34,7 @@ def held(store: ObjectStore, place: str = "a", lease_s: float = 1.0) -> Lease:
 
 
 def die(lease: Lease) -> None:
-    """Stop renewing without releasing the lease, as a killed process does."""
+    """Stop renewing the lease without releasing it, as a killed process does."""
     lease._ended.set()
     assert lease._thread is not None
     lease._thread.join()
@@ -101,7 +101,7 @@ def test_a_replaced_or_removed_lease_counts_as_lost(store, tmp_path):
 
 
 def test_a_late_renewal_does_not_end_the_next_job(store, tmp_path):
-    """A job that was suspended between reading and writing the lease replaces the next job's
+    """A job that was suspended between reading and writing the lease overwrites the next job's
     lease."""
     first = held(store, "a", lease_s=1.0)
     die(first)
@@ -117,7 +117,7 @@ def test_a_late_renewal_does_not_end_the_next_job(store, tmp_path):
 
 
 class _Slow(ObjectStore):
-    """A store with slow writes. After each write, `follower` writes the next job's lease again."""
+    """A store with slow writes. After each write, `follower` rewrites the next job's lease."""
 
     def __init__(self, store: ObjectStore, path: Path, follower: str):
         super().__init__(store.url, store.retry)

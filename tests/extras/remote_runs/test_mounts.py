@@ -1,5 +1,4 @@
-"""Test the note about a run folder on a mounted bucket, which the kernel's list of mounts
-reveals."""
+"""Test the note about run folders on mounted buckets, which the kernel's mount list reveals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Test that a run at a URL has the same bits as a run in a folder.
+"""Test that a run at a URL has bit-identical results to a run in a folder.
 
-The tests use a real S3 server, empty machines and faults on the network.
+The tests use a real S3 server, machines without local files, and network faults.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train_at(config: Path, url: str, local: Path, *more: str, ranks: int = 0, ok
 
 
 def record_at(url: str, folder: Path) -> list[dict]:
-    """Return the valid lines of the metrics at a URL."""
+    """Return the valid lines of metrics.jsonl at a URL."""
     store = store_at(url, 60)
     path = folder / "record.jsonl"
     path.write_bytes(read_record(store, store.list_below()))
@@ -58,7 +58,7 @@ def record_at(url: str, folder: Path) -> list[dict]:
 
 
 def assert_whole(url: str, folder: Path, steps: int = STEPS) -> None:
-    """Assert that the metrics at the URL have each step once, and that the checkpoints there are
+    """Assert that the metrics at the URL contain each step once, and that the checkpoints are
     complete."""
     lines = record_at(url, folder)
     counts = Counter(line["step"] for line in lines if line["kind"] == "train")
@@ -141,8 +141,8 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
 
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
-    """Return a fault that suspends the `number`-th PUT to a path containing `at` and appends all
-    these paths to `sent`."""
+    """Return a fault that suspends the `number`-th PUT to a path containing `at`. All such paths
+    are appended to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
         if method == "PUT" and at in path:
@@ -206,7 +206,6 @@ def test_throttled_and_interrupted_uploads_cost_only_time(s3, proxy, tmp_path, c
 
 @pytest.mark.full
 def test_an_outage_of_the_store_at_a_save_costs_only_time(s3, proxy, tmp_path, config, whole):
-    """The outage is longer than the retries of a lease renewal, and longer than the lease."""
     url = f"{s3.new_bucket()}/runs/x"
     began: list[float] = []
 
@@ -269,7 +268,7 @@ def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
 
 @pytest.mark.full
 def test_expired_keys_are_not_reported_to_a_scheduler_as_a_mistake(s3, proxy, tmp_path, config):
-    """The ranks end with status 2, and the launcher cannot see whether a newer checkpoint
+    """The ranks exit with status 2, and the launcher cannot check whether a newer checkpoint
     exists."""
     url = f"{s3.new_bucket()}/runs/x"
     is_expired = False
@@ -413,7 +412,6 @@ def test_an_outdated_working_copy_is_updated_and_an_emptied_url_is_refused(
 
 @pytest.mark.full
 def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
-    """The store is a folder with a file:// URL, so copying needs no other tool."""
     arguments = ["--config", config, *TINY]
     home = tmp_path / "home"
     run_here("launch/train.py", *arguments, f"run.dir={home}", "train.steps=6")
@@ -435,7 +433,6 @@ def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
 
 @pytest.mark.full
 def test_a_file_url_works_without_locks_and_keeps_its_parts(tmp_path, config):
-    """A folder with a file:// URL needs no locks and no renames, as on a mounted bucket."""
     url = f"file://{tmp_path}/mnt/run"
     for number, steps in enumerate((6, 9, 12)):
         change = ["--allow-change", "train.steps"] if number else []

@@ -1,5 +1,4 @@
-"""Test that the contact sheet has a row for each of the first images and a column for each of its
-random draws."""
+"""Test that the contact sheet has a row for each of the first images and a column for each draw."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def sheets(monkeypatch):
 
 
 def test_each_row_shows_one_image_and_its_augmented_versions(config, sheets, tmp_path):
-    """Each draw flips the whole image, and half of the draws erase a box. Outside the box a draw
-    must be the mirrored original."""
+    """Each draw flips the whole image, and half of the draws erase a box. Outside the box, the
+    result must be the mirrored original."""
     chosen = [
         "augment.crop_scale=[1,1]",
         "augment.crop_ratio=[1,1]",

@@ -1,5 +1,5 @@
-"""Test that the statistics of each training image equal a count by hand, and that the page and its
-files are usable."""
+"""Test that the statistics of each training image equal a manual count, and that page and files
+work."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ HOSTILE = "a<img_src=x_onerror=alert(1)>&"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """Train for three epochs, two of them with mixing, on 60 images. One image has a twin of
-    another class with a hostile name, and another has a twin in the evaluation set."""
+    """Train for three epochs on 60 images, two of the epochs with mixing.
+
+    One image has a twin of another class with a hostile name, and another has a twin in the
+    evaluation set.
+    """
     folder = tmp_path_factory.mktemp("trained")
     images = shutil.copytree(shards.parent / "images", folder / "images")
     train = images / "train"
@@ -120,7 +123,7 @@ def test_the_page_is_self_contained_and_runs_no_foreign_script(trained):
     assert escape(HOSTILE) in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(text.startswith(("#", "data:image/png;base64,")) for text in sources)
-    # The pairs are two twins with different labels, and the twin in the evaluation set.
+    # The page shows two twins with different labels, and the twin in the evaluation set.
     assert page.count('<div class="twins">') == 1
     assert "Training images that are also validation images" in page
 

@@ -1,6 +1,6 @@
 """Test the numbers behind a model's pictures against brute force and scikit-learn.
 
-Computing them must not change the model.
+The computations must not change the model.
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ def test_the_attention_of_the_output_equals_brute_force(global_pool):
 
 @pytest.mark.parametrize("registers", [0, 2])
 def test_a_map_head_counts_as_one_more_layer(registers):
-    """Its query attends only to patches, with weights that sum to 1."""
     model = VisionTransformer((32, 24), **SMALL, global_pool="map", reg_tokens=registers).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -242,7 +241,7 @@ def test_the_memory_of_layers_equals_the_planners():
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]
     assert needs.weights == sum(tensor.nbytes for tensor in tensors)
-    # The hidden layer of an MLP and its input are in memory at the same time.
+    # The hidden layer of an MLP and the MLP's input are in memory at the same time.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
     # A micro-batch of 200 images on one rank.
@@ -314,15 +313,14 @@ def test_models_with_different_classes_are_not_compared():
 
 
 def test_letters_missing_in_the_font_give_no_warnings(tmp_path, recwarn):
-    """matplotlib warns twice at each position, and the name of a class may be on a hundred
-    pictures."""
+    """matplotlib warns twice per missing letter, and a class name may be on a hundred pictures."""
     with style.drawing(tmp_path / "a.png", 1.0) as figure:
         style.new_sheet(figure, style.shorten("\ue123 \ue124", 3.0))
     assert not recwarn.list
 
 
 def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
-    """With patches of 8x16 pixels, a grid of 4x3 must have the shape of an image of 32x48."""
+    """With 8x16-pixel patches, a 4x3 grid must have the aspect ratio of a 32x48 image."""
     image = torch.zeros(3, 32, 48, dtype=torch.uint8)
     heads = torch.rand(1, 1, 4, 3)
     model_figures.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
@@ -337,7 +335,7 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
 
 
 def test_weights_of_other_programs_have_no_images():
-    """Their config names no data, and the current folder must not be used instead."""
+    """The config of such weights names no data, and the current folder must not be used instead."""
     foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
     with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on unknown images.*--data"):
         samples_of_split(foreign, 4)

@@ -1,5 +1,4 @@
-"""Test that the numbers behind a run's pictures equal independent implementations, and that the
-pictures show them."""
+"""Test that the numbers in a run's pictures equal independent implementations and are visible."""
 
 from __future__ import annotations
 
@@ -154,8 +153,8 @@ def random_maps(num_layers: int, batch: int, heads: int, tokens: int) -> list[to
     [(1, "token"), (5, "token"), (0, "avg"), (1, "avg"), (0, "map"), (2, "map")],
 )
 def test_rollout_equals_a_sum_over_all_paths(num_prefix_tokens, global_pool):
-    """The brute-force sum is over every path from the head's tokens through one token of each layer
-    to an input token."""
+    """The brute-force sum covers every path from the head's tokens through one token per layer to
+    an input token."""
     tokens = num_prefix_tokens + 3
     maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
     query = random_maps(4, 2, 2, tokens)[3][:, :, 0]
@@ -235,8 +234,8 @@ def test_rollout_of_handmade_attention_has_the_known_values():
         "no patch must reach the class token"
     )
     assert rollout([one_hot_rows(2, 2, 2, 2)], 1, "token").tolist() == [[0, 1, 0]]
-    # With the layers in order, patch 1 flows into patch 2, and then patch 2 into the class token.
-    # In the reverse order, patch 1 does not reach the class token.
+    # In the correct order of layers, patch 1 flows into patch 2, and then patch 2 into the class
+    # token. In the reverse order, patch 1 does not reach the class token.
     into_patch = one_hot_rows(0, 1, 1, 3)
     into_class = one_hot_rows(2, 1, 2, 3)
     assert rollout([into_patch, into_class], 1, "token").tolist() == [[1, 1, 0]]
@@ -286,7 +285,7 @@ def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, ti
         (y.stop - y.start, x.stop - x.start)
         for y, x in ndimage.find_objects(ndimage.label(yellow)[0])
     ]
-    # The end of the color bar is flat.
+    # The color bar is flat at its end, unlike patches.
     patches = [size for size in sizes if size[1] <= 2 * size[0]]
     assert len(patches) == tiles, "each tile must have one bright patch"
     all_y, all_x = (violet | yellow).nonzero()
@@ -351,8 +350,8 @@ def test_the_most_confused_pairs_equal_brute_force(matrix, num):
 
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
 def test_confusion_pictures_show_the_places_of_mistakes(tmp_path, num_classes):
-    """A mistake that moves from beside the diagonal to the left edge marks that cell in the row of
-    its true class."""
+    """If a mistake moves from beside the diagonal to the left edge, that cell must be marked in the
+    row of the true class."""
     true = int(0.9 * num_classes)
     far = int(0.1 * num_classes)
     near = int(0.9 * num_classes) - 1

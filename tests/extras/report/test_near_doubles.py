@@ -1,5 +1,4 @@
-"""Test that near-duplicate images, re-encoded or brightened, are found, and that similarities are
-exact."""
+"""Test that re-encoded or brightened duplicates are found, and that similarities are exact."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def ignore(done: int, total: int) -> None:
 
 
 def draw(rng: np.random.Generator) -> Image.Image:
-    """Return a picture of random colored patches that resembles no other picture."""
+    """Return a picture of randomly colored patches that resembles no other picture."""
     patches = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((48, 48), Image.Resampling.BICUBIC)
 
@@ -53,8 +52,11 @@ COPIES = {
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> Path:
-    """Train for two epochs with planted duplicates. Images 0 to 8 have a copy with another class in
-    the training set, 9 to 17 have a copy in the evaluation set, and 18 has an identical file."""
+    """Train for two epochs with planted duplicates.
+
+    Images 0 to 8 have a copy with another class in the training set. Images 9 to 17 have a copy in
+    the evaluation set, and image 18 has an identical file.
+    """
     folder = tmp_path_factory.mktemp("planted")
     rng = np.random.default_rng(0)
 
@@ -84,7 +86,7 @@ def planted(tmp_path_factory) -> Path:
 def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
     monkeypatch.setattr(
         doubles_module, "BLOCK", 32
-    )  # several blocks, the last one with both splits
+    )  # several blocks, the last of which contains both splits
     source = ReportSource(planted, CPU)
     train = source.train_set.split
     val = source.val_split

@@ -1,5 +1,4 @@
-"""Test that the report is one self-contained page that agrees with the metrics, for every kind of
-run."""
+"""Test that the report is one self-contained page that agrees with the metrics of any run."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ CHROMIUM = (
 
 
 class Page(HTMLParser):
-    """A parsed page: its tags with their attributes, its text, and the attributes of each <data> by
-    its text."""
+    """A parsed HTML page: its text, its code, and its tags with their attributes."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -71,12 +69,12 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
     def values(self) -> list[str]:
-        """Return the exact numbers, which are more precise than the text."""
+        """Return the exact numbers in the <data> tags, because the text is rounded."""
         return [attributes["value"] for attributes in self.attributes("data")]
 
 
 def check_self_contained(page: Page) -> list[Image.Image]:
-    """Assert that the page references nothing outside and runs only its own script; return the
+    """Assert that the page loads nothing external and runs only its own script. Return its
     pictures."""
     pictures = []
     for tag, attributes in page.tags:
@@ -116,7 +114,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
 
 
 def report_of(run_dir: Path) -> Page:
-    """Write the page with the real command and parse it."""
+    """Write the report with the real command, and parse the page."""
     done = run("launch/report.py", run_dir)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == str(run_dir / "report" / "index.html")
@@ -134,12 +132,12 @@ def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
-    """Return a run that was restarted after it had ended, and its page."""
+    """Return a run that was restarted after it had finished, and its page."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, hostile, batch=48, steps=12)
     run_dir = folder / "a run <i>&amp; more"
     for _ in range(2):
-        # The learning rate is far too high, so that the model makes mistakes.
+        # The learning rate is far too high, which causes mistakes.
         more = ("log.norms_every_steps=5", "schedule.final_weight_decay=0.4")
         train(config, run_dir, "optim.lr=0.5", *more, ranks=0)
     return run_dir, report_of(run_dir)
@@ -195,7 +193,7 @@ def test_the_numbers_equal_those_of_the_record(finished):
         in page.text
     )
     assert "Finished at step 12 of 12." in page.text
-    assert "576 images" in page.text  # 12 steps of 48
+    assert "576 images" in page.text  # 12 steps with 48 images each
 
 
 def test_every_restart_is_reported(finished):
@@ -240,7 +238,7 @@ def test_hostile_names_are_escaped(finished):
         assert re.sub(r"\s+", " ", name) in page.text
     assert "1337" not in page.text
     assert "a run <i>&amp; more" in page.text
-    # These <i> elements are bars. The folder's name must not become one.
+    # <i> elements may only be bars, although the folder's name contains <i>.
     assert not page.attributes("i") or all(
         "style" in attributes for attributes in page.attributes("i")
     )
@@ -248,8 +246,8 @@ def test_hostile_names_are_escaped(finished):
 
 
 def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatch, tmp_path):
-    """The report decodes only a part of the batch. The expected images are those of the whole batch
-    on one rank."""
+    """The report decodes only a part of the batch. The expected images come from the whole batch on
+    one rank."""
     run_dir, _ = finished
     seen = {}
     monkeypatch.setattr(
@@ -278,7 +276,6 @@ def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatc
 
 
 def test_tables_for_loggers_are_right_and_drawing_keeps_the_random_state(finished, tmp_path):
-    """Training passes these tables to W&B. Drawing them must not change its random numbers."""
     run_dir, _ = finished
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -360,7 +357,7 @@ def test_running_and_killed_runs_have_pages(config, tmp_path):
     try:
         training.wait_for_step(31)
         assert is_in_use(run_dir) is True
-        training.process.send_signal(signal.SIGSTOP)  # training would continue during the report
+        training.process.send_signal(signal.SIGSTOP)  # pauses training during the report
         page = report_of(run_dir)
         assert training.process.poll() is None, "the report must not end the run"
     finally:
@@ -509,7 +506,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
     page_text(tmp_path / "run", START, TRAIN)
     page = tmp_path / "run" / "report" / "index.html"
     page.unlink()
-    page.mkdir()  # not even root can replace a folder by a file
+    page.mkdir()  # even root cannot replace a folder with a file
     with pytest.raises(ValueError, match=r"index\.html: cannot be written"):
         write_page(tmp_path / "run", Pictures())
     assert {path.name for path in page.parent.iterdir()} == {"index.html", "curves.png"}
@@ -531,8 +528,10 @@ def test_images_are_picked_from_all_classes_deterministically():
 
 
 def chromium(page: Path, width: int, folder: Path) -> list[str]:
-    """Open a page in a browser window of `width` pixels and save a picture of the window in
-    `folder`; return the lines of its console."""
+    """Open a page in a browser window of `width` pixels, and save a screenshot in `folder`.
+
+    Returns the lines of the browser's console.
+    """
     quiet = [
         "--no-first-run",
         "--disable-background-networking",
@@ -575,7 +574,7 @@ def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_pat
     run_dir, page = finished
     assert chromium(run_dir / "report" / "index.html", width, tmp_path) == []
 
-    # The page's policy must block a foreign script, and the browser logs that.
+    # The page's security policy must block a foreign script, which the browser then logs.
     foreign = tmp_path / "foreign.html"
     foreign.write_text(
         page.html.replace("</body>", "<script>console.log('taken over')</script></body>")
@@ -584,8 +583,8 @@ def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_pat
     assert len(refused) == 1
     assert "Content Security Policy" in refused[0]
 
-    # A script in a copy without the policy measures the page with all details expanded. The page is
-    # in a frame, because a frame can be narrower than the narrowest window.
+    # In a copy without the policy, a script measures the page with all details expanded. The page
+    # is in a frame, because a frame can be narrower than the narrowest window.
     measure = """<script>
     for (const details of document.querySelectorAll("details")) details.open = true;
     const wide = [...document.querySelectorAll("body *")]

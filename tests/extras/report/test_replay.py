@@ -1,4 +1,4 @@
-"""Test that a replayed batch equals the tensors of the original training step bit for bit."""
+"""Test that a replayed batch is bit-identical to the tensors of the original training step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL = [
 
 
 def train_here(config: Path, run_dir: Path, *overrides: str) -> Path:
-    """Train in this process; return the folder with the dumped inputs of its steps."""
+    """Train in this process. Return the folder with the dumped inputs of each step."""
     folder = run_dir.parent / f"{run_dir.name}_given"
     folder.mkdir(exist_ok=True)
     with dumping(folder):
@@ -55,7 +55,7 @@ def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -
     assert [row.row for row in rows] == list(replay.rows)
     assert [row.label for row in rows] == expected["labels"].tolist()
     is_kept = np.array([row.weight > 0 for row in rows])
-    losses = np.array([row.loss for row in rows], np.float64)  # None means NaN
+    losses = np.array([row.loss for row in rows], np.float64)  # converts None to NaN
     assert np.array_equal(losses[is_kept], expected["losses"].half().numpy()[is_kept])
     assert np.isnan(losses[~is_kept]).all()
     margins = expected["margins"].half().numpy()
@@ -64,7 +64,6 @@ def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -
 
 
 def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, shards):
-    """The run uses micro-batches and mixing. The second attempt runs in this process."""
     config = write_config(tmp_path, shards, steps=7)
     dumps = tmp_path / "given"
     dumps.mkdir()
@@ -137,7 +136,7 @@ def test_steps_of_several_sources_with_an_undecodable_image_are_replayed(tmp_pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards beside the run."""
+    """Train for 12 steps on a copy of the shards next to the run."""
     folder = tmp_path_factory.mktemp("trained")
     root = shutil.copytree(shards, folder / "shards")
     train_here(write_config(folder, root), folder / "run")

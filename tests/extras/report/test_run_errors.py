@@ -1,4 +1,4 @@
-"""Test the table "Asking a run" of errors/rows.yaml: each row is provoked.
+"""Test the table "Asking a run" of errors/rows.yaml by provoking the error in each row.
 
 One row uses the real command, which shows how a ValueError is printed. The others run in this
 process.
@@ -32,7 +32,7 @@ TO_WANDB = ("launch/report.py", "--to-wandb")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards beside the run."""
+    """Train for 12 steps on a copy of the shards next to the run."""
     folder = tmp_path_factory.mktemp("finished")
     root = shutil.copytree(shards, folder / "shards")
     config = write_config(folder, root)
@@ -76,7 +76,7 @@ def end_holders():
 
 
 def without_wandb(folder: Path) -> list[object]:
-    sys.modules["wandb"] = None  # as if it were not installed
+    sys.modules["wandb"] = None  # simulates a missing package
     return [*TO_WANDB, folder / "run"]
 
 
@@ -150,7 +150,6 @@ def test_every_scenario_has_a_row():
 
 
 def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
-    """The output's folder is a file, so not even root can write to it."""
     taken = tmp_path / "taken"
     taken.touch()
     replay = [REPLAY, finished / "run", "--step", 3]
@@ -167,7 +166,6 @@ def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
 
 
 def test_a_run_without_weights_is_replayed_with_a_note(finished, tmp_path):
-    """A batch needs only the config and the data, and predictions.npz does not contain weights."""
     folder = shutil.copytree(finished, tmp_path / "copy")
     ask = ["--step", 3, "--csv", tmp_path / "with.csv"]
     run_here(REPLAY, folder / "run", *ask)

@@ -1,5 +1,4 @@
-"""Test that streams yield complete samples with their own labels endlessly, and report that they
-are not exact."""
+"""Test that streams yield complete samples and labels endlessly, and are reported as not exact."""
 
 from __future__ import annotations
 
@@ -57,7 +56,8 @@ def tars(shards: Path) -> str:
 
 @pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (3, 1), (2, 2)])
 def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
-    """3 shards are divided among 1 or 3 readers. With 4 readers, each reads every fourth sample."""
+    """With 1 or 3 readers, the 3 shards are divided. With 4 readers, each reads every fourth
+    sample."""
     seen = Counter()
     for rank in range(ranks):
         for batch in read(
@@ -180,8 +180,11 @@ def test_an_invalid_stream_is_reported(stream, message, workers, shards, tmp_pat
 
 @pytest.fixture
 def twenty(shards, tmp_path) -> Path:
-    """Write a tar of 20 samples. `<folder>/first.tar` ends before the 11th sample, where
-    `damaged.tar` and `hole.tar` have a damaged header."""
+    """Write a tar of 20 samples, and damaged copies.
+
+    `<folder>/first.tar` ends before the 11th sample. At the same position, `damaged.tar` and
+    `hole.tar` have a damaged header.
+    """
     image = open_split(shards, "train").read(0)
     path = write_tar(
         tmp_path / "twenty.tar",
@@ -231,7 +234,6 @@ BROKEN = [
 
 @pytest.mark.parametrize(("stream", "message"), BROKEN, ids=[stream for stream, _ in BROKEN])
 def test_an_incomplete_tar_is_reported(stream, message, twenty):
-    """If an incomplete tar counted as finished, each pass would miss samples."""
     with pytest.raises(ShardError, match=message):
         read(batches(stream.format(folder=twenty.parent)))
 
@@ -267,8 +269,8 @@ def test_complete_tars_of_all_writers_are_read_to_the_end(kind, twenty, tmp_path
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_each_sample_is_read_once_despite_interrupted_transfers(ranges, twenty, monkeypatch):
-    """The server refuses requests, cuts transfers, and becomes silent within a tar. Without range
-    support it sends the whole tar again."""
+    """The server refuses requests, cuts transfers, and stalls within a tar. Without range support,
+    it sends the whole tar again."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     data = twenty.read_bytes()
     with WebServer({"/a.tar": data}) as server:
@@ -339,7 +341,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
         ShardError,
         match=r"1 samples found, .*; each of the 2 readers \(ranks times data.num_workers\) needs",
     ):
-        # Enough batches are read that both workers make one.
+        # Read enough batches that each of the two workers makes one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
 
 

@@ -5,7 +5,7 @@
       -> weights under the library's names, config, preprocessing, card    `export`
       -> check: compare ONNX outputs with the model's, or convert names back and compare weights
 
-The folder is written under a hidden name and renamed after all files are complete.
+The folder is written under a hidden name and renamed once all files are complete.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from vit.weights.published import with_published_config
 from vit.weights.save import save_weights
 
 ONNX_TOLERANCE = 1e-3
-"""The largest allowed difference between logits, relative to the largest logit. Kernels sum in
-different orders."""
+"""The maximum allowed difference between logits, relative to the largest logit. Logits differ
+slightly, because kernels sum in different orders."""
 ONNX_FILE_BYTES = 2**31 - 2**20
 """The size limit of a protobuf file, just below 2 GiB. Larger weights are written to a second
 file."""
@@ -49,8 +49,8 @@ file."""
 def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeights, str]:
     """Return the model to export, its loaded weights, and a description of published weights.
 
-    path: a run, a checkpoint, or a file or folder of another library. model_name: timm's name of
-    the model, if the file does not contain the name. Raises ValueError.
+    path: a run, a checkpoint, or another library's file or folder. model_name: the timm name of the
+    model, needed if the file does not contain it. Raises ValueError.
     """
     loaded = read_weights(path)
     published = ""
@@ -80,10 +80,10 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
 
 
 def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
-    """Return the image size (height, width) of the position embeddings in a file.
+    """Return the image size (height, width) that a file's position embeddings were trained for.
 
     Return None if the size is not known or follows from the config. The size can differ from the
-    usual size of `model`, because weights may be trained at any size.
+    default size of `model`, because weights can be trained at any size.
     """
     grid = grid_size(model)
     source = loaded.weights.get("pos_embed")
@@ -91,7 +91,7 @@ def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     if loaded.grid_size or grid is None or source is None or target is None:
         return None
     length = source.shape[1]
-    numbers = (length - target.shape[1] + math.prod(grid), length)  # with or without prefix tokens
+    numbers = (length - target.shape[1] + math.prod(grid), length)  # with and without prefix tokens
     side = next((math.isqrt(n) for n in numbers if n > 0 and math.isqrt(n) ** 2 == n), 0)
     height, width = (size * side // old for size, old in zip(model.image_size, grid, strict=True))
     return (height, width) if side else None
@@ -112,7 +112,7 @@ def check_holds(program: str, subject: Subject) -> None:
 
 
 def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
-    """Write the folder, completely or not at all, and return lines that describe its files.
+    """Write the folder atomically, and return lines that describe its files.
 
     Raises WeightsError if the library does not support the model, the folder exists, or the disk is
     full.
@@ -128,7 +128,7 @@ def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list
             lines = _fill(program, subject, origin, temporary)
             temporary.chmod(0o777 & ~_umask())
             if folder.exists():
-                folder.rmdir()  # checked above to be empty
+                folder.rmdir()  # already checked to be empty
             os.rename(temporary, folder)
             flush(folder.parent)
         finally:
@@ -143,7 +143,7 @@ def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list
 
 
 def _umask() -> int:
-    """Return the umask of the process. Reading the umask requires setting it."""
+    """Return the umask of the process, which can only be read by setting it."""
     bits = os.umask(0o077)
     os.umask(bits)
     return bits
@@ -154,7 +154,7 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
     if not (folder / "config.json").exists():
         names = {"class_names": subject.labels or None}
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
-    # ONNX weights above 2 GiB are in a second file.
+    # ONNX stores weights above 2 GiB in a second file.
     weights = [path, *folder.glob(f"{path.name}.data")]
     hashes = {file.name: sha256_of(file) for file in weights}
     card = model_card(program, subject, origin, hashes)
@@ -166,7 +166,7 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
 
 
 def _write_weights(subject: Subject, folder: Path, program: str) -> tuple[Path, list[str]]:
-    """Write the weights and the config files of a program that reads names and tensors."""
+    """Write the weights and config files for a library that loads tensors by name."""
     weights = subject.model.state_dict()
     line = f"{len(weights)} weights under their names in timm, which are ours"
     if program != "timm":
@@ -188,7 +188,7 @@ def _write_weights(subject: Subject, folder: Path, program: str) -> tuple[Path, 
 
 
 def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
-    """Convert the weights to the names of `program`, and check the conversion in reverse."""
+    """Rename the weights for `program`, and check that the renaming can be reversed exactly."""
     ours = subject.model.state_dict()
     theirs, unmapped = from_ours(LAYOUTS[program], ours, subject.model.blocks[0].attn.num_heads)
     if unmapped:

@@ -1,6 +1,6 @@
 """Write the model card of an exported folder: the model, its accuracy, and code to open it.
 
-front matter      metadata for the Hugging Face hub
+front matter      metadata for the Hugging Face Hub
 table             model, data, accuracy with its interval, hashes, commands
 preprocessing     one sentence
 opening it        Python code that loads the folder
@@ -28,7 +28,7 @@ LIBRARIES = {
     "onnx": "onnx",
     "npz": "timm",
 }
-"""The Hugging Face hub's name of the library that loads each format."""
+"""The Hugging Face Hub's name for the library that loads each format."""
 PACKAGES = {
     "timm": "timm",
     "torchvision": "torchvision safetensors",
@@ -55,12 +55,12 @@ class Origin:
     evaluation: dict[str, Any] | None = None
     """The metrics.jsonl line of the evaluation at `step`."""
     published: str = ""
-    """A description of weights that were trained elsewhere."""
+    """A description of published weights that were not trained in this run."""
     source: dict[str, str] | None = None
-    """The repository, commit and license of exported weights from the Hugging Face hub."""
+    """The Hugging Face Hub repository, commit and license of the exported weights."""
 
     def begun_from(self) -> dict[str, str] | None:
-        """Return the hub's repository, commit and license of the exported or initial weights."""
+        """Return the Hub repository, commit and license of the exported or initial weights."""
         recorded: dict[str, str] | None = (self.start or {}).get("init_source")
         return self.source or recorded
 
@@ -130,9 +130,9 @@ A Vision Transformer for image classification.
 
 
 def _listed(origin: Origin) -> str:
-    """Return the front matter lines about weights from the hub.
+    """Return the front matter lines about weights from the Hub.
 
-    A license is given only for unchanged weights.
+    The license is included only if the weights are unchanged.
     """
     source = origin.begun_from()
     if source is None:
@@ -159,7 +159,7 @@ def _data(subject: Subject, origin: Origin) -> str:
 
 
 def _accuracy(origin: Origin, num_classes: int) -> str:
-    """Return the top-1 and top-5 accuracy of the exported weights, if it was measured."""
+    """Return the top-1 and top-5 accuracy of the exported weights, if they were evaluated."""
     if origin.published:
         return origin.published
     line = origin.evaluation or {}
@@ -184,7 +184,7 @@ def _weights(origin: Origin) -> str:
 
 
 def _without_defaults(config: Config) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, without paths."""
+    """Return the settings that differ from the defaults, except paths."""
     least = {"data": {"root": "-"}, "optim": {"name": config.optim.name}, "train": {"steps": 1}}
     plain = config_io.to_dict(config_io.from_dict(least, "defaults"))
     values: dict[str, Any] = {}

@@ -1,7 +1,8 @@
 """Count the operations and parameters of each layer, and the memory for inference and training.
 
 Shapes and operations come from a forward pass on the meta device. Memory is counted with fake
-tensors (`vit.extras.planner.memory`). Even a large model needs no computation and no memory.
+tensors (`vit.extras.planner.memory`). Therefore, even a large model needs no memory and no
+computation.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from vit.training.plan import Plan
 
 MIB = 2**20
 FROM_IMAGES = 64
-"""The batch size from which activations determine the peak memory of a step. For smaller batches,
-the optimizer's update may determine the peak."""
+"""The smallest batch size for which activations always determine the peak memory of a step. With
+smaller batches, the optimizer's update may determine the peak."""
 
 
 class LayerCost(NamedTuple):
-    """The cost of a layer of the model, or of a block of its encoder."""
+    """The cost of one layer of the model, or of one encoder block."""
 
     name: str
     kind: str
@@ -39,7 +40,8 @@ class LayerCost(NamedTuple):
     """The shape of the output, such as (B, 197, 768), or of the parameter."""
     parameters: int
     flops: int
-    """The operations of the forward pass of one image. A multiply-add is two operations."""
+    """The number of operations in the forward pass for one image. A multiply-add counts as two
+    operations."""
 
 
 def layer_costs(model: Any) -> list[LayerCost]:
@@ -87,20 +89,20 @@ def layer_costs(model: Any) -> list[LayerCost]:
 
 
 class MemoryNeeds(NamedTuple):
-    """The bytes that a model needs on one device, as in `launch/plan.py`."""
+    """The bytes that a model needs on one device, computed as in `launch/plan.py`."""
 
     weights: int
     forward: int
-    """The peak of temporary memory in the forward pass of one image, without gradients."""
+    """The peak of temporary memory in a forward pass for one image, without gradients."""
     training: int
     """The memory of a training step with one image per micro-batch: weights, gradients, optimizer
-    and activations."""
+    state and activations."""
     per_image: int
-    """The bytes that each image adds to a larger micro-batch."""
+    """The bytes that each additional image in a micro-batch needs."""
 
 
 def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
-    """Count the bytes for inference in fp32, and for training as configured."""
+    """Count the bytes for inference in fp32 and for training with the config's settings."""
     one, some, more = (
         step_memory(config, _plan_of(size), num_classes)
         for size in (1, FROM_IMAGES, 2 * FROM_IMAGES)

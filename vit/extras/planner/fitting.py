@@ -28,7 +28,7 @@ from vit.training.plan import Plan
 def naming_what_fits(
     config: Config, plan: Plan, num_classes: int, device: torch.device
 ) -> Iterator[None]:
-    """Add the note of `explain` to an out-of-memory error."""
+    """Add the note from `explain` to an out-of-memory error that the block raises."""
     try:
         yield
     except Exception as error:
@@ -40,7 +40,7 @@ def naming_what_fits(
 def explain(
     error: Exception, config: Config, plan: Plan, num_classes: int, device: torch.device
 ) -> None:
-    """Add a note to an out-of-memory error that names the setting to lower and possible values."""
+    """Add a note that names the setting to lower and values that fit, if memory ran out."""
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if Path(evaluate.__file__) in files:
         error.add_note(f"Lower eval.batch_size ({config.eval.batch_size} now)")
@@ -63,8 +63,8 @@ def gpu_of(device: torch.device) -> Gpu | None:
         bandwidth_gbs=0.0,
         pattern=driver.name,
     )
-    # The driver knows the actual memory. GPUs of one name have different sizes of memory, and a MIG
-    # instance has only a part of the memory.
+    # Use the memory that the driver reports, because GPUs with the same name can have different
+    # amounts, and a MIG instance has only a part of the memory.
     return replace(find_device(driver.name) or unknown, memory_gib=driver.total_memory / GIB)
 
 

@@ -1,10 +1,10 @@
 """Forecast the time, the cost and the memory of a run, from a config and a number of GPUs.
 
 `vit.training.plan` computes steps and batches, and `vit.extras.planner.memory` computes bytes. Time
-is the number of operations divided by the rate. Training on an image costs three forward passes
-(one forward, two backward), less the samples that drop path skips, plus recomputed activations and
-a teacher's forward pass. The rate is a share of the GPU's peak (MFU), either measured on such a GPU
-or taken from a published range.
+is the number of operations divided by the rate. Training on an image costs as much as three forward
+passes (one forward, two backward). Drop path reduces this cost, and recomputed activations and a
+teacher's forward pass are added. The rate is a fraction of the GPU's peak (MFU), either measured on
+the same GPU model or taken from a published range.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 """The folder of `*-gpu-*.json` files with measured MFU. An installed package does not have this
 folder."""
 MFU_RANGE = (0.2, 0.4)
-"""The MFU range for GPUs without a measurement. Published for training ViTs: ViT-5-B on H100s 22.5
-% end to end and 28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA
-NeMo)."""
+"""The MFU range assumed for GPUs without a measurement. Published values for training ViTs: ViT-5-B
+on H100s 22.5 % end to end and 28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 %
+(NVIDIA NeMo)."""
 RESERVED_GIB = 1.5
-"""The estimated memory of CUDA's context, the work space of cuBLAS and cuDNN, and NCCL's
+"""The estimated memory for the CUDA context, the cuBLAS and cuDNN workspaces, and the NCCL
 buffers."""
 USABLE_SHARE = 0.95
-"""The estimated usable share of the remaining memory, because the allocator cannot fill every gap
+"""The estimated usable fraction of the remaining memory. The allocator cannot fill every gap
 between tensors."""
 IMAGES_PER_CORE_S = 1034
-"""The images of 116 kB that an Intel Xeon core decodes for training per second at 224 px
+"""The number of 116 kB images per second that an Intel Xeon core decodes for training at 224 px
 (benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
 SHARD_BYTES_PER_IMAGE = 122_000
-"""The average size of a stored image, because ImageNet's shards take 156 GB (docs/data.md)."""
+"""The average size of a stored image. ImageNet's shards take 156 GB (docs/data.md)."""
 IMAGENET_VAL_IMAGES = 50_000
 SAME_NETWORK = 0.1
-"""Two measurements are of the same network if their operations differ by at most this share. The
-number of classes and drop path change the operations less."""
+"""The maximum relative difference in operations between two measurements of the same network. The
+number of classes and drop path cause smaller differences."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class DataSize:
-    """The sizes of the datasets for a forecast."""
+    """The dataset sizes that a forecast uses."""
 
     num_classes: int
     num_val_images: int
     num_images: int
     further_images: tuple[int, ...]
-    """The images of each further split in `eval.sets`."""
+    """The number of images in each additional split in `eval.sets`."""
     assumed: str
     """The reason why ImageNet-1k's sizes are assumed, or "" if the data was opened."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The lowest and the highest expected share of a GPU's peak."""
+    """The lowest and highest expected fraction of a GPU's peak FLOP/s."""
 
     low: float
     high: float
@@ -87,11 +87,11 @@ class Stage:
     """A stage of a run with one image size."""
 
     image_size: tuple[int, int]
-    """(height, width) in pixels."""
+    """The image size (height, width) in pixels."""
     stop: int
     """The step at which the stage ends."""
     train_flops: int
-    """The operations of training on one image."""
+    """The number of operations to train on one image."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,16 @@ class Forecast:
     disk: DiskNeeds
     speed: Speed
     forward_flops: int
-    """The operations of evaluating one image."""
+    """The number of operations to evaluate one image."""
     train_flops: int
-    """The operations of training on one image, forward and backward, averaged over the run."""
+    """The number of operations to train on one image (forward and backward), averaged over the
+    run."""
     teacher_flops: int
-    """The operations of the teacher's forward pass for one image, or 0 without a teacher."""
+    """The number of operations in the teacher's forward pass for one image, or 0 without a
+    teacher."""
     stages: tuple[Stage, ...]
-    """The stages if training images have several sizes. The last stage ends with the run."""
+    """The stages of a run whose training images have several sizes. The last stage ends with the
+    run."""
     train_images: int
     """The number of images in all training steps, including repetitions."""
     eval_images: int
@@ -125,7 +128,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether a step with the planned micro-batch size fits into the GPU."""
+        """True if a step with the planned micro-batch size fits on the GPU."""
         return self.memory.total <= usable_bytes(self.gpu)
 
     @property
@@ -141,7 +144,7 @@ class Forecast:
 
     @property
     def hours(self) -> tuple[float, float]:
-        """The hours of training, including evaluations."""
+        """The duration of the run in hours, including evaluations."""
         image_flops = self.train_flops + self.teacher_flops
         flops = image_flops * self.train_images + self.forward_flops * self.eval_images
         slow, fast = self._flops_per_s
@@ -149,7 +152,7 @@ class Forecast:
 
     @property
     def cores_per_gpu(self) -> tuple[float, float]:
-        """The CPU cores that one GPU needs for loading, at the smallest image size."""
+        """The number of CPU cores that each GPU needs for loading, at the smallest image size."""
         flops = min((stage.train_flops for stage in self.stages), default=self.train_flops)
         slow, fast = self.images_per_s_at(flops)
         return slow / self.num_gpus / IMAGES_PER_CORE_S, fast / self.num_gpus / IMAGES_PER_CORE_S
@@ -163,7 +166,7 @@ class Forecast:
 def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESULTS) -> Forecast:
     """Forecast the run of `config`. ImageNet-1k is assumed if the data cannot be opened.
 
-    Raises ValueError if batch sizes do not divide (`vit.training.plan.make_plan`) or if
+    Raises ValueError if batch sizes do not divide evenly (`vit.training.plan.make_plan`) or if
     `data.prefetch_gib` is too small.
     """
     data, plan = size_and_plan(config, num_gpus)
@@ -172,7 +175,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         teacher = find_teacher(config, data.num_classes)
     num_evaluations = plan.total_steps // plan.eval_every_steps
     if plan.total_steps % plan.eval_every_steps:
-        num_evaluations += plan.evaluates_at(plan.total_steps)  # the evaluation at the end
+        num_evaluations += plan.evaluates_at(plan.total_steps)  # the final evaluation
     num_models = 1 if config.train.ema_decay is None else 2
     disk = disk_needs(config, plan, data.num_classes)
     trained_flops = train_flops_per_image(model, plan.micro_batch_size)
@@ -220,7 +223,7 @@ def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -
 
 
 def usable_bytes(gpu: Gpu) -> float:
-    """Return the bytes of a GPU that a training step can use."""
+    """Return the bytes of GPU memory that a training step can use."""
     return (gpu.memory_gib - RESERVED_GIB) * USABLE_SHARE * GIB
 
 
@@ -229,8 +232,8 @@ def largest_micro_batch(
 ) -> int:
     """Return the largest micro-batch size that divides a rank's batch and fits, or 0 if none fits.
 
-    planned: the counted memory of `plan`, if it is known. The search starts from an estimate,
-    because activations grow in proportion to the micro-batch.
+    planned: the memory of `plan`, if already counted. The search starts from an estimate that
+    assumes activations proportional to the micro-batch size.
     """
     rank_batch = plan.global_batch_size // plan.world_size
     sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
@@ -262,8 +265,8 @@ def expected_speed(
 ) -> Speed:
     """Return the measured MFU in `results` for this model on this GPU, or the published range.
 
-    The fastest matching row is used. flops: the operations of training on an image, which
-    distinguish networks of one name but different image sizes or depths.
+    The fastest matching row is used. flops: the operations to train on one image, which
+    distinguish networks of the same name with different image sizes or depths.
     """
     best: tuple[float, str] | None = None
     for path in sorted(results.glob("*-gpu-*.json")):
@@ -271,7 +274,7 @@ def expected_speed(
         for row in measured["training"]:
             same = row["model"] == model_name and measured["gpu"] == gpu.name
             same = same and abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
-            # Rows with recomputation are skipped, because `_train_flops` adds recomputed
+            # Rows with recomputation are skipped, because `_train_flops` already adds recomputed
             # operations.
             once = row.get("activation_checkpointing", "none") == "none"
             if same and once and row["precision"] == precision:
@@ -292,7 +295,7 @@ def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
 
 
 def _mean_flops(stages: tuple[Stage, ...]) -> int:
-    """Return the operations of one image, averaged over the steps of the run."""
+    """Return the number of training operations per image, averaged over the steps of the run."""
     starts = (0, *(stage.stop for stage in stages))
     total = sum(
         (stage.stop - start) * stage.train_flops
@@ -302,7 +305,7 @@ def _mean_flops(stages: tuple[Stage, ...]) -> int:
 
 
 def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple[int, int]) -> int:
-    """Return the operations of training on one image.
+    """Return the number of operations to train on one image.
 
     With activation checkpointing, the embedding and the head are counted like blocks.
     """
@@ -316,7 +319,7 @@ def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple
 
 
 def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
-    """Return the sizes of the data and the plan. ImageNet-1k is assumed without data."""
+    """Return the data sizes and the plan. If the data is missing, ImageNet-1k is assumed."""
     places = config.eval.further_places(config.data.root, config.data.val_split)
     at_once = config.data.model_copy(update={"patience_s": 0.0})
     try:

@@ -7,8 +7,8 @@ storage is freed:
     config -> model, optimizer and batch without memory -> TrainStep -> `StepMemory`, part by part
     config -> augmentation parameters, fake images -> Augment -> temporaries of augmentation
 
-The fake device is a CPU, because torch's autograd needs a real CUDA context for a fake GPU. On both
-devices, the same tensors are kept for the backward pass.
+The fake device is a CPU, because torch's autograd needs a real CUDA context for a fake GPU. CPUs
+and GPUs keep the same tensors for the backward pass.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
 BATCHES_ON_DEVICE = 3
-"""The batches on the device during a step: the current batch, and the next batch before and after
-augmentation."""
+"""The number of batches on the device during a step: the current batch, and the next batch before
+and after augmentation."""
 
 
 class _OnlyFloats(Augment):
-    """The conversion of images to inputs and targets, without augmentation.
+    """An augmentation that only converts images to inputs and targets.
 
-    All images are converted in one operation, as on a GPU. A CPU converts parts of a batch, which
-    would change the count.
+    All images are converted in one operation, as on a GPU. On a CPU, `Augment` converts a batch in
+    parts, which would change the count.
     """
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +66,9 @@ class StepMemory:
     """The bytes on one device at the peak of a training step."""
 
     weights: int
-    """The parameters and buffers."""
+    """The model's parameters and buffers."""
     teacher: int
-    """The parameters and buffers of the teacher (`distill`)."""
+    """The teacher's parameters and buffers (`distill`)."""
     gradients: int
     """The gradients at the peak, including the partial sums of `train.exact_over_ranks`."""
     optimizer: int
@@ -82,7 +82,7 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """The sum of all fields."""
         return sum(astuple(self))
 
     @property
@@ -94,8 +94,8 @@ class StepMemory:
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     """Count the bytes of a training step on each rank.
 
-    The step is not compiled, and torch.compile would need less memory. Batches have the sizes of
-    `plan` and the largest images of the run.
+    The step is not compiled. With torch.compile, a step needs less memory. Batches have the sizes
+    in `plan` and the largest image size of the run.
     """
     optim = config.optim
     train = config.train
@@ -119,8 +119,8 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         state = live.now - weights - teacher_bytes
         average = 0
         if train.ema_decay is not None:
-            # `Ema` copies a module, which fake tensors do not allow, so its weights are counted
-            # from the state dict. The update of the average works in place.
+            # `Ema` copies the module, which fake tensors do not support, so the averaged weights
+            # are counted from the state dict. The average is updated in place.
             average = sum(tensor.nbytes for tensor in model.state_dict().values())
         if train.exact_over_ranks:
             draw_by_sample(model, plan.micro_batch_size, device)
@@ -175,10 +175,10 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
 def augmentation_bytes(
     config: AugmentConfig, image_shape: tuple[int, int, int], num_rows: int
 ) -> int:
-    """Count the peak memory of augmenting `num_rows` images, without the resulting images.
+    """Count the peak memory of augmenting `num_rows` images, excluding the resulting images.
 
-    image_shape: (C, H, W). The count is for one random draw of augmentations. Other batches differ
-    by a few percent.
+    image_shape: (C, H, W). The count is for one random set of augmentation parameters. Other
+    batches differ by a few percent.
     """
     keys = sample_keys(0, 0, np.arange(num_rows))
     sides_px = np.full(num_rows, 400)

@@ -33,7 +33,7 @@ lr                 optim.lr                required
 grad_clip_norm     optim.clip_grad_norm    null
 init_head_bias     model.init_head_bias    unset
 """
-"""The keys whose values equal a setting of this project, with big_vision's defaults."""
+"""The keys that have an equal setting in this project, with big_vision's defaults."""
 _PLACES = re.compile(
     r"(evals|fewshot|log_\w+|ckpt_\w+|keep_ckpt\w*|pp_modules|prefetch_to_device|wandb|mesh"
     r"|sharding_\w+|input\.(cache\w*|prefetch|data\.(name|data_dir))|num_classes|model\.scan)\b"
@@ -131,7 +131,7 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
-    """Parse `variant=B/16,aug=light1` like big_vision, with the defaults and types of `spec`."""
+    """Parse `variant=B/16,aug=light1` as big_vision does, with the defaults and types of `spec`."""
     values = {k: v[0] if isinstance(v, tuple) else v for k, v in spec.items()}
     for part in filter(None, (arg or "").split(",")):
         name, equals, value = part.partition("=")
@@ -167,10 +167,7 @@ def _map_length(reading: ConfigReading) -> None:
 
 
 def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
-    """Return settings for the part of a split used for training and for its held-out part.
-
-    `evals.*` are skipped, except `minival`, which is held out from training.
-    """
+    """Return the settings for the training part of a split and for its held-out part."""
     settings: dict[str, Any] = {"data.train_split": split}
     held_out = reading.get("evals.minival.data.split")
     if held_out is not None and _PERCENT.fullmatch(held_out):

@@ -2,7 +2,7 @@
 
 In DeiT, the batch size is per GPU. The learning rate is for a batch of 512 unless `--unscale-lr` is
 given. ThreeAugment replaces timm's transforms, including erasing. Models with LS in their name use
-one drop-path rate for all blocks. The schedule changes once per epoch and is one epoch late.
+one drop-path rate for all blocks. The learning rate changes once per epoch, one epoch late.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ VIT5 = make_table(
 )
 ROPE = make_table("RoPE-ViT's main.py", "naver-ai/rope-vit@ce85c2e5:deit/main.py", _RECIPE, _PLACES)
 _DEIT3 = {"model.init_values": 1e-4, "model.no_embed_class": True}
-"""facebookresearch/deit@7e160fe4:models_v2.py, vit_models."""
+"""The DeiT III model settings (facebookresearch/deit@7e160fe4:models_v2.py, vit_models)."""
 _PARTS_OF_VIT5 = {
     **_DEIT3,
     "model.norm_layer": "rmsnorm",
@@ -163,7 +163,7 @@ _PARTS_OF_VIT5 = {
     "model.rope_type": "axial",
     "model.rope_reg_temperature": 100.0,
 }
-"""wangf3014/ViT-5@b7b07960:models_vit5.py."""
+"""The ViT-5 model settings (wangf3014/ViT-5@b7b07960:models_vit5.py)."""
 _ROPE = {"model.init_values": 1e-4, "model.rope_type": "axial", "model.rope_temperature": 100.0}
 
 
@@ -269,11 +269,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     r"vit5_(?P<size>small|base|large)": _PARTS_OF_VIT5,
     r"rope_(axial|mixed)_(ape_)?deit_(?P<size>small|base|large)_patch16_LS": _ROPE,
 }
-"""The settings besides size and patch by the pattern of the model's name."""
+"""The settings other than size and patch, by a pattern for the model's name."""
 
 
 def table_for(command: Command) -> Table:
-    """Return the table of the script that `command` runs. Three projects have a main.py."""
+    """Return the argument table of the script in `command`. Three projects have a main.py."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT

@@ -96,7 +96,7 @@ _KINDS = {
     "eval.every_steps": "harmless",
     "eval.batch_size": "harmless",
     "model.weight_init": "start",
-    # A resumed run may change some settings of images, because its samples are compared instead.
+    # A resumed run may change some image settings, because its samples are compared instead.
     "data.mean": "images",
     "data.std": "images",
     "data.interpolation": "images",
@@ -108,7 +108,7 @@ _KINDS = {
     "data.val_split": "images",
     **{f"data.{name}": "images" for name in Selection.model_fields},
 }
-"""The kinds of settings that differ from that of their section."""
+"""The settings whose kind differs from that of their section."""
 _SECTIONS = {
     "model": "network",
     "optim": "optimization",

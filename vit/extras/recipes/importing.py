@@ -41,7 +41,7 @@ _OWN_NAMES = {
     "run_with_submitit.py": "deit",
     "distributed_train.sh": "timm",
 }
-"""The script names that only one project uses."""
+"""Maps script names that only one project uses to that project."""
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
@@ -60,7 +60,7 @@ _NOT_READ = {
         "launch/eval.py --linear-probe",
     ),
 }
-"""A pattern of unsupported commands -> their name, and the most similar supported script."""
+"""Maps patterns for unsupported commands to their name and the most similar supported script."""
 _MAPS: dict[str, Callable[[Reading, int | None, bool], None]] = {
     "deit": deit.map_arguments,
     "timm": timm_train.map_arguments,
@@ -85,10 +85,10 @@ class Imported(NamedTuple):
 
 
 def import_recipe(source: str, program: str | None = None, num_gpus: int | None = None) -> Imported:
-    """Import a command line, a file with a command or a config, or `-` for stdin.
+    """Import a recipe from a command line, a file with a command or config, or stdin (`-`).
 
-    program: one of `PROGRAMS`, if the project cannot be detected. num_gpus: the total number of
-    GPUs, if the recipe does not contain the number.
+    program: one of `PROGRAMS`, needed if the project cannot be detected. num_gpus: the total number
+    of GPUs, needed if the recipe does not state it.
 
     Raises ValueError if the recipe cannot be read. The error lists all unknown flags.
     """
@@ -172,7 +172,7 @@ def _read_command(command: Command, program: str | None, num_gpus: int | None) -
 
 
 def _mapped(program: str, reading: Reading, num_gpus: int | None, is_distributed: bool) -> Reading:
-    """Map all arguments. Raises ValueError for a command that only evaluates."""
+    """Map all arguments. Raises ValueError if the command only evaluates a model."""
     args = reading.args
     for name in ("eval", "test_only"):
         if args.get(name):

@@ -4,7 +4,7 @@ In MMPretrain, configs inherit with `_base_`. Dictionaries are merged into those
 (`_delete_` replaces a dictionary), and lists replace those of the base. The batch size is per GPU.
 The number of GPUs is in the file's name (`64xb64`) or follows from `auto_scale_lr`. The learning
 rate changes each step in the warm-up, and then each epoch. `paramwise_cfg` selects the parameters
-with weight decay. Training is in fp32 without AMP.
+with weight decay. Without AMP, training uses fp32.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ARCHES = {
     "huge": "h",
     "h": "h",
 }
-"""The model sizes by MMPretrain's name. `small` is missing, because it has 8 layers of width 768,
+"""The model sizes by MMPretrain name. `small` is omitted, because it has 8 layers of width 768,
 except in DeiT3."""
 _BACKBONES = ("VisionTransformer", "DeiT3", "DistilledVisionTransformer")
 _OPTIMIZERS = {
@@ -75,14 +75,14 @@ optim_wrapper.optimizer.weight_decay  optim.weight_decay  0.0
 """,
     ),
 }
-"""The optimizer of this project and the rows of its arguments, by torch's name."""
+"""This project's optimizer and the table of its arguments, by torch's name for the optimizer."""
 _PARTS = {
     "norms": ("norm_decay", "custom_keys..ln.decay"),
     "biases": ("bias_decay", "custom_keys..bias.decay"),
     "the class token": ("custom_keys..cls_token.decay",),
     "positions": ("custom_keys..pos_embed.decay",),
 }
-"""The flags of `paramwise_cfg` that switch off the weight decay, by the part of the network."""
+"""The `paramwise_cfg` flags that switch off weight decay, by the part of the network."""
 _OF_DEIT3 = {"s": "s", "small": "s", "m": "b", "medium": "b"}
 _INITIAL = "model.init_cfg model.backbone.init_cfg model.head.init_cfg"
 _ROWS = """
@@ -95,7 +95,7 @@ randomness.seed                    train.seed            unset
 optim_wrapper.optimizer.lr         optim.lr              required
 optim_wrapper.clip_grad.max_norm   optim.clip_grad_norm  null
 """
-"""The keys whose values equal a setting of this project, with MMPretrain's defaults."""
+"""The keys that have an equal setting in this project, with MMPretrain's defaults."""
 
 
 def is_config(text: str) -> bool:
@@ -111,7 +111,7 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
 
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
-    """Map a config. path: the file, to find the base configs. num_gpus: None if unknown."""
+    """Map a config. path: the config's file, used to find base configs."""
     config = with_bases(text, path)
     reading = ConfigReading("MMPretrain", f"{SOURCE}, its defaults", config, _PLACES)
     _map_batch(reading, path, num_gpus)
@@ -216,7 +216,7 @@ def _map_loss(reading: ConfigReading) -> None:
     elif kind == "LabelSmoothLoss" and mode == "original":
         reading.same(loss, {"loss.label_smoothing": value})
     elif kind == "LabelSmoothLoss" and mode == "classy_vision":
-        # (one-hot + v / K) / (1 + v) is smoothing by v / (1 + v)
+        # (one-hot + v / K) / (1 + v) equals label smoothing by v / (1 + v)
         smoothing = {"loss.label_smoothing": value / (1 + value)}
         reading.same(loss, smoothing, f"{value} / {1 + value}, ClassyVision's form")
     else:
@@ -258,7 +258,7 @@ def _map_images(reading: ConfigReading) -> None:
             reading.same(item, {"eval.crop_mode": "squash", "eval.crop_pct": 1.0})
         elif kind not in ("LoadImageFromFile", "PackInputs"):
             reading.cannot(item, f"the operation {kind} in evaluation")
-        reading.same(item)  # what has no finding yet
+        reading.same(item)  # record items that have no finding yet
 
 
 def _map_operation(reading: ConfigReading, item: str) -> None:
@@ -303,7 +303,7 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
 
 
 def _map_mixing(reading: ConfigReading) -> None:
-    """Map MixUp and CutMix. A batch gets either of them with equal probability."""
+    """Map MixUp and CutMix. Each batch gets one of the two, with equal probability."""
     path = "model.train_cfg.augments"
     items = reading.items(path) or [path]
     alphas = {"Mixup": 0.0, "CutMix": 0.0}

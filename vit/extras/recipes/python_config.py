@@ -1,9 +1,10 @@
 """Evaluate Python config files without running them.
 
 The evaluator supports assignments, dictionaries, lists, numbers, strings, arithmetic, `if`,
-functions of the file, and a few of Python's functions. Imported names are opaque. Calling an opaque
-name returns an opaque value, which can be stored but not used in computations. Other code raises an
-error with its line number. Only the methods in `_METHODS` can be called on Python objects.
+functions that the file defines, and a few Python built-ins. Imported names are opaque. Calling an
+opaque name returns an opaque value, which can be stored but not used in computations. Other code
+raises an error with its line number. Only the methods in `_METHODS` can be called on Python
+objects.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }
 _MOST_STEPS = 100_000
 _LARGEST = 1_000_000
-"""The limit on the length of strings and lists and on the bits of integers, because a config must
-not exhaust memory."""
+"""The limit on the length of strings and lists and on the bits of integers, which prevents a config
+from exhausting memory."""
 
 
 def _range(*bounds: int) -> list[int]:
-    """Return a range as a list. A list longer than `_LARGEST` is cut, and `_value` rejects it."""
+    """Return a range as a list, cut to one item above `_LARGEST`, which `_value` then rejects."""
     return list(range(*bounds)[: _LARGEST + 1])
 
 
@@ -72,7 +73,7 @@ class Opaque:
 
 
 class Returned(Exception):
-    """An exception that implements the `return` statement. Its argument is the value."""
+    """An exception that implements the `return` statement. Its argument is the returned value."""
 
 
 class _Function(NamedTuple):
@@ -107,7 +108,7 @@ class PythonConfig:
         self._run(tree.body, [self.names])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Evaluate the file's function `name`."""
+        """Evaluate a call to the file's function `name`."""
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")
@@ -123,7 +124,7 @@ class PythonConfig:
                 for target in statement.targets:
                     self._assign(target, value, scopes)
             elif isinstance(statement, ast.AugAssign):
-                # The target of `x += 1` as an expression that reads its value.
+                # Parse the target of `x += 1` as an expression, to read its current value.
                 read = ast.parse(ast.unparse(statement.target), mode="eval").body
                 both = ast.BinOp(read, statement.op, statement.value)
                 value = self._value(ast.copy_location(both, statement), scopes)
@@ -396,7 +397,7 @@ def config_text(path: Path) -> str:
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:
     """Return an OpenMMLab config, merged over its `_base_` files.
 
-    text: the config. path: its file. Raises ValueError that lists missing base files.
+    text: the config. path: its file. Raises a ValueError that lists missing base files.
     """
     names = PythonConfig(text, str(path or "the config")).names
     own = {
@@ -423,7 +424,7 @@ def with_bases(text: str, path: Path | None) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """Merge `child` over `base` key by key, like mmengine."""
+    """Merge `child` over `base` key by key, as mmengine does."""
     merged = dict(base)
     for key, value in child.items():
         if not isinstance(value, dict):

@@ -1,9 +1,9 @@
 """Map the settings of another project to settings of this project, and record each mapping.
 
 Each argument gets exactly one finding: same, differs, no equivalent, or no effect in the source
-project. The module of each project records the arguments that need a computation or are an
-exception (`Case`). All other arguments follow the rule of their line in the project's table.
-`Reading.finish` raises an error if an argument has neither, so no argument is dropped silently.
+project. Each project's module records the arguments that need a computation or are an exception
+(`Case`). All other arguments follow the rule of their line in the project's table. `Reading.finish`
+raises an error if an argument has neither a finding nor a rule, so no argument is dropped silently.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from vit.extras.recipes.python_config import Leaves, Opaque, flattened
 
 Verdict = Literal["same", "differs", "cannot", "inert", "place"]
 _RULES: dict[str, Verdict] = {"=": "same", "=?": "same", "off:": "cannot", "inert:": "inert"}
-"""The verdict by the first word of a rule (`vit.extras.recipes.arguments`)."""
+"""The verdict for the first word of a rule (`vit.extras.recipes.arguments`)."""
 
 
 class Finding(NamedTuple):
-    """The mapping of one or several arguments of the source project."""
+    """The mapping of one or more arguments of the source project."""
 
     verdict: Verdict
     theirs: tuple[str, ...]
     """The names of the arguments, or () for a property without an argument, such as the
     precision."""
     settings: dict[str, Any]
-    """The nearest settings of this project, by dotted key."""
+    """The closest settings of this project, by dotted key."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
 
 
 class Case(NamedTuple):
-    """An exception from the rules of a table."""
+    """An exception to the rules of a table."""
 
     verdict: Verdict
     names: str
-    """The arguments, separated by blanks."""
+    """The arguments, separated by spaces."""
     when: Callable[[dict[str, Any]], Any]
-    """Return whether the exception applies to these arguments."""
+    """A function that returns whether the exception applies to the given arguments."""
     text: str = ""
-    """As in `Finding`. A name in braces is replaced by the value of the argument."""
+    """The text of the finding. A name in braces is replaced by the argument's value."""
     settings: Mapping[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] = MappingProxyType({})
     """The settings, or a function that computes them from the arguments."""
 
@@ -63,7 +63,7 @@ class Reading:
         self.stated = parsed.stated
         self.findings: list[Finding] = []
         self.comments: dict[str, str] = {}
-        """The computations of values by dotted key, written as comments into the YAML file."""
+        """The computation of each value by dotted key, written to the YAML file as a comment."""
         self._known = frozenset(all_keys())
 
     @property
@@ -75,9 +75,9 @@ class Reading:
     def same(
         self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
     ) -> None:
-        """Record that the arguments `names` (separated by blanks) equal `settings`.
+        """Record that the arguments `names` (separated by spaces) equal `settings`.
 
-        note: the computation of the first value. text: an assumption of the computation.
+        note: the computation of the first value. text: an assumption behind the computation.
         """
         self._add("same", names, settings, text)
         if note and settings:
@@ -96,7 +96,7 @@ class Reading:
         self._add("inert", names, None, text)
 
     def apply(self, cases: Sequence[Case]) -> None:
-        """Record all exceptions that apply to arguments without a finding, in this order."""
+        """Record each exception in `cases` that applies to arguments without a finding."""
         for case in cases:
             names = self.unrecorded(case.names)
             if case.when(self.args) and (names or not case.names):
@@ -128,7 +128,7 @@ class Reading:
         return {name for finding in self.findings for name in finding.theirs}
 
     def _usual_findings(self) -> list[Finding]:
-        """Return the findings of the table's rules for arguments without a finding."""
+        """Return findings from the table's rules for arguments that have no finding."""
         accounted = self._accounted()
         usual = []
         for argument in self.table.arguments:
@@ -164,9 +164,9 @@ class Reading:
 class ConfigReading(Reading):
     """A reading of a nested config, whose arguments are dotted paths.
 
-    program, source: as in `Table`. config: the nested values. places: the pattern of paths for
-    paths, logging and speed. Recording a path also records all paths below it. A path that is not
-    in the config is skipped.
+    program, source: as in `Table`. config: the nested values. places: a pattern for keys about
+    paths, logging and speed. Recording a path also records all paths below it. Paths that are
+    missing from the config are skipped.
     """
 
     def __init__(self, program: str, source: str, config: Any, places: re.Pattern[str]):
@@ -182,9 +182,9 @@ class ConfigReading(Reading):
     def copy(self, rows: str) -> None:
         """Record values that equal settings of this project.
 
-        rows: lines with a path, settings separated by commas, and the value for a config without
-        the path. `required`: the config must have the path. `unset`: without a value, or with one
-        that is off, the settings keep their defaults.
+        rows: lines with a path, comma-separated settings, and the default for a missing path.
+        `required`: the config must contain the path. `unset`: if the value is missing or off, the
+        settings keep their defaults.
         """
         for row in rows.strip().splitlines():
             path, keys, default = row.split()

@@ -203,7 +203,7 @@ OLDER_DEFAULTS = {
     " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
     " --remode const",
 }
-"""The old defaults that differ from current defaults, by the last day of the old version
+"""The old defaults that differ from the current ones, by the last day on which they were valid
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
 
 

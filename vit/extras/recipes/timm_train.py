@@ -33,7 +33,7 @@ from vit.system.spelling import did_you_mean
 
 __all__ = ["TABLE", "map_arguments"]
 _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
-"""The pattern for models of timm that equal a model of this project."""
+"""The pattern for names of timm models that equal a model of this project."""
 
 
 _STEPS = "decay_epochs decay_rate decay_milestones patience_epochs"
@@ -228,7 +228,7 @@ def _map_model(reading: Reading) -> None:
 
 
 def _published(name: str) -> dict[str, Any]:
-    """Return timm's preprocessing and hub name of a model. Raises ValueError if unknown."""
+    """Return timm's preprocessing and Hub name for a model. Raises ValueError if unknown."""
     try:
         import timm
     except ImportError as error:

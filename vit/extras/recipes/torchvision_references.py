@@ -2,8 +2,8 @@
 
 In torchvision, the batch size is per GPU, and the learning rate is not scaled. Each batch gets
 either MixUp or CutMix. Weight decay applies to all parameters, unless one of three extra decay
-flags is given. The average is updated every --model-ema-steps steps, with a decay that depends on
-batch size and epochs. Images are resized bilinearly.
+flags is given. The weight average is updated every --model-ema-steps steps, with a decay that
+depends on batch size and epochs. Images are resized bilinearly.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _CASES = (
         "same",
         "random_erase",
         lambda a: a["random_erase"],
-        # torchvision fills boxes with the mean color.
+        # torchvision fills erased boxes with the mean color.
         settings=lambda a: {
             "augment.erasing_mode": "const",
             **erasing_as_in_torchvision(a["random_erase"]),
@@ -177,7 +177,7 @@ _CASES = (
 
 
 def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) -> None:
-    """Map the arguments of torchvision's references."""
+    """Map the arguments of torchvision's training script."""
     args = reading.args
     match = re.fullmatch(r"vit_([blh])_(\d\d)", args["model"])
     if not match:
@@ -207,7 +207,7 @@ def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) 
 
 
 def _map_decay(reading: Reading) -> None:
-    """Map the weight decays of weights, norms, biases and embeddings, which default to --wd."""
+    """Map the weight decay of weights, norms, biases and embeddings, which defaults to --wd."""
     args = reading.args
     decay = args["weight_decay"]
     names = ("norm_weight_decay", "bias_weight_decay", "transformer_embedding_decay")
@@ -260,7 +260,7 @@ def _map_schedule(reading: Reading) -> None:
 
 
 def _map_average(reading: Reading, batch: int) -> None:
-    """Map the average, which equals the weights in the warm-up."""
+    """Map the weight average, which equals the weights during the warm-up."""
     args = reading.args
     if not args["model_ema"]:
         return

@@ -1,7 +1,7 @@
 """Compare the run at a URL with its local copy, and download files that differ.
 
-The file `.copy_of.json` in the local folder contains the URL, and the local size, the modification
-time and the remote version of each transferred file. With this list, the next job on this machine
+The file `.copy_of.json` in the local folder contains the URL. It also lists the local size,
+modification time and remote version of each transferred file, so the next job on this machine
 transfers only new files.
 
 metrics.jsonl is stored in immutable parts, each with the lines since the previous part:
@@ -47,7 +47,7 @@ NUM_DOWNLOADS = 2
 
 
 class Copy:
-    """The local copy of a run, and the list of files that are known to equal those at the URL."""
+    """The local copy of a run, and the list of files that are known to be identical at the URL."""
 
     def __init__(self, folder: Path, url: str):
         self.folder = folder
@@ -55,9 +55,9 @@ class Copy:
         self._same: dict[str, tuple[int, int, str]] = {}
 
     def load(self) -> None:
-        """Read the list of equal files. The folder must exist and be locked.
+        """Read the list of identical files. The folder must exist and be locked.
 
-        Raises ValueError if the folder contains other files.
+        Raises ValueError if the folder is not a copy of this URL.
         """
         folder = self.folder
         url = self._url
@@ -85,11 +85,11 @@ class Copy:
         size, time_ns, tag = self._same.get(name, (-1, -1, ""))
         if size < 0 or version is None or (size, time_ns) != self.stamp(name):
             return False
-        # Uploads return no tag. An equal size is enough, because this job holds the lease.
+        # Uploads return no tag. Comparing sizes is enough, because this job holds the lease.
         return size == version.size and tag in ("", version.tag)
 
     def note(self, name: str, tag: str = "", stamp: tuple[int, int] | None = None) -> None:
-        """Record that local and remote file are equal. stamp: the `stamp` before the upload."""
+        """Record that the local and remote files are identical. stamp: from before the upload."""
         self._same[name] = (*(stamp or self.stamp(name)), tag)
 
     def forget(self, name: str) -> None:
@@ -97,17 +97,17 @@ class Copy:
         self._same.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return the names of the files that are known to be equal."""
+        """Return the names of the files that are known to be identical."""
         return list(self._same)
 
     def save(self) -> None:
-        """Write the list of equal files to the folder."""
+        """Write the list of identical files to the folder."""
         write_json(self.folder / COPY_FILE, {"url": self._url, "same": self._same})
 
     def clear(self) -> None:
         """Remove all files except the lock.
 
-        The list of equal files is cleared first, because the process may be killed during the
+        The list of identical files is cleared first, because the process may be killed during the
         removal.
         """
         self._same = {}
@@ -130,14 +130,14 @@ class Copy:
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """Return the files that are copied unchanged, which are all except checkpoints and metrics."""
+    """Return the names of files to copy unchanged. Checkpoints and metrics are not among them."""
     return [
         name
         for name in names
         if name
         and name.partition("/")[0] not in (*ONLY_HERE, RECORD_FOLDER)
         and not any(part.startswith(".") for part in name.split("/"))
-        # Probe files of `_age_s` in lease.py.
+        # Skip the probe files that `_age_s` in lease.py writes.
         and not name.startswith(f"{LEASE_FILE.partition('.')[0]}.")
     ]
 
@@ -153,7 +153,7 @@ def files_below(folder: Path) -> list[str]:
 def bring(
     store: ObjectStore, versions: Mapping[str, Version], copy: Copy, label: str, into: str = ""
 ) -> None:
-    """Download the files of `versions` that are missing in `copy`, each completely or not at all.
+    """Download the files in `versions` that are missing from `copy`, each completely or not at all.
 
     label: the source's name in the progress line. into: the target folder, if it differs from the
     files' own folder. Raises ValueError if the store fails, FileNotFoundError if a file was removed
@@ -264,7 +264,7 @@ def _damage(folder: Path) -> str:
 
 
 def remove_stale_checkpoints(folder: Path, current: Iterable[str]) -> None:
-    """Remove the local checkpoints that are not in `current`, because the run removed them."""
+    """Remove local checkpoints that are not in `current`, because the run has removed them."""
     current_names = set(current)
     for path in (folder / CHECKPOINTS).glob("*"):
         if path.name not in current_names:
@@ -281,7 +281,7 @@ def part_name(start: int) -> str:
 
 
 def parts_in(listing: Mapping[str, Version]) -> list[tuple[int, int, str]]:
-    """Return (start, stop, name) of the parts of metrics.jsonl, in order, up to a gap."""
+    """Return (start, stop, name) of the parts of metrics.jsonl, in order, up to the first gap."""
     used = []
     end = 0
     for name in sorted(listing):
@@ -305,7 +305,7 @@ def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
 
 
 def new_lines(path: Path, start: int) -> bytes:
-    """Return the complete lines of the file at `path` from byte `start` on."""
+    """Return the complete lines of the file at `path`, starting at byte `start`."""
     if not path.exists():
         return b""
     with path.open("rb") as file:

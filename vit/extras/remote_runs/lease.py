@@ -2,25 +2,24 @@
 
 Object stores have no locks, so the lease is a file that expires:
 
-    lease.json    token, holder, place, lease_s, count    written again every quarter of `lease_s`
+lease.json    token, holder, place, lease_s, count    rewritten every `lease_s` / 4
 
 If no lease exists or the lease has expired, a job writes its own lease and waits. The job holds the
 lease if the file then still contains its token. If several jobs write at the same time, the last
-job wins, provided that no job takes longer between reading and writing than the time for which all
-jobs wait afterwards (Fischer's algorithm, in Lamport, "A fast mutual exclusion algorithm", 1987).
-The store only has to return the last write on a read, as S3 and Google Cloud Storage do. If the
-store can refuse to replace a file, the lease also uses that feature.
+job wins. This requires that the time from reading to writing is shorter than the time that all jobs
+then wait (Fischer's algorithm, in Lamport, "A fast mutual exclusion algorithm", 1987). A read must
+return the last write, as in S3 and Google Cloud Storage. If the store can refuse to replace a file,
+the lease also uses that feature.
 
-A lease has expired if it was not written for `lease_s` seconds. The time is measured by the store's
-clock or by this process, because the clocks of the machines may differ. `place` identifies the
-holder's folder. A job that has locked the same folder does not wait, because the holder must be
-dead.
+A lease expires if it is not rewritten for `lease_s` seconds. The time is measured by the store's
+clock or by this process, because the machines' clocks may differ. `place` identifies the holder's
+folder. A job that has locked the same folder does not wait, because the holder must be dead.
 
 A holder that was suspended or disconnected for too long may find another job's token in the file.
 The holder has then lost the lease and stops. A holder reads the lease before each upload or
 removal, unless it has just renewed the lease. If the holder was suspended during a renewal, its
 late write replaces the new lease. The new holder recognizes the previous token and writes its own
-token again. A holder that wrote late waits for this write, and then reads the lease again.
+token again. The holder that wrote late waits until then, and reads the lease again.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from vit.system.meter import steady_s
 
 LEASE_FILE = "lease.json"
 RENEWALS = 4
-"""The number of renewals in `lease_s` seconds."""
+"""The number of renewals per `lease_s` seconds."""
 SETTLE_S = 2.0
-"""The longest pause between writing a lease and holding it, and the longest duration of the
+"""The maximum pause between writing a lease and holding it, and the maximum duration of the
 write."""
 CLOCK_STEP_S = 2.0
-"""The time that is subtracted from the age of a lease, because stores report whole seconds."""
+"""The time subtracted from a lease's age, because stores report whole seconds."""
 
 
 class LeaseLost(ValueError):
-    """The error if another job took over the run, or if the run was removed."""
+    """The error raised if another job took over the run, or if the run was removed."""
 
 
 class Lease:
     """The exclusive right to write to the run at `store`.
 
-    lease_s: the seconds after which another job takes over from a dead job.
+    lease_s: the number of seconds after which another job takes over from a dead job.
     """
 
     def __init__(self, store: ObjectStore, lease_s: float):
@@ -78,7 +77,7 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another job took over the run, or the run was removed."""
+        """True if another job took over the run, or if the run was removed."""
         return bool(self._problem)
 
     def acquire(self, place: str) -> None:
@@ -132,7 +131,7 @@ class Lease:
         if replaces and time.monotonic() - looked_s < settle_s:
             self._store.remove(LEASE_FILE)
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
-        # A late write is not valid, because it may have replaced the lease of another job.
+        # A late write is not valid, because it may have replaced another job's lease.
         is_in_time = time.monotonic() - looked_s < settle_s
         time.sleep(settle_s)
         if is_written and not is_in_time:
@@ -144,7 +143,7 @@ class Lease:
         return is_in_time and lease is not None and lease["token"] == self._token
 
     def ensure(self, store: ObjectStore) -> None:
-        """Call `confirm`, unless the last call is too recent for another job to hold the lease."""
+        """Call `confirm`, unless a recent call rules out that another job holds the lease."""
         if steady_s() - self._confirmed_s > self._lease_s / 2:
             self.confirm(store)
 
@@ -186,7 +185,7 @@ class Lease:
         self._confirmed_s = looked_s
 
     def release(self) -> None:
-        """Release the lease. Errors are ignored, because a lease that is not removed expires."""
+        """Release the lease. Errors are ignored, because the lease expires anyway."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -231,7 +230,7 @@ class _WatchedLease:
         self._lease: dict[str, Any] | None = None
         self._changed_s = 0.0
         self.is_renewed = False
-        """Whether the holder has renewed the lease since the first `look`."""
+        """True if the holder has renewed the lease since the first `look`."""
 
     def look(self) -> dict[str, Any] | None:
         """Read the lease. Return None if no job holds it."""
@@ -279,7 +278,7 @@ def read_lease(store: ObjectStore) -> dict[str, Any] | None:
             "count": int(lease["count"]),
         }
     except (ValueError, KeyError, TypeError):
-        # The file is incomplete in a mounted folder: the writer is still writing or has died.
+        # In a mounted folder, the file is incomplete while the writer is writing or if it has died.
         return {"token": "", "holder": "a job", "place": "", "lease_s": 60.0, "count": 0}
 
 

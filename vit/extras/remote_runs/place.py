@@ -3,11 +3,11 @@
     run.dir=runs/demo              a plain folder, which needs no store
     run.dir=s3://bucket/runs/demo  the working copy is `run.local_dir`, by default
                                    <cache>/runs/<hash of the URL>/demo
-    run.dir=file:///mnt/b/demo     the same, for a mounted bucket without locks and renames
+    run.dir=file:///mnt/b/demo     the same, for a mounted bucket without locks or renames
 
 Training, evaluation and reports use a local folder, and `vit.extras.remote_runs.store` uploads its
-changes to the URL. The URL may contain environment variables (`${NAME}`) and logins. Messages omit
-logins.
+changes to the URL. The URL may contain environment variables (`${NAME}`) and credentials. Messages
+omit credentials.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectSt
     """Return the store at `url`, which may contain environment variables as `${NAME}`.
 
     setting: the setting or flag with the URL, for messages. Raises ValueError for a web server,
-    because web servers cannot be written to.
+    because web servers are read-only.
     """
     resolved = resolve(url)
     if on_the_web(resolved):
@@ -36,7 +36,7 @@ def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectSt
 
 
 def try_store(url: str) -> str:
-    """Write a file at `url` and remove it. Return the URL for messages.
+    """Write a test file at `url` and remove it. Return the URL in the form shown in messages.
 
     Raises ValueError if the store refuses the file or does not answer. The request is not retried.
     """

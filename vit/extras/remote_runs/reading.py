@@ -4,8 +4,8 @@
     launch/report.py, replay, samples                  also metrics, settings, predictions and
                                                        losses of samples
 
-Files whose version at the URL is already in the cache are not downloaded again. The run can
-continue during the download. If a file is removed during the download, the listing is read again.
+Files whose current version is already in the cache are not downloaded again. The run can continue
+during the download. If a file is removed during the download, the listing is read again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from vit.run_folder import (
 from vit.system.files import replacing
 
 PATIENCE_S = 60.0
-"""The retry limit for a store that does not answer, which is short because a user is waiting."""
+"""The maximum time to retry if a store does not answer. The time is short, because a user is
+waiting."""
 NUM_LOOKS = 3
 READ = (
     "weights/last",
@@ -63,8 +64,7 @@ def local_run(url: str, only_weights: bool = False) -> Path:
     """Return a folder with a copy of the run at `url`.
 
     The URL can also be a checkpoint or a single file. only_weights: download only the weights and
-    metrics. Raises ValueError if nothing of these exists at the URL, or if the store cannot be
-    used.
+    metrics. Raises ValueError if none of these exists at the URL, or if the store cannot be used.
     """
     store = store_at(url, PATIENCE_S, "")
     folder = cache_of(url, "fetched")
@@ -88,7 +88,7 @@ def local_run(url: str, only_weights: bool = False) -> Path:
 
 
 def newest_info(url: str) -> Path:
-    """Download the `checkpoint.json` of each complete checkpoint, without tensors.
+    """Download the `checkpoint.json` of each complete checkpoint, without the tensors.
 
     Returns a folder with the same layout as the run.
     """
@@ -106,7 +106,7 @@ def newest_info(url: str) -> Path:
 
 
 def is_in_use(url: str) -> bool | None:
-    """Return False if no lease exists, or None otherwise, because the holder may be dead."""
+    """Return False if no lease exists. Otherwise, return None, because the holder may be dead."""
     store = store_at(url, PATIENCE_S, "")
     try:
         store.stat(LEASE_FILE)
@@ -131,7 +131,7 @@ def publish_report(url: str, folder: Path) -> str:
 
 
 def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) -> Path:
-    """Download the files of `read`, and return their path.
+    """Download the files that `read` selects, and return the path of the copy.
 
     Raises FileNotFoundError if a file was removed after the listing.
     """
@@ -145,7 +145,7 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
     folder.mkdir(parents=True, exist_ok=True)
     copy = Copy(folder, url)
     copy.load()
-    if INFO_FILE in listing:  # a checkpoint
+    if INFO_FILE in listing:  # the URL is a checkpoint
         bring(store, listing, copy, str(store))
         copy.save()
         return folder
@@ -183,7 +183,7 @@ def _bring_newer_checkpoint(
 
 
 def _step_of_weights(folder: Path) -> int:
-    """Return the step of the last weights, or -1 if there are no weights."""
+    """Return the step of the last weights, or -1 if no weights exist."""
     for averaged in (True, False):
         path = weights_file(folder, "last", averaged)
         if os.path.exists(path):

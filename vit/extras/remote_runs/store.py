@@ -9,10 +9,10 @@ The files at the URL are always complete, and any machine can resume from them:
                -> remove the checkpoints that `checkpoint.keep_last` removed locally
     end        upload the last changes and the report; release the lease
 
-`checkpoint.json` is uploaded after all other files of a checkpoint. If the process is killed, the
-newest checkpoint at the URL is therefore complete, with the metrics up to its step. Only the main
-rank uses the store. If the store does not answer, training continues until the next save. The run
-fails if the store does not answer for `data.patience_s` seconds.
+`checkpoint.json` is uploaded after all other files of a checkpoint. Therefore, the newest
+checkpoint at the URL is complete even if the process is killed, and has all metrics up to its step.
+Only the main rank uses the store. If the store does not answer, training continues until the next
+save. The run fails if the store does not answer for `data.patience_s` seconds.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ rewritten."""
 
 
 class UploadError(ValueError):
-    """The error if a store refuses a request or does not answer."""
+    """The error raised if a store refuses a request or does not answer."""
 
 
 class RunStore(Place):
@@ -106,7 +106,7 @@ class RunStore(Place):
 
     @property
     def is_lost(self) -> bool:  # type: ignore[override]
-        """Whether the lease is lost. The next `push` then raises LeaseLost."""
+        """True if the lease is lost. The next `push` then raises LeaseLost."""
         return self._lease.is_lost
 
     def check(self) -> None:
@@ -121,7 +121,7 @@ class RunStore(Place):
     # --- start ------------------------------------------------------------------------------------
 
     def lock(self, lock: RunLock) -> None:
-        """Lock the working copy, acquire the lease, and download the files for a resume."""
+        """Lock the working copy, acquire the lease, and download the files needed to resume."""
         print(f"run folder: {self}, with its working copy in {self.folder}", file=sys.stderr)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -163,14 +163,14 @@ class RunStore(Place):
         self._copy.clear()
 
     def _mend_record(self, record: bytes) -> None:
-        """Store the byte at which the next part begins, and repair a truncated part."""
+        """Record the byte at which the next part begins, and repair a truncated part."""
         self._record_bytes = len(record)
         parts = parts_in(self._remote)
         if record and not parts:  # a user copied the run to the URL
             self._store.write(part_name(0), record)
             self._store.remove(METRICS_FILE)
         if parts and parts[-1][1] != len(record):
-            # The last part in a mounted folder is truncated after a kill.
+            # In a mounted folder, a kill can leave the last part truncated.
             start, _, name = parts[-1]
             self._store.write(name, record[start:])
 
@@ -192,7 +192,8 @@ class RunStore(Place):
             not local_checkpoints or local_checkpoints[0].name < remote_checkpoints[0]
         ):
             downloaded = bring_checkpoint(self._store, self._remote, self._copy, self._set_aside)
-        # `latest` shows that a checkpoint existed, and an automatic restart must not start over.
+        # `latest` shows that a checkpoint existed, and an automatic restart must not start from
+        # scratch.
         if not local_checkpoints and downloaded is None and LATEST_FILE in self._remote:
             raise ValueError(
                 f"{self}/{CHECKPOINTS}: all checkpoints are damaged or missing: restore one, or"
@@ -231,8 +232,8 @@ class RunStore(Place):
             self._lease.ensure(store)
             name = part_name(self._record_bytes)
             if not store.write(name, lines, only_new=True, in_use=True):
-                # The part already exists: it is this job's upload whose response was lost, a part
-                # that was truncated by a kill, or another job's part, which must not be
+                # The part already exists. Either the response to this job's upload was lost, or a
+                # kill truncated the part, or another job wrote it. Another job's part must not be
                 # overwritten.
                 uploaded = store.read_all(name)
                 if not lines.startswith(uploaded):
@@ -322,7 +323,7 @@ class RunStore(Place):
                 f"{self}: {failure} ({error}): the bucket does not exist{safe}"
             ) from None
         except OSError as error:
-            # With a file:// URL, the disk of the URL may be full.
+            # With a file:// URL, the full disk may be that of the URL.
             place = error.filename or self.folder
             raise UploadError(
                 f"{place}: cannot be written ({error.strerror}): free some space{safe}"

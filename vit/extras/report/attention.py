@@ -41,14 +41,15 @@ def _is_read(model: nn.Module) -> bool:
 
 
 class AttentionMaps(NamedTuple):
-    """The attention maps of a forward pass of B images. Each row of weights has the sum 1."""
+    """The attention maps of a forward pass of B images. Each row of weights sums to 1."""
 
     blocks: list[Tensor]
-    """The attention of each block, (B, heads, N, N) float32. Row i has the weights of token i."""
+    """The attention of each block, (B, heads, N, N) float32. Row i contains the weights of token
+    i."""
     reading: Tensor | None
     """The head's pooling weights for the tokens of the last block, (B or 1, heads or 1, N) float32.
-    The weights are 1 for the class token, equal for all patches, or the attention of a MAP head's
-    query. None for other heads."""
+    Depending on the head, the weights are 1 for the class token, equal for all patches, or the
+    attention of a MAP head's query. None for other heads."""
     logits: Tensor
 
 
@@ -68,7 +69,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
     attentions = attention_modules(model)
     pool = getattr(model, "attn_pool", None)
     if pool is not None and _is_read(model):
-        attentions.append(pool)  # the model calls the pooling last
+        attentions.append(pool)  # pooling is the model's last attention call
     with catching(attentions, catch):
         logits = model(images)
     blocks = maps[: len(getattr(model, "blocks", ()))]
@@ -82,7 +83,7 @@ def _reading(model: Any, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | N
     num_tokens = blocks[0].shape[-1]
     if pool:
         weights = pool[0][:, :, 0]
-        # A MAP head attends only to patches, but timm's may attend to all tokens.
+        # A MAP head attends only to patches, but timm's MAP head may attend to all tokens.
         return nn.functional.pad(weights, (num_tokens - weights.shape[-1], 0))
     # timm can include the class token and registers in the mean.
     averages_all = getattr(model, "pool_include_prefix", False)
@@ -107,7 +108,7 @@ def output_attention(maps: list[Tensor], reading: Tensor, num_prefix_tokens: int
     """Return the attention of the output to each patch, (B, layers, heads, h*w) float32.
 
     maps, reading: fields of `AttentionMaps`. The result is the mean over the rows of each map,
-    weighted by `reading`. With a class token, it is the row of the class token.
+    weighted by `reading`. If the head reads the class token, the result is that token's row.
     """
     read = reading.mean(1)
     layers = [torch.einsum("bi,bhij->bhj", read.expand(len(m), -1), m) for m in maps]
@@ -122,7 +123,7 @@ def attention_distance(
     Distances between the centers of a patch and of the patches that it attends to are weighted by
     the attention and averaged over all patches (Figure 7 right of Dosovitskiy et al. 2021, arXiv
     2010.11929, section 4.5). Attention to prefix tokens is omitted, because they have no position,
-    and the remaining weights of a row are scaled to the sum 1.
+    and the remaining weights of a row are rescaled to sum to 1.
 
     maps: (B, heads, N, N) for each block. grid: (h, w) patches of `patch_size` (height, width)
     pixels.
@@ -165,8 +166,8 @@ def attention_rollout(maps: list[Tensor], reading: Tensor, num_prefix_tokens: in
     """Return the relevance of each input patch for the output, (B, h*w) float32, at most 1.
 
     maps, reading: fields of `AttentionMaps`. In attention rollout (Abnar & Zuidema 2020, arXiv
-    2005.00928), the residual branch is half of each layer, A = 0.5 W + 0.5 I with rows of sum 1,
-    and the matrices of all layers are multiplied. Heads are averaged, as for figure 6 of the ViT
+    2005.00928), the residual branch is half of each layer, A = 0.5 W + 0.5 I with rows that sum to
+    1, and the matrices of all layers are multiplied. Heads are averaged, as for figure 6 of the ViT
     paper. The product is multiplied by the head's pooling weights: the row of the class token, the
     mean over the rows of patches, or their sum weighted by the query of a MAP head. The query has
     no residual branch, because it is equal for all images. If no patch reaches the class token, the
@@ -230,9 +231,8 @@ def token_features(model: Any, inputs: Tensor) -> Tensor:
 def token_colors(features: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the first three principal components of patch features as colors, and their shares.
 
-    The picture is that of Oquab et al. 2023 (DINOv2, arXiv 2304.07193, Figure 1). All images share
-    the same components, so patches with similar colors have similar features, even in different
-    images.
+    The picture follows Oquab et al. 2023 (DINOv2, arXiv 2304.07193, Figure 1). All images share the
+    same components, so patches with similar colors have similar features, even in different images.
 
     features: (B, h*w, D). Returns colors, (B, 3, h, w) float in [0, 1], and shares, (3,) float64.
     Values outside the 1st to 99th percentile are clipped.

@@ -1,7 +1,7 @@
 """Draw a contact sheet that shows how a config augments training images.
 
-Batches are loaded as in training. The epochs of the sheet have as many images as the sheet has
-rows, so each epoch contains the same images with new random numbers. The captions come from the
+Batches are loaded as in training. For the sheet, an epoch has as many images as the sheet has rows,
+so every epoch contains the same images with new random numbers. The captions come from the
 augmentation parameters. Only the last column shows mixing (MixUp or CutMix).
 """
 
@@ -38,7 +38,7 @@ def make_contact_sheet(
     mixing. With mixing, the number of rows is rounded up to a multiple of `augment.mix_group_size`.
     Raises ShardError if the data cannot be read, and ValueError if the split has too few images.
     """
-    # A stream has no fixed samples, so its shards are read by their index.
+    # A stream has no fixed samples, so read its shards through their index.
     data = config.data.model_copy(update={"reader": "index"})
     val_split = open_split(data, data.val_split)
     train = open_train_set(data, val_split, num_classes=config.model.num_classes)

@@ -1,7 +1,8 @@
 """Plot the curves of a run: loss, accuracy, learning rate and throughput over steps.
 
-The four panels are one picture. Long curves are averaged. Other pictures show the loss and accuracy
-of several runs over epochs, and the norms of a run by depth and step (`log.norms_every_steps`).
+One picture contains all four panels. Long curves are averaged. Other pictures show the loss and
+accuracy of several runs over epochs, and the norms of a run by depth and step
+(`log.norms_every_steps`).
 
 Training accuracy is computed from the recorded margins of augmented images
 (`vit.hooks.sample_losses`). Mixed inputs do not have a single correct class, so epochs with mixing
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 PLAIN_LOSS = "cross-entropy"
 MOST_INSIDE = 4
-"""The largest number of legend entries inside the axes. A longer legend is placed below the
+"""The maximum number of legend entries inside the axes. A longer legend is placed below the
 axes."""
 USUAL_RATIO = 1e-3
 """The usual ratio of the norms of update and weights (karpathy/cs231n, neural-networks-3, "Ratio of
@@ -62,14 +63,14 @@ SET_LINES = (
 def _read_curves(metrics: Path) -> History:
     """Read metrics.jsonl, and add `data_wait_percent` to train lines if it is known.
 
-    The value is the share of the time since the previous line in which training waited for data.
+    The value is the percentage of the time since the previous line that training waited for data.
     """
     history = read_history(metrics)
     if not history.lines:
         raise ValueError("metrics.jsonl is still empty")
     for line, _, spent_s in history.intervals():
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
-    with suppress(ValueError):  # the config is missing or of a different version
+    with suppress(ValueError):  # the config is missing or from a different version
         config = load_config(metrics.parent / CONFIG_FILE)
         name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
         history.training_loss = name if config.distill.teacher is None else f"{name} + teacher"
@@ -135,9 +136,9 @@ def _line(axes: Axes, lines: list[dict[str, Any]], name: str, *, style: str, **l
 
 
 def _draw_three(axes: Axes, history: History, name: str, *, training: str, validation: str) -> None:
-    """Plot `name` in training, in evaluations, of averaged weights and of the published curve.
+    """Plot `name` for training, evaluations, averaged weights and the published curve.
 
-    training, validation: the labels of the first two.
+    training, validation: the labels of the training and evaluation curves.
     """
     evals = history.of_kind("eval")
     _draw_reference(axes, history, name)
@@ -272,7 +273,7 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
         axes.legend(
             loc="upper center",
             bbox_to_anchor=(0.5, 0),
-            borderaxespad=4.5,  # in font sizes: the height of the tick labels and the axis label
+            borderaxespad=4.5,  # the height of both axis labels, in font sizes
             ncols=2,
             fontsize=SMALL_PT,
         )
@@ -382,8 +383,8 @@ def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> ND
 def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
     """Plot gradients, weights, updates and attention logits by depth and step. Returns `picture`.
 
-    lines: the `norms` lines of metrics.jsonl. A column extends from the previous measurement to its
-    own step. Values that are not finite are gray. Raises ValueError if `lines` is empty.
+    lines: the `norms` lines of metrics.jsonl. Each column extends from the previous measurement to
+    its own step. Values that are not finite are gray. Raises ValueError if `lines` is empty.
     """
     if not lines:
         raise ValueError("No norms were measured: set log.norms_every_steps")
@@ -424,7 +425,7 @@ def _draw_norms(
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    shown = np.ma.masked_where(~(values > 0), values)  # also NaN
+    shown = np.ma.masked_where(~(values > 0), values)  # also masks NaN
     low, high = (shown.min(), shown.max()) if shown.count() else (1.0, 1.0)
     spans_decades = high > 10 * low
     colors = "viridis"

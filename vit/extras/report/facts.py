@@ -28,13 +28,13 @@ from vit.system.redact import shown
 from vit.training.model_summary import count_parameters, flops_per_image
 
 RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss", "ece")
-"""The values of an evaluation. For averaged weights, the names have the suffix `_ema`."""
+"""The result fields of an evaluation. For averaged weights, the names have the suffix `_ema`."""
 
 
 def run_state(
     history: History, plan: dict[str, Any], run_dir: Path, now_s: float
 ) -> dict[str, Any]:
-    """Return the state of the run as a word, a sentence and the progress."""
+    """Return the state of the run: a word, a sentence and the progress."""
     step = max((line["step"] for line in history.lines), default=0)
     total = plan.get("total_steps")
     progress = f"step {step:,}"
@@ -107,7 +107,7 @@ def config_facts(
 
 
 def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
-    """Return the hardware of the last attempt."""
+    """Return facts about the hardware of the last attempt."""
     if not history.attempts:
         return []
     start = history.attempts[-1].start
@@ -158,7 +158,7 @@ def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict
 
 
 def set_rows(history: History) -> list[dict[str, Any]]:
-    """Return a row for each further set and type of weights, from the last evaluation.
+    """Return a row for each additional set and type of weights, from the last evaluation.
 
     `best` is the highest top-1 accuracy of all evaluations, and `best_step` is its step.
     """
@@ -213,7 +213,7 @@ def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def throughput(history: History, batch_size: int) -> dict[str, Any]:
-    """Return medians and shares over all steps. Repeated steps are counted once."""
+    """Return speeds, times and counts over all steps. Repeated steps are counted once."""
     train = history.of_kind("train")
     elapsed = [line["elapsed_s"] for line in history.lines if line.get("elapsed_s") is not None]
     memory = [line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None]
@@ -316,7 +316,7 @@ def _text(value: Any) -> str:
 
 
 def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (name, [(value, attempts with this value)]).
+    """Return (name, [(value, attempts with this value)]) for each provenance field.
 
     If all attempts have the same value, the second entry is "".
     """

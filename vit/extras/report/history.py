@@ -59,13 +59,13 @@ class History:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan of the last attempt that has one, or {}."""
+        """The plan of the last attempt that has one, or {} if none has."""
         plans = [attempt.start.get("plan") for attempt in self.attempts]
         return next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The number of steps of an epoch by the last train line, or None if unknown."""
+        """The number of steps per epoch in the last train line, or None if unknown."""
         lines = [line for line in self.of_kind("train") if line.get("epoch")]
         return lines[-1]["step"] / lines[-1]["epoch"] if lines else None
 
@@ -74,7 +74,7 @@ class History:
         return [line for line in self.lines if line["kind"] == kind]
 
     def image_sizes(self) -> list[tuple[int, str]]:
-        """Return changes of the image size as the step before the change, and "160" or "160x192".
+        """Return each change of the image size as the step before it and a text such as "160x192".
 
         Returns [] if metrics.jsonl has no image sizes.
         """

@@ -21,25 +21,25 @@ from vit.system.drawing import SMALL_PT, Cell, cell_width_in, display_name, plot
 from vit.training.metrics import PairedDifference, paired_difference
 
 BATCH = 16
-"""The batch size."""
+"""The batch size for predictions."""
 MAX_EACH = 12
-"""The largest number of images that only A, or only B, classifies correctly."""
+"""The maximum number of shown images that only A, or only B, classifies correctly."""
 
 
 class Compared(NamedTuple):
     """The results of two models on the same N images."""
 
     labels: Tensor
-    """(N,) int64."""
+    """The labels, (N,) int64."""
     predictions: tuple[Tensor, Tensor]
     """The predicted classes of each model, (N,) int64."""
     probabilities: tuple[Tensor, Tensor]
-    """The probability of each prediction, by model, (N,) float32."""
+    """The probability of each predicted class, by model, (N,) float32."""
     difference: PairedDifference
 
     @property
     def is_right(self) -> tuple[Tensor, Tensor]:
-        """Whether each prediction is correct, by model, (N,) bool."""
+        """Masks of the correct predictions of each model, (N,) bool."""
         first, second = self.predictions
         return first == self.labels, second == self.labels
 
@@ -111,7 +111,7 @@ def plot_comparison(
         try:
             relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
             looks.append(overlaid(pixels, relevance))
-        except ValueError:  # a convolutional network
+        except ValueError:  # for example, a convolutional network
             looks.append(pixels.expand(-1, 3, -1, -1).float() / 255)
     size = shown[0].shape[2:]
     side = cell_width_in(6)

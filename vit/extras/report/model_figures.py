@@ -46,7 +46,7 @@ from vit.system.drawing import (
 from vit.system.files import told
 
 MAX_SHOWN = 28
-"""The largest number of filters in a picture, as in the paper's figure."""
+"""The maximum number of filters in a picture, as in Figure 7 (left) of the ViT paper."""
 Normalize = Callable[[Tensor], Tensor]
 """A function that converts (B, C, H, W) uint8 on the host to inputs on the model's device."""
 
@@ -56,7 +56,7 @@ class Images(NamedTuple):
 
     normalize: Normalize
     pixels: Tensor
-    """(B, C, H, W) uint8."""
+    """The images, (B, C, H, W) uint8."""
     names: Sequence[str]
     """The caption of each image."""
 
@@ -231,7 +231,7 @@ def plot_heads(
     `picture`.
     """
     num_layers, num_heads = heads.shape[:2]
-    # Also that of each map, because patches need not be square.
+    # Maps have the aspect ratio of the image, because patches need not be square.
     aspect = image.shape[1] / image.shape[2]
     image_in = 1.6
     tall = image_in * aspect

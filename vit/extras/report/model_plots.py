@@ -33,7 +33,7 @@ from vit.system.drawing import (
 NUM_COLUMNS = 6
 """The number of pictures per row. With attention, each image has two pictures."""
 MAX_LINES = 3
-"""The largest number of classes in the caption of an image."""
+"""The maximum number of classes in the caption of an image."""
 
 
 def plot_augmented(
@@ -132,7 +132,7 @@ def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:
     """Draw the cosine similarity of each position embedding with all others.
 
-    The figure is figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021.
+    The picture follows Figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021.
 
     pos_embed: (h*w, D) float, without prefix tokens. grid: (h, w). Draws a tile for each position,
     or for 14 x 14 evenly spaced positions. Returns `picture`.
@@ -145,7 +145,7 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         .view(len(rows), len(columns), height, width)
         .numpy()
     )
-    # Each patch is drawn with several pixels, because gaps are thinner than a patch.
+    # Each patch is drawn several pixels wide, because gaps are narrower than a patch.
     zoom = max(1, 12 // max(grid))
     gap = max(1, zoom * max(grid) // 12)
     tall = zoom * height + gap

@@ -4,8 +4,8 @@ Attempts, tables, faults and curves come from metrics.jsonl, even if the file is
 come from the config. Pictures, or the reasons why they are missing, come from
 `vit.extras.report.pictures`, and are embedded as data URIs.
 
-All content of a run is escaped, because it is untrusted. The content security policy of the page
-blocks all external resources, and allows only one script, which is identified by its hash.
+All content of a run is escaped, because it is untrusted. The page's content security policy blocks
+all external resources, and allows only one script, which is identified by its hash.
 
     runs/<name>/report/index.html
 """
@@ -88,7 +88,7 @@ class ReportHook(Hook):
         run.signals.release_interrupt()
         try:
             report = make_report(run.folder, run.world.device, in_use=False)
-        except (Exception, KeyboardInterrupt) as error:  # the run's outcome must not change
+        except (Exception, KeyboardInterrupt) as error:  # must not change the run's outcome
             run.record.say(
                 f"no report ({type(error).__name__}: {error}); to try again, run python"
                 f" launch/report.py {quote(str(run.folder))}"
@@ -242,7 +242,7 @@ def _range95(result: dict[str, Any]) -> str:
 
 
 def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:
-    """Format a time in the local time zone, without the date if `after` is on the same day."""
+    """Format a time in the local time zone, and omit the date if `after` is on the same day."""
     if seconds is None:
         return Markup("–")
     moment = datetime.fromtimestamp(seconds).astimezone()

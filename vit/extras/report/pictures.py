@@ -136,7 +136,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
-    # Only a share of the batch is decoded, as if there were many ranks.
+    # Decode only a part of the batch, as one of many ranks does.
     shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
     share = min(shares, default=batch_size)
     batches = TrainBatches(
@@ -219,7 +219,7 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
 
 
 def _some_images(source: ReportSource, num: int) -> model_figures.Images:
-    """Return `num` validation images of many classes, with their class names."""
+    """Return `num` validation images from many classes, with their class names."""
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, None, num, 0)
     pixels = torch.stack([source.eval_image(sample) for sample in chosen])

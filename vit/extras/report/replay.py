@@ -1,9 +1,9 @@
 """Reconstruct the batch of any training step: images, crops, augmentations and mixing.
 
 Batches are not stored. The order of samples is computed from the config, and random numbers depend
-only on (seed, epoch, sample, copy) and (seed, position). The reconstructed tensors are equal bit
-for bit on the same type of device. metrics.jsonl contains the steps, the number of ranks and the
-hash of the data. `samples/` (vit.hooks.sample_losses) contains the loss of each row.
+only on (seed, epoch, sample, copy) and (seed, position). On the same type of device, the
+reconstructed tensors are bit-identical. metrics.jsonl contains the steps, the number of ranks and
+the hash of the data. `samples/` (vit.hooks.sample_losses) contains the loss of each row.
 
     metrics, config -> step -> rows -> TrainBatches.fill -> Augment -> inputs, targets -> sheet, CSV
 """
@@ -50,11 +50,11 @@ from vit.system.files import replacing, told
 
 ROWS_AT_ONCE = 64
 STORED_PX = 160
-"""The longer side in pixels of a stored image on the sheet."""
+"""The longer side of a stored image on the sheet, in pixels."""
 PAIRS_IN_A_LINE = 3
 CAPTION_PT = 7.0
 BOX_COLOR = (213, 94, 0)
-"""The color of the crop's box in the stored image."""
+"""The color of the box that marks the crop in the stored image."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class ReplayedRow:
     """A row of a batch. The fields are the columns of the CSV."""
 
     row: int
-    """The number of the row in the global batch."""
+    """The index of the row in the global batch."""
     rank: int
     sample: int
-    """The number of the sample in the training data."""
+    """The index of the sample in the training data."""
     key: str
     shard: str
     label: int
     class_name: str
     copy: int
-    """The number of the repeat (`data.aug_repeats`)."""
+    """The index of the repeated copy (`data.aug_repeats`)."""
     stored_width: int
     """The width of the stored image in pixels."""
     stored_height: int
@@ -81,18 +81,17 @@ class ReplayedRow:
     crop_width: int
     crop_height: int
     augmentation: str
-    """All other augmentations except mixing."""
+    """All augmentations except mixing."""
     mixed_by: str
-    """One of: mixup, cutmix, "" (not mixed)."""
+    """The mixing method: "mixup", "cutmix", or "" for a row that is not mixed."""
     partner_row: int | None
     partner_key: str
     own_share: float
     """The weight of the row's own image in the target and, with MixUp, in each pixel."""
     box: str
-    """The box of CutMix that shows the partner: top, bottom, left, right, in pixels of the
-    input."""
+    """The CutMix box that shows the partner: top, bottom, left, right, in input pixels."""
     weight: float
-    """The weight of the row in the loss, which is 0 if its image could not be decoded."""
+    """The loss weight of the row, which is 0 if its image could not be decoded."""
     loss: float | None
     """The training loss of the row, or None if not recorded."""
     margin: float | None
@@ -111,7 +110,7 @@ class Rows:
 
 
 class Replay:
-    """The batch of a step, counted from 1.
+    """The batch of a training step. Steps are counted from 1.
 
     rank: the rank whose rows are replayed, or None for all rows. Augmentation runs on the device of
     `source`. Raises ValueError if the run did not reach the step, or if its data is missing or has
@@ -167,7 +166,7 @@ class Replay:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the step, starting at 1."""
+        """The epoch that contains the step, starting at 1."""
         return self.position // self.order.steps_per_epoch + 1
 
     @property
@@ -177,7 +176,7 @@ class Replay:
 
     @property
     def has_losses(self) -> bool:
-        """Whether the losses of this step were recorded."""
+        """True if the losses of this step were recorded."""
         return bool(np.isfinite(self._values).any())
 
     def pieces(self, num_rows: int | None = None) -> Iterator[Rows]:

@@ -33,8 +33,8 @@ from vit.training.plan import create_order
 from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
-"""The largest number of classes of a confusion matrix, which takes 200 MB. The 21,841 classes of
-ImageNet-21k would take 3.8 GB."""
+"""The maximum number of classes in a confusion matrix, which then takes 200 MB. The 21,841 classes
+of ImageNet-21k would take 3.8 GB."""
 
 
 class ReportSource:
@@ -111,8 +111,8 @@ class ReportSource:
     def class_names(self) -> list[str]:
         """The name of each class, such as "class 7" for a class without a name.
 
-        Names come from the weights, or else from the data. The number of classes is the largest of
-        weights, data and predictions.
+        Names come from the weights, or else from the data. The number of classes is the maximum
+        over weights, data and predictions.
         """
         num_classes = 0
         names = list[str]()
@@ -154,7 +154,7 @@ class ReportSource:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes of the weights or, without weights, of the data."""
+        """The number of classes in the weights or, if no weights exist, in the data."""
         try:
             find_weights(self.run_dir)
         except WeightsError:
@@ -177,7 +177,7 @@ class ReportSource:
         return ImageFormat.from_config(config.model, config.data, config.schedule)
 
     def eval_image(self, sample: int, split: Split | Sources | None = None) -> Tensor:
-        """Decode an image as in evaluation, by default of the validation split: (C, H, W) uint8."""
+        """Decode an image as in evaluation, by default of `val_split`: (C, H, W) uint8."""
         form = self.image_format
         data = (split or self.val_split).read(sample)
         return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)

@@ -2,13 +2,14 @@
 
 `vit.data.storage.http` opens URLs, and the webdataset library opens `pipe:` commands and groups the
 files of tars into samples. A truncated tar or a failed command raises an error. Each worker of each
-rank reads its own shards. If there are fewer shards than workers, each worker uses a share of the
-samples of all shards. A buffer shuffles the samples, and each pass over the shards has a different
-order. The random numbers of augmentation depend on a hash of the sample's key.
+rank reads its own shards. If there are fewer shards than workers, each worker reads all shards and
+uses a share of the samples. A buffer shuffles the samples, and each pass over the shards has a
+different order. The random numbers used for augmentation depend on a hash of the sample's key.
 
-The order is not exact. Workers read at different speeds, so an epoch of `data.num_samples` repeats
-some samples and omits others, and a resumed run starts a new pass. metrics.jsonl records "exact":
-false. Evaluation counts each image once, because it reads an indexed split.
+The order of samples is not exact. Workers read at different speeds, so an epoch of
+`data.num_samples` repeats some samples and omits others. A resumed run starts a new pass.
+metrics.jsonl records "exact": false. Evaluation counts each image once, because it reads an indexed
+split.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ from vit.system.urls import expand_braces, on_the_web, resolve
 
 SHUFFLE_SAMPLES = 1000
 SHUFFLE_BYTES = 64 << 20
-"""The limits on the number of samples in a worker's shuffle buffer, and on their bytes."""
+"""The maximum number of samples in a worker's shuffle buffer, and the maximum number of their
+bytes."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The description of a stream, which replaces a `Split` in training."""
+    """A description of a stream, which replaces a `Split` in training."""
 
     filenames: list[str]
     """The URLs and `pipe:` commands of the shards."""
@@ -62,7 +64,7 @@ class Stream:
     layout: SampleLayout = DEFAULT_LAYOUT
     """The names of the files in a tar that contain the image and the label of a sample."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    """The retry limits for a server."""
+    """The retry limits for requests to a server."""
     splits: tuple[()] = ()
     """Empty, because a stream has no random access."""
     index: np.ndarray = field(default_factory=lambda: np.empty(0, INDEX_DTYPE))
@@ -139,7 +141,7 @@ def create_batches(
 class _Sample(NamedTuple):
     key: str
     number: int
-    """The sample's number, which is 63 bits of a hash of its key."""
+    """The sample's number: 63 bits of a hash of its key."""
     label: int
     data: bytes
     width: int
@@ -207,14 +209,14 @@ class StreamBatches(AugmentedBatches):
         return self.make_rows(position, self.first_row + first, rows, samples)
 
     def _shuffled(self, epoch: int) -> Iterator[_Sample]:
-        """Yield this process's samples without end, in random order from a buffer."""
+        """Yield this process's samples endlessly, in random order from a buffer."""
         with self._num_started.get_lock():  # each new process reads the next share of the stream
             reader = self._first_reader + self._num_started.value % self._num_processes
             self._num_started.value += 1
         buffer: list[_Sample] = []
         buffer_bytes = 0
         draws = fold(self.order.seed, epoch, reader)
-        # A larger buffer would mix several passes of a small stream.
+        # With a larger buffer, several passes over a small stream would mix.
         max_samples = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)
         for number, sample in enumerate(self._passes(reader, epoch)):
             buffer.append(sample)

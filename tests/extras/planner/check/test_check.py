@@ -57,7 +57,7 @@ def row(text: str, name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # long paths would otherwise be wrapped
+    monkeypatch.setenv("COLUMNS", "400")  # prevents wrapping of long paths
 
 
 def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, capsys):
@@ -66,7 +66,7 @@ def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, c
     table = capsys.readouterr().out
     verdict_by_part = verdicts(table)
     assert list(verdict_by_part) == PARTS
-    verdict_by_part.pop("hosts")  # its verdict depends on this machine
+    verdict_by_part.pop("hosts")  # this verdict depends on the machine
     assert set(verdict_by_part.values()) == {"ok"}, table
     assert "31,939 parameters: 12 steps of 12 images" in row(table, "config")
     assert "a new run" in row(table, "start")
@@ -98,7 +98,7 @@ def test_all_problems_are_reported_at_once(config, shards, tmp_path, capsys):
     (root / "train-00002.tar").unlink()
     (tmp_path / "file").touch()
     before = everything(tmp_path)
-    # Some machines add a note to a row.
+    # On some machines, a row has a note instead of ok.
     with pytest.raises(ValueError, match=r"[34] of 12 ok, 2 FAILED \(shards, run folder\)"):
         run_here("launch/train.py", *words(config, tmp_path / "file" / "run"))
     table = capsys.readouterr().out
@@ -153,12 +153,11 @@ def test_a_failed_check_under_torchrun_ends_with_the_summary(config, shards, tmp
 
 
 SECONDS = ("model.image_size=224", "model.depth=12", "data.num_workers=1")
-"""Settings that make a step take seconds."""
+"""Settings with which a step takes seconds."""
 
 
 def has_workers(pid: int) -> bool:
-    """Return whether a rank has started its steps. Processes that it starts during imports end
-    quickly."""
+    """Return whether a rank has started its steps. Child processes from imports end sooner."""
     before = children(pid)
     time.sleep(0.5)
     return any(child in before for child in children(pid))
@@ -180,8 +179,6 @@ def has_workers(pid: int) -> bool:
     ],
 )
 def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, stage, expected):
-    """Another rank names it after the time limit. Ranks that wait for it in a collective also
-    end."""
     more = ("--check", "--check-limit-s=15", *SECONDS)
     checking = Background(config, tmp_path / "run", *more, ranks=3, cold=True)
     while len(pids := checking.trainers()) < 3 or (
@@ -223,8 +220,8 @@ def test_a_signal_during_the_test_checkpoint_leaves_no_files(config, tmp_path, n
 
 @pytest.mark.full
 def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypatch):
-    """On a machine without a copy of the run, the check reports the job that holds the run and the
-    checkpoint to resume from."""
+    """On a machine without a copy of the run, the check reports which job holds the run and which
+    checkpoint a resume would use."""
     Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
     store_at = pytest.importorskip("vit.extras.remote_runs.place").store_at
     monkeypatch.setenv("TMPDIR", str(tmp_path))

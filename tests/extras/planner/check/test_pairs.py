@@ -1,4 +1,4 @@
-"""Test which pairs of ranks have their connection measured, and when a pair counts as slow."""
+"""Test which pairs of ranks are measured, and when a pair is reported as slow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test the stages of a check on several ranks: a rank that does not answer is named, and no rank
-waits forever."""
+"""Test check stages on several ranks: a rank that does not answer is named, and no rank waits
+forever."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
 def check(
     parts_of: Callable[[World], list[CheckStage]], limit_s: float = 30.0, leave: int | None = None
 ) -> list[Any]:
-    """Run the stages on three ranks. Return rank 0's findings, [] for other ranks, or a rank's
-    error. The rank `leave` does not take part."""
+    """Run the stages on three ranks, of which rank `leave` does not take part.
+
+    Returns rank 0's findings, [] for other ranks, and the error of a rank that raised one.
+    """
 
     def rank(world: World) -> list[tuple[str, str, str]]:
         world = replace(world, hosts=HOSTS)
@@ -80,7 +82,7 @@ def test_equal_problems_are_reported_once_with_their_ranks_and_other_parts_still
 
 
 def test_ranks_that_wait_for_a_failed_rank_continue():
-    ever = threading.Event()  # replaces a collective that the failed rank does not join
+    ever = threading.Event()  # stands for a collective that the failed rank does not join
 
     def parts_of(world: World) -> list[CheckStage]:
         def fail() -> None:

@@ -60,7 +60,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
             " model.image_size=... schedule.image_sizes=[]"
         )
     if not subject.data.assumed:
-        open_data(config, world)  # errors in the data appear now and not after the measurements
+        open_data(config, world)  # report data errors before the measurements begin
     else:
         subject.say(
             f"without data (pass --data ROOT to measure the loader): {subject.data.assumed}"
@@ -73,7 +73,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     loading = None
     with (
         naming_what_fits(config, subject.plan, subject.data.num_classes, world.device),
-        # By default, torch compiles one dynamic graph after the second micro-batch size. Training
+        # By default, torch compiles a dynamic-shape graph for the second micro-batch size. Training
         # never uses such a graph.
         torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         if True in modes
@@ -97,8 +97,8 @@ def _measure_mode(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Measure the step in one mode, eager or compiled.
 
-    In the last mode, also write the trace and measure the loader. before: the rows of earlier
-    modes, whose batch sizes are reused.
+    In the last mode, also write the trace and measure the loader. before: the result rows of
+    earlier modes, whose batch sizes are reused.
     """
     wishes = subject.wishes
     device = subject.world.device
@@ -141,7 +141,7 @@ def _create(subject: Subject, compiled: bool) -> TrainStep:
 def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | None) -> int:
     """Find the largest micro-batch that fits. Raises ValueError if the requested size does not fit.
 
-    first: the size to try first. None means the planner's estimate.
+    first: the size to try first, or None for the planner's estimate.
     """
     config = subject.config
     requested = subject.wishes.micro_batch_size
@@ -172,7 +172,7 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
 
 
 def _too_large(subject: Subject) -> str:
-    """Return an error message for a model whose smallest step does not fit, with the remedy."""
+    """Return an error message with a remedy for a model whose smallest step does not fit."""
     train = subject.config.train
     less = []
     if train.activation_checkpointing != "block":
@@ -188,7 +188,7 @@ def _too_large(subject: Subject) -> str:
 
 
 def _to_measure(subject: Subject, largest: int | None) -> list[int]:
-    """Return the config's micro-batch size, and the largest that fits."""
+    """Return the micro-batch sizes to measure: the config's, and the largest that fits."""
     planned = subject.plan.micro_batch_size
     if largest is None or subject.wishes.micro_batch_size is not None:
         return [planned]
@@ -198,7 +198,7 @@ def _to_measure(subject: Subject, largest: int | None) -> list[int]:
 def _known_batch(
     subject: Subject, rows: Sequence[dict[str, Any]], micro_batch_size: int
 ) -> int | None:
-    """Return a measured batch size of a rank that is a multiple of this micro-batch, or None."""
+    """Return a measured per-rank batch size that this micro-batch size divides, or None."""
     sizes: list[int] = [row["rank_batch_size"] for row in rows]
     # On a CPU, the batch may be smaller than the config's micro-batch.
     below = 0 if subject.on_gpu else micro_batch_size
@@ -208,9 +208,9 @@ def _known_batch(
 def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) -> int:
     """Return the largest batch size per rank whose step takes at most half of `Wishes.seconds`.
 
-    On a CPU, the batch of a GPU recipe would take minutes. With `Wishes.num_steps`, the full batch
-    is used. Only sizes that the loader can deliver are tried, because the loader is measured with
-    the same batch size.
+    On a CPU, a step with a GPU recipe's batch can take minutes. If `Wishes.num_steps` is set, the
+    full batch is used. Only sizes that the loader can deliver are tried, because the loader is
+    measured with the same batch size.
     """
     wishes = subject.wishes
     if wishes.num_steps is not None:
@@ -226,7 +226,7 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
     for larger in larger_sizes:
         train_step.micro_batch_size = min(micro_batch_size, rows)
         [taken_s] = run_steps(train_step, subject.make_batches(rows, 1), 1)
-        # Rank 0 decides, because the ranks measure different times.
+        # Rank 0 decides, because each rank measures a different time.
         next_s = subject.world.broadcast_from_main(partial(float, taken_s / rows * larger))
         if next_s > wishes.seconds / 2:
             break
@@ -295,7 +295,7 @@ def _measure_row(
 def _measure_loading(
     subject: Subject, train_step: TrainStep, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measure the loader alone and with the step, at the batch size of `row`."""
+    """Measure the loader alone and together with the step, at the batch size of `row`."""
     world = subject.world
     global_batch_size = row["rank_batch_size"] * world.size
     config = with_settings(
@@ -327,7 +327,7 @@ def _measure_loading(
 
 @contextmanager
 def _progress(subject: Subject, label: str, num_rows: int) -> Iterator[OnStep]:
-    """Show a progress meter of images once the total is known."""
+    """Show a progress bar that counts images, once the total is known."""
     num_images = num_rows * subject.world.size
     with ExitStack() as stack:
         meter: Meter | None = None

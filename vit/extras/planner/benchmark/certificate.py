@@ -21,7 +21,7 @@ from vit.system.meter import digits
 from vit.training.step_result import StepPhase
 
 Table = list[list[str]]
-"""A table whose first row is the header and whose first column has the names of the rows."""
+"""A table. The first row is the header, and the first column contains the row names."""
 PART_NAMES = {
     StepPhase.CHANGE: "augmentation, grey levels",
     StepPhase.FINISH: "augmentation, float32",
@@ -42,7 +42,8 @@ IDENTITY = (
     "num_devices",
     "micro_batch_size",
 )
-"""The fields that identify a row. A new row replaces a stored row with equal values."""
+"""The fields that identify a row. A new row replaces the stored row in which these fields are
+equal."""
 
 
 def check_writable(option: str, folder: Path) -> None:
@@ -59,7 +60,7 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def step_table(result: Mapping[str, Any]) -> Table:
-    """Return the measurements of the step, with a column for each mode and micro-batch size."""
+    """Return a table of the step measurements, with a column for each mode and micro-batch size."""
     rows = result["training"]
     reduced = [row["all_reduce"] for row in rows]
     table = [
@@ -97,7 +98,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
 
 
 def loading_table(result: Mapping[str, Any]) -> Table:
-    """Return the speed of loader, step and both, or [] if the loader was not measured."""
+    """Return the speeds of the loader, the step and both together, or [] if none were measured."""
     loading = result["loading"]
     if loading is None:
         return []
@@ -118,7 +119,7 @@ def loading_table(result: Mapping[str, Any]) -> Table:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return the title of the measurements: model, size, precision and devices."""
+    """Return a title with the model, image size, precision and devices."""
     row = result["training"][0]
     height, width = row["image_size"]
     return (
@@ -130,7 +131,7 @@ def title(result: Mapping[str, Any]) -> str:
 def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write `result` to `<date>-gpu-<name>.json` in `folder`, and to a .md file next to it.
 
-    Rows of other measurements in an existing file are kept. A CPU's file is named
+    If the file exists, its rows for other measurements are kept. The file for a CPU is named
     `<date>-<name>.json`, so the planner does not read it. Raises ValueError if the file cannot be
     written.
     """
@@ -150,7 +151,7 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
 
 
 def write_document(folder: Path, device: str, device_type: str, changes: Mapping[str, Any]) -> Path:
-    """Replace the parts `changes` of the results of `device`, as JSON and as Markdown.
+    """Update the results of `device` with `changes`, in the JSON and Markdown files.
 
     Raises ValueError if the files cannot be written.
     """
@@ -170,7 +171,7 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _place(folder: Path, device: str, device_type: str) -> Path:
-    """Return the path of the results for `device`. Raises ValueError if not writable."""
+    """Return the path of the results file for `device`. Raises ValueError if it is not writable."""
     check_writable("--out", folder)
     slug = re.sub(r"[^a-z0-9]+", "-", _short_name(device).lower()).strip("-")
     kind = "gpu-" if device_type == "cuda" else ""
@@ -183,7 +184,7 @@ def _short_name(device: str) -> str:
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """Return a results file as Markdown, with a section for each model."""
+    """Format a results file as Markdown, with a section for each model."""
     facts = ("command", "git", "python", "torch", "host")
     parts = [
         f"# Measured on {document['device']}, {document['date']}",

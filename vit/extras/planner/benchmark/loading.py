@@ -28,11 +28,12 @@ def time_loading(
     on_batch: OnStep = lambda done, total: None,
     on_step: OnStep = lambda done, total: None,
 ) -> dict[str, float]:
-    """Time the loader for `seconds`, and then the loader with the step, with new workers.
+    """Time the loader alone for `seconds`, and then together with the step, using new workers.
 
     num_steps: the number of batches and steps. If given, `seconds` is ignored. The result has the
-    images per second of all ranks, of the loader alone with augmentation on the device and together
-    with the step, and the share of the time in which rank 0 waited for data beside the step.
+    images per second of all ranks for the loader alone (including augmentation on the device) and
+    for the loader with the step. It also has the fraction of the time with the step that rank 0
+    waited for data.
     """
     world = train_step.world
     with _loader(config, data, train_step) as loader:
@@ -72,7 +73,7 @@ def _loader(config: DataConfig, data: RunData, train_step: TrainStep) -> Loader:
 def _time_alone(
     loader: Loader, world: World, num_batches: int | None, seconds: float, on_batch: OnStep
 ) -> float:
-    """Read batches without using them, and return the images per second of all ranks."""
+    """Read and discard batches, and return the images per second of all ranks."""
     num_rows = len(next(loader).labels)  # not timed, because the workers are still starting
     began_s = time.perf_counter()
     for _ in range(LEAST_STEPS):

@@ -39,11 +39,11 @@ from vit.training.step_result import StepPhase, StepResult
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
 WARM_UP_STEPS = 2
-"""The untimed steps. The first step allocates memory, loads kernels and compiles. The second step
-gives an estimate of the time."""
+"""The number of untimed steps. The first step allocates memory, loads kernels and compiles. The
+second step gives an estimate of the step time."""
 LEAST_STEPS = 3
 OnStep = Callable[[int, int], None]
-"""A callback with the number of finished steps, starting at 0, and the total number of steps."""
+"""A callback that receives the number of finished steps (starting at 0) and the total number."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class StepTimes:
     fastest_s: float
     slowest_s: float
     total_s: float
-    """The time of all steps."""
+    """The total time of all steps."""
     parts_s: dict[StepPhase, float]
-    """The median time of each part. On a GPU, CUDA events measure the time."""
+    """The median time of each part of the step, measured with CUDA events on GPUs."""
     num_steps: int
     global_batch_size: int
 
     @property
     def images_per_s(self) -> float:
-        """The images per second of all ranks, from the median step time."""
+        """The images per second of all ranks together, computed from the median step time."""
         return self.global_batch_size / self.step_s
 
 
@@ -105,8 +105,8 @@ def time_step(
 ) -> StepTimes:
     """Warm up, then time `num_steps` steps, or as many as fit in `seconds`, but at least three.
 
-    batches: an iterator of augmented batches, such as a loader, or a list. A list is repeated, and
-    its batches are augmented in each step.
+    batches: an iterator of augmented batches, such as a loader, or a list of batches. A list is
+    repeated, and each batch is augmented before its step.
     """
     world = train_step.world
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
@@ -160,7 +160,7 @@ def run_steps(
         result = train_step(next(stream), step)
         if clock is not None:
             clock.mark(None)
-        # Read a result one step late, as in training. Then the GPU never waits for the host.
+        # Read each result one step late, as in training, so the GPU never waits for the host.
         if pending is not None:
             finish(pending)
             pending = None
@@ -176,7 +176,7 @@ def run_steps(
 def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Repeat `batches`, and augment each batch directly before its step.
 
-    Augmentation and step do not overlap, so their times can be measured separately. In training,
+    Augmentation does not overlap with the step, so the two can be timed separately. In training,
     the loader's CUDA stream augments the next batch while the GPU computes the step.
     """
     for batch in itertools.cycle(batches):
@@ -192,7 +192,7 @@ class PartClock:
         self._marks: list[tuple[StepPhase | None, Any]] = []
 
     def mark(self, part: StepPhase | None) -> None:
-        """Record that `part` begins with the work queued after this call. None ends a step."""
+        """Record that `part` begins with the next queued work. None ends the step."""
         moment: Any = time.perf_counter()
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
@@ -221,8 +221,8 @@ def all_reduce_times(
 ) -> dict[str, float] | None:
     """Return the cost of averaging gradients over ranks, or None if there is only one rank.
 
-    alone_s: the time of the all-reduce without other work. exposed_s: the time that it adds to a
-    step, because the backward pass does not hide it. num_bytes: the size of the gradients.
+    alone_s: the time of an all-reduce that runs alone. exposed_s: the part of the all-reduce time
+    that the backward pass does not hide. num_bytes: the size of the gradients.
     """
     world = train_step.world
     if world.size == 1:
@@ -261,7 +261,7 @@ def largest_micro_batch(
     beside_bytes: int = 0,
     on_try: Callable[[int], None] = lambda size: None,
 ) -> int:
-    """Return the largest of `sizes` whose step fits into memory on every rank, or 0 if none fits.
+    """Return the largest of `sizes` whose step fits in memory on every rank, or 0 if none fits.
 
     sizes: in ascending order. make_batch: returns a batch of a given size on the device. first: the
     size to try first, such as the planner's estimate. beside_bytes: see `fits_in_memory`. on_try:
@@ -272,7 +272,8 @@ def largest_micro_batch(
     tried = min(bisect_left(sizes, first), len(sizes) - 1)
     while too_large - fits > 1:
         on_try(sizes[tried])
-        # Without DDP, because ranks would wait in the all-reduce for a rank that is out of memory.
+        # Trial steps run without DDP. Otherwise, a rank that runs out of memory would make the
+        # others hang in the all-reduce.
         fits_here = fits_in_memory(train_step, sizes[tried], make_batch, beside_bytes)
         if train_step.world.any_rank(not fits_here):
             too_large = tried
@@ -289,10 +290,10 @@ def fits_in_memory(
     make_batch: Callable[[int], Batch],
     beside_bytes: int = 0,
 ) -> bool:
-    """Return whether steps with two micro-batches of this size fit into this rank's memory.
+    """Return whether steps with two micro-batches of this size fit in this rank's memory.
 
     Gradients already exist when the second micro-batch begins, as they always do with DDP.
-    beside_bytes: the memory that training needs at the same time, such as for augmenting the next
+    beside_bytes: the memory that training needs at the same time, for example to augment the next
     batch.
     """
     beside: Tensor | None = None
@@ -311,7 +312,7 @@ def fits_in_memory(
     finally:
         train_step.reduce, train_step.micro_batch_size = before
     del beside
-    # This runs after the `except` block, because the error's traceback refers to tensors.
+    # Free gradients after the `except` block, because the traceback keeps tensors alive inside it.
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
     return fits

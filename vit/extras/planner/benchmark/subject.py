@@ -30,9 +30,9 @@ class Wishes:
     micro_batch_size: int | None = None
     """The only micro-batch size to measure."""
     needs_data: bool = False
-    """Whether an error is raised if the data cannot be opened."""
+    """If true, raise an error when the data cannot be opened."""
     trace: Path | None = None
-    """The folder for the profiler's files."""
+    """The folder to which the profiler writes its files."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class Subject:
     sizes: list[int]
     """The micro-batch sizes that divide a rank's batch size."""
     loadable: list[int]
-    """The batch sizes per rank that the loader can deliver, or all `sizes` without data."""
+    """The per-rank batch sizes that the loader can deliver. Without data, all `sizes`."""
     in_use: int
-    """The bytes in use before the first measurement. A CPU process keeps the memory that the first
-    measurement freed, so a later value would hide the memory of the second measurement."""
+    """The bytes in use before the first measurement. A CPU process keeps memory that a measurement
+    freed, so a later baseline would be too high."""
 
     @property
     def on_gpu(self) -> bool:
         return self.world.device.type == "cuda"
 
     def make_batch(self, num_rows: int) -> Batch:
-        """Return a batch on the device."""
+        """Return a synthetic batch of `num_rows` images on the device."""
         return self.make_batches(num_rows, 1)[0]
 
     def make_batches(self, num_rows: int, count: int = 4) -> list[Batch]:
-        """Return batches on the device."""
+        """Return `count` synthetic batches on the device."""
         return synthetic_batches(
             self.config, num_rows, self.data.num_classes, self.world.device, count
         )
@@ -75,7 +75,7 @@ class Subject:
 
 
 def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
-    """Return the benchmark's subject, before memory is allocated."""
+    """Collect everything a benchmark needs, before memory is allocated."""
     data, plan = size_and_plan(config, world.size)
     if wishes.needs_data and data.assumed:
         raise ValueError(data.assumed)
@@ -107,7 +107,7 @@ def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
 
 
 def device_name(world: World) -> str:
-    """Return the name of the GPU, or of the CPU with its number of threads."""
+    """Return the GPU's name, or the CPU's name and number of threads."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"{cpu_name()} ({torch.get_num_threads()} thread(s))"

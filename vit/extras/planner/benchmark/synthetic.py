@@ -1,4 +1,4 @@
-"""Make batches of noise images, with the augmentation parameters that the recipe draws.
+"""Make batches of noise images with random augmentation parameters, as the recipe specifies.
 
 As in the loader, images, labels and weights are on the device, and augmentation parameters are on
 the host. The time of a step depends on the augmentation parameters but not on the pixel values.
@@ -18,7 +18,7 @@ from vit.data.batches import Batch, BatchLayout, write_rows
 from vit.data.image_format import ImageFormat
 
 STORED_PX = (500, 375)
-"""The width and height of an average ImageNet image."""
+"""The width and height of an average ImageNet image, in pixels."""
 NOISE_ROWS = 16
 """The number of distinct noise images. Noise images are repeated, because generating them takes
 longer than a step on a GPU."""

@@ -1,6 +1,6 @@
 """Trace two steps: write a file for chrome://tracing or Perfetto, and a table of operators.
 
-The trace shows each part of the step by name.
+In the trace, each part of the step is labeled by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_OPERATORS = 40
 def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -> None:
     """Trace two steps, and write the files on the main rank."""
     on_gpu = train_step.world.device.type == "cuda"
-    # Otherwise torch's tracer logs its start and missing GPUs.
+    # Suppress the tracer's log lines about its start and about missing GPUs.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     labels = _Labels()

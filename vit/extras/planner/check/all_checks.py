@@ -1,14 +1,14 @@
 """Check that all hosts meet the requirements of a run, before the run starts.
 
-    launch/train.py --check -> check -> Parts (vit/extras/planner/check/stages.py), on all ranks
+    launch/train.py --check -> check -> CheckStages (stages.py), on all ranks
         machine      software, clocks, W&B
         storage      shards, reading rate, the run's folder
         collectives  each collective, pairs of ranks
         trial        plan, data, steps at full size, an evaluation batch, a checkpoint
     -> one table on rank 0 (vit/extras/planner/check/findings.py)
 
-`trial` includes the checks of `vit.hooks.preflight`, which every run makes when it starts. Checks
-of a single host come first, so their results are printed even if ranks cannot reach each other.
+`trial` includes the checks of `vit.hooks.preflight`, which every run performs when it starts.
+Single-host checks come first, so their results are printed even if ranks cannot reach each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from vit.system.meter import Meter
 from vit.system.urls import is_url
 
 STEP_TIMES = 3.0
-"""The factor on the time limit of the first steps, because these steps compile the model."""
+"""The factor by which the time limit of the first steps is longer, because these steps compile the
+model."""
 
 
 def check(config: Config, world: World, allow_change: Iterable[str], limit_s: float) -> None:
@@ -52,7 +53,7 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
             parts.run(all_parts, meter.update)
     except Interrupted as error:
         if world.is_main:
-            signals.remember_only()  # torchrun sends the signal again
+            signals.remember_only()  # torchrun repeats the signal
             parts.interrupt(error.number.name)
             _print(config, world, parts, began_s)
             storage.remove_passing()

@@ -1,9 +1,9 @@
 """Test the result and the rate of each collective that a run uses, and find slow pairs of ranks.
 
 Tensors have the size of a DDP bucket. Rates are the "bus bandwidth" of NVIDIA's nccl-tests
-(doc/PERFORMANCE.md), which is comparable between numbers of ranks. Pairs are tested in rounds, and
+(doc/PERFORMANCE.md), which can be compared across numbers of ranks. Pairs are tested in rounds, and
 each rank has one partner per round (a round-robin tournament). Pairs within a host come first.
-Pairs between hosts have the same local rank, because fabrics with a network card per GPU connect
+Pairs between hosts have equal local ranks, because fabrics with one network card per GPU connect
 such ranks.
 """
 
@@ -24,17 +24,16 @@ from vit.extras.planner.check.findings import Finding, Verdict
 from vit.system.device_memory import now_s
 
 REPEATS = 3
-"""The number of timed repeats, of which the median is used. An untimed call opens the
-connections."""
+"""The number of timed repeats. The median is used. An untimed call first opens the connections."""
 PAIR_BYTES = 2**22
-"""The bytes that two ranks send in each direction."""
+"""The number of bytes that the ranks of a pair send in each direction."""
 MAX_ROUNDS = 32
-"""The limit on rounds within hosts, and between hosts. Beyond the limit, only evenly spaced rounds
-are tested."""
+"""The maximum number of rounds within hosts, and between hosts. If more rounds are possible, only
+evenly spaced ones are tested."""
 SLOW_SHARE = 1 / 3
 """A pair is reported as slow if its rate is below this share of the median."""
 SLOW_BETWEEN_HOSTS = 2e9
-"""The rate in bytes per second below which hosts probably do not use the fabric of their GPUs."""
+"""The rate in bytes per second below which hosts probably do not use their GPU fabric."""
 WITHIN = "within a host"
 BETWEEN = "between hosts"
 
@@ -42,8 +41,8 @@ BETWEEN = "between hosts"
 def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     """Return the rate of each collective in bytes per second, by name.
 
-    Every rank must call this function. is_exact: include the collectives of
-    `train.exact_over_ranks`. Raises ValueError if a collective returns a wrong result.
+    Every rank must call this function. is_exact: also test the collectives that
+    `train.exact_over_ranks` needs. Raises ValueError if a collective returns a wrong result.
     """
     size = world.size
     if size == 1:
@@ -57,7 +56,8 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     total = torch.tensor(size * (size + 1) / 2, device=world.device)
     first = torch.ones((), device=world.device)
     share = (size - 1) / size
-    # The call, its result, the expected values, and the bytes on a link as a share of the tensor.
+    # Maps each collective to its call, its result, the expected values, and the bytes sent over
+    # each link as a fraction of the tensor.
     tried: dict[str, tuple[Callable[[], Any], Tensor, Tensor, float]] = {
         "all_reduce": (lambda: dist.all_reduce(whole.copy_(own)), whole, total, 2 * share),
         "broadcast": (lambda: dist.broadcast(whole.copy_(own), src=0), whole, first, 1.0),
@@ -133,7 +133,7 @@ def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
 
 
 def try_pairs(world: World) -> list[list[Any]]:
-    """Return the kind, the partner and the bytes per second of each pair with this rank.
+    """Return the kind, partner and bytes per second of each pair that includes this rank.
 
     Every rank must call this function.
     """
@@ -157,7 +157,8 @@ def try_pairs(world: World) -> list[list[Any]]:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             taken_s.append(now_s(world.device) - began_s)
-        # The first time is dropped, because it includes connecting and waiting for the partner.
+        # The first measurement is dropped, because it includes connecting and waiting for the
+        # partner.
         rates.append([kind, partner, PAIR_BYTES / statistics.median(taken_s[1:])])
     return rates
 
@@ -166,7 +167,7 @@ def try_pairs(world: World) -> list[list[Any]]:
 
 
 def judge_collectives(rates: dict[int, dict[str, float]], world: World) -> Iterator[Finding]:
-    """Yield the rate of each collective on its slowest rank. rates: the rates by rank and name."""
+    """Yield the rate of each collective on its slowest rank. rates: by rank and by name."""
     if world.size == 1:
         yield Finding("collectives", Verdict.OK, "not needed for one rank")
         return
@@ -210,7 +211,7 @@ def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterato
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Format a rate with three digits."""
+    """Format a rate with three significant digits."""
     if bytes_per_s >= 1e9:
         return f"{bytes_per_s / 1e9:.3g} GB/s"
     return f"{bytes_per_s / 1e6:.3g} MB/s"

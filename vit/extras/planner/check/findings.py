@@ -14,7 +14,7 @@ from rich.text import Text
 from vit.distributed.host_differences import places
 
 LINES = 3
-"""The number of problems that are printed. Further problems are only counted."""
+"""The maximum number of problems to print. The rest are only counted."""
 
 
 class Verdict(StrEnum):
@@ -37,23 +37,23 @@ _STYLES = {
 
 
 class Finding(NamedTuple):
-    """A row of the table."""
+    """A row of the findings table."""
 
     name: str
     verdict: Verdict
     said: str
-    """The text of the finding. A failure includes the remedy."""
+    """The text of the finding. The text of a failure includes a remedy."""
 
 
 def judge_main(results: Mapping[int, Sequence[Sequence[str]]], name: str) -> list[Finding]:
-    """Return rank 0's verdicts and lines as one finding with the worst verdict."""
+    """Combine rank 0's verdicts and lines into one finding with the worst verdict."""
     order = [Verdict.FAIL, Verdict.NOTE, Verdict.OK]
     verdict = min((Verdict(each) for each, _ in results[0]), key=order.index)
     return [Finding(name, verdict, "\n".join(line for _, line in results[0]))]
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the number of findings by verdict, and the names of the failed checks."""
+    """Return a line with the number of findings per verdict and the names of the failed checks."""
     names = {verdict: [f.name for f in findings if f.verdict == verdict] for verdict in Verdict}
     failed = names[Verdict.FAIL]
     parts = [f"{len(names[Verdict.OK])} of {len(findings)} ok"]
@@ -67,7 +67,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def print_table(title: str, findings: Sequence[Finding], console: Console) -> None:
-    """Print a row for each finding. Only terminals get colors."""
+    """Print a row for each finding. Colors are used only in terminals."""
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("check", no_wrap=True)
@@ -82,7 +82,7 @@ def print_table(title: str, findings: Sequence[Finding], console: Console) -> No
 def by_message(problems: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
     """Return the distinct problems as lines, each with the ranks and hosts that have the problem.
 
-    problems: the problem of each rank, in one or more lines. hosts: see `places`.
+    problems: the problem of each rank, as one or more lines. hosts: see `places`.
     """
     ranks_by_message: dict[str, list[int]] = {}
     for rank, message in sorted(problems.items()):
@@ -95,6 +95,6 @@ def by_message(problems: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
 
 
 def few(lines: Sequence[str]) -> list[str]:
-    """Return the first `LINES` of `lines`, and a line with the number of further lines."""
+    """Return the first `LINES` of `lines`, and a line that counts the rest."""
     more = len(lines) - LINES
     return [*lines[:LINES], f"and {more} more"] if more > 0 else list(lines)

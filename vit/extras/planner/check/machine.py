@@ -1,7 +1,7 @@
 """Compare the hosts' software and clocks, and check W&B and TensorBoard.
 
-Clocks are compared through torch's store. A rank of each host reads its clock when all hosts have
-arrived, which the store announces to all of them within milliseconds.
+Clocks are compared through torch's store. When the last host has arrived, the store notifies all
+hosts within milliseconds, and one rank per host reads its clock.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vit.extras.planner.check.findings import Finding, Verdict, few
 from vit.loggers.wandb_logger import wanted_mode
 
 NUM_TIMES = 5
-"""The number of moments at which all hosts read their clocks. The median difference is used."""
+"""The number of times that all hosts read their clocks. The median difference is used."""
 LARGEST_DIFFERENCE_S = 1.0
-"""The largest allowed difference between clocks. Signed URLs and locks with an expiry tolerate
-larger differences. Hosts with NTP differ by milliseconds."""
+"""The maximum allowed difference between clocks. Signed URLs and expiring locks tolerate larger
+differences. Clocks of hosts with NTP differ by milliseconds."""
 ANSWER_S = 5.0
-"""The time limit for other hosts to arrive, or for an answer from W&B's server."""
+"""The maximum time to wait for other hosts, or for an answer from the W&B server."""
 WANDB_URL = "https://api.wandb.ai"
 
 
@@ -81,9 +81,9 @@ def judge_software(
 
 
 def note_times(world: World) -> list[float] | None:
-    """Return the time on this host's clock at `NUM_TIMES` moments that all hosts share.
+    """Return this host's clock readings at `NUM_TIMES` moments that all hosts share.
 
-    Returns None on all but one rank of a host. Raises RankLost if a host does not take part.
+    Returns None on all but one rank per host. Raises RankLost if a host does not take part.
     """
     store = world.store
     if store is None or not world.is_local_main:
@@ -145,7 +145,7 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     mode = wanted_mode(log.wandb)
     if mode == "off":
         return Verdict.OK, "off, as configured"
-    # A run continues without W&B, but a user who set "online" depends on it.
+    # A run continues without W&B, but a user who set "online" relies on it.
     lacking = Verdict.FAIL if log.wandb == "online" else Verdict.NOTE
     if importlib.util.find_spec("wandb") is None:
         return lacking, "wandb is not installed: pip install wandb, or set log.wandb=off"
@@ -159,7 +159,7 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     try:
         urllib.request.urlopen(url, timeout=ANSWER_S).close()
     except urllib.error.HTTPError:
-        pass  # an HTTP error also shows that the server answers
+        pass  # even an HTTP error shows that the server answers
     except OSError as error:
         reason = getattr(error, "reason", error)
         return (
@@ -170,7 +170,7 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
 
 
 def _wandb_url() -> str:
-    """Return W&B's server, from the environment, W&B's settings file or its default."""
+    """Return the W&B server's URL from the environment, the W&B settings file or the default."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url.rstrip("/")
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")

@@ -1,4 +1,4 @@
-"""Check the step at which a run would resume, and test saving a checkpoint."""
+"""Check the step from which a run would resume, and test saving a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from vit.system.urls import is_url
 
 
 def look_at_checkpoint(trial: Trial) -> list[str] | None:
-    """Return lines about the step at which the run would resume, and about disk space.
+    """Return lines about the step from which the run would resume, and about disk space.
 
     Returns None except on rank 0. Raises ValueError if the run could not resume. A damaged
-    checkpoint is not changed.
+    checkpoint is left unchanged.
     """
     if not trial.world.is_main:
         return None

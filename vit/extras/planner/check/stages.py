@@ -1,13 +1,13 @@
 """Run the checks one after the other on all ranks, each within a time limit.
 
-    rank 0    part, in a thread -> answer -----------------\\
-    others    part, in a thread -> answer -> torch's store -> rank 0: who is missing? -> findings
-    all       <- which parts to skip, and lost ranks <------- store <---/
+    rank 0    check in a thread -> answer -----------------\\
+    others    check in a thread -> answer -> torch's store -> rank 0: who is missing? -> findings
+    all       <- checks to skip, and lost ranks <------- store <---/
 
-A check may hang on a disk, or in a collective that a stopped rank does not join. A thread runs the
-check, and the main thread waits for the answer until the time limit. Answers are sent through
-torch's store, not through a collective, so rank 0 can name a rank that does not answer. After such
-a failure, checks that need all ranks are skipped.
+A check may hang on a disk, or in a collective that a stopped rank does not join. Therefore, each
+check runs in a thread, and the main thread waits for the answer until the time limit. Answers are
+sent through torch's store instead of a collective, so rank 0 can name a rank that does not answer.
+After a rank failed to answer, checks that need all ranks are skipped.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ from vit.distributed.world import ENDED, LOOKS_PER_S, AlreadyReported, World, si
 from vit.extras.planner.check.findings import Finding, Verdict, by_message
 
 GRACE_S = 10.0
-"""The time that other ranks have to finish a joint check after one rank failed in it."""
+"""The time that other ranks have to finish a joint check after one rank has failed in it."""
 MARGIN_S = 5.0
-"""The largest expected difference between the times at which two ranks begin a check."""
+"""The maximum expected difference between two ranks' start times of a check."""
 POLL_S = 0.1
-"""The time between two requests to the store. With 410 or more ranks the time is longer, as in
-`World.look_s`."""
+"""The time between two requests to the store. With 410 or more ranks, the time is longer (see
+`World.look_s`)."""
 
 
 class CheckStage(NamedTuple):
-    """A check that every rank runs, in the same order as all other ranks."""
+    """A check that all ranks run, in the same order."""
 
     name: str
     run: Callable[[], Any]
-    """The function that each rank calls. The function returns a JSON value or raises an
-    exception."""
+    """The function that each rank calls, which returns a JSON value or raises an exception."""
     judge: Callable[[dict[int, Any]], Iterable[Finding]]
-    """The function with which rank 0 converts the values of all ranks to findings."""
+    """The function that rank 0 calls to convert the values of all ranks to findings."""
     is_joint: bool = False
-    """Whether ranks wait for each other in the check."""
+    """If true, ranks wait for each other during the check."""
     needs: tuple[str, ...] = ()
     """The checks that must pass first."""
     times: float = 1.0
-    """The factor on the usual time limit."""
+    """The factor by which the usual time limit is multiplied."""
 
 
 class CheckStages:
@@ -65,14 +64,14 @@ class CheckStages:
         self._lost = set[int]()
         self._apart = ""
         """The reason why joint checks are skipped, or "" if they run."""
-        # The thread may block the other connection, because a connection serves one call at a time.
+        # A connection serves one call at a time, and the thread may block the other connection.
         self._store = None if world.store is None else world.store.clone()
         self._look_s = max(POLL_S, world.size / LOOKS_PER_S)
         self._thread = self._new_thread()
 
     @property
     def failed(self) -> bool:
-        """Whether a check has failed on any rank. The value is equal on all ranks."""
+        """True if a check has failed on any rank. The value is equal on all ranks."""
         return bool(self._failed)
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ class CheckStages:
     def _decide(
         self, part: CheckStage, key: str, limit_s: float, deadline: float, own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Wait for the answers of all ranks, add the findings, and return the common decision."""
+        """Wait for all ranks' answers, add the findings, and return the decision for all ranks."""
         answers = self._gather(key, deadline, own)
         missing = [r for r in range(self.world.size) if r not in answers and r not in self._lost]
         late = [rank for rank, answer in answers.items() if "late" in answer]
@@ -182,10 +181,11 @@ class CheckStages:
         lines = []
         if missing:
             lines.append(self._missing(missing, limit_s))
-            # The line above already reports the ranks that other ranks have lost.
+            # The line above already reports the missing ranks, so omit reports from ranks that lost
+            # them.
             problems = {rank: text for rank, text in problems.items() if text != LOST}
         lines += by_message(problems, hosts)
-        # If ranks are missing or failed, late ranks waited for them.
+        # If a rank is missing or failed, other ranks are late because they waited.
         if late and not missing and not problems:
             late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
             lines.append(

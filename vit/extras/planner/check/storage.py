@@ -31,12 +31,12 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READ_S = 2.0
-"""The time limit for reading images of `READ_BATCHES` batches."""
+"""The time limit for reading the images of `READ_BATCHES` batches."""
 READ_BYTES = 2**29
 READ_AT_ONCE = 8
 READ_BATCHES = 8
 TEST_BYTES = 2**20
-"""The bytes that are written to test a folder."""
+"""The number of bytes written to test a folder."""
 GIB = 2**30
 
 
@@ -44,9 +44,9 @@ GIB = 2**30
 
 
 def look_at_shards(config: Config, world: World) -> list[int] | None:
-    """Check all shards from this host, and return their number and their bytes.
+    """Check all shards from this host, and return their number and total bytes.
 
-    Returns None on all but one rank of a host. Raises ShardError that lists the problems of all
+    Returns None on all but one rank per host. Raises a ShardError that lists the problems of all
     datasets.
     """
     if not world.is_local_main:
@@ -91,7 +91,7 @@ def read_rate(batches: Any, num_batches: int, world: World) -> list[float] | Non
     """Return the bytes and images per second that this host reads from shards.
 
     Reads the samples of a few global batches from the middle of the run, which are not in the page
-    cache yet, and verifies their checksums. Returns None on all but one rank of a host. Raises
+    cache yet, and verifies their checksums. Returns None on all but one rank per host. Raises
     ShardError if a sample cannot be read.
     """
     if not world.is_local_main or not batches.exact:
@@ -167,7 +167,7 @@ def remove_passing() -> None:
     for folder in list(_passing):
         hidden = folder.with_name(folder.name.replace(".tmp", ".end.tmp"))
         with suppress(OSError):
-            folder.rename(hidden)  # the thread cannot create further files
+            folder.rename(hidden)  # prevents the thread from creating more files
             shutil.rmtree(hidden, ignore_errors=True)
 
 

@@ -1,6 +1,6 @@
 """Test a run at full size: the data, a few steps, an evaluation batch and a checkpoint.
 
-    open_data (as a start) -> step (model, loader, DDP, optimizer) -> evaluation -> checkpoint
+open_data (as in training) -> step (model, loader, DDP, optimizer) -> evaluation -> checkpoint
 
 The test uses the same functions as training and starts from random weights. No metrics are written,
 and all test files are removed.
@@ -39,11 +39,11 @@ from vit.training.model_summary import count_parameters
 from vit.training.run_data import RunData, open_data
 
 STEPS = 3
-"""The number of steps. The first step compiles the model and waits for workers. The last step is
-used for the time."""
+"""The number of training steps. The first step compiles the model and waits for workers. The last
+step is timed."""
 LITTLE_MEMORY = 0.03
-"""The share of a GPU's memory that should stay free, because fragmentation can otherwise stop the
-run."""
+"""The fraction of a GPU's memory that should stay free. With less, fragmentation can cause an
+out-of-memory error."""
 GIB = 2**30
 
 
@@ -55,9 +55,9 @@ class Trial:
     """The objects that the checks share, on one rank."""
 
     data: RunData
-    """The data of the run. Available after the check `data`."""
+    """The run's data, available after the check `data`."""
     step: TrainStep
-    """The training step of the run. Available after the check `step`."""
+    """The run's training step, available after the check `step`."""
 
     def __init__(self, config: Config, world: World, allow_change: Iterable[str]):
         self.config = config
@@ -70,7 +70,7 @@ class Trial:
     # --- data -----------------------------------------------------------------------------------
 
     def open_data(self) -> dict[str, Any]:
-        """Open the data and make the plan as in training. Return the numbers of this host."""
+        """Open the data and make the plan as in training. Return host facts for `judge_data`."""
         config, world = self.config, self.world
         self.data = data = open_data(config, world)
         self._parts = parts_of(config)
@@ -78,13 +78,13 @@ class Trial:
         self.facts = {**data.facts, **self._objective.notes.facts}
         for hook in self._parts.hooks:
             if not isinstance(hook, HostCheck):
-                # `HostCheck` also checks the disk, which a separate check does.
+                # Skip `HostCheck`, because another check covers the disk.
                 self.facts |= hook.opened(config, world, data, Place(self.run_dir)).facts
         checked, self.disk = check_host(config, world, data)
         return {"lines": checked.lines, **checked.record}
 
     def judge_data(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
-        """Yield findings on the config, the data and the hosts. answers: the numbers by rank."""
+        """Yield findings on the config, the data and the hosts. answers: the facts by rank."""
         plan = self.data.plan
         with torch.device("meta"):
             model = create_trained_model(self.config, self.data.num_classes)
@@ -124,7 +124,7 @@ class Trial:
         yield Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
 
     def judge_reading(self, rates: dict[int, list[float] | None]) -> Iterator[Finding]:
-        """Yield a finding on the reading rate, and store the slowest host's for `judge_step`."""
+        """Yield a finding on the reading rate, and store the lowest rate for `judge_step`."""
         images_per_s = (rate[1] for rate in rates.values() if rate is not None)
         self._read_images_per_s = min(images_per_s, default=math.inf)
         yield from storage.judge_reading(rates, self.world)
@@ -251,7 +251,7 @@ class Trial:
                     pass
                 finally:
                     evaluator.close()
-                # `now_s` raises CUDA errors of earlier operations.
+                # `now_s` waits for the device, so it raises CUDA errors of earlier operations.
                 taken_s.append(now_s(self.world.device) - began_s)
         return taken_s
 

@@ -32,7 +32,7 @@ from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, told
 
 MAX_CURVE_VALUES = 2**28
-"""The largest number of margins in memory (512 MiB). For longer runs, only every n-th epoch is
+"""The maximum number of margins in memory (512 MiB). For longer runs, only every n-th epoch is
 kept."""
 LARGEST = float(np.finfo(np.float16).max)
 
@@ -46,9 +46,9 @@ class SampleCurves:
     num_seen: NDArray[np.int64]
     """The number of epochs in which each image was seen, (N,)."""
     mean_loss: NDArray[np.float64]
-    """(N,)"""
+    """The mean loss of each image, (N,)."""
     mean_margin: NDArray[np.float64]
-    """(N,)"""
+    """The mean margin of each image, (N,)."""
     first_right: NDArray[np.int64]
     """The first epoch in which each image was classified correctly, or 0 for never, (N,)."""
     last_right: NDArray[np.int64]
@@ -56,9 +56,9 @@ class SampleCurves:
     times_forgotten: NDArray[np.int64]
     """The number of times each image was classified incorrectly after it had been correct, (N,)."""
     curve_epochs: list[int]
-    """The C epochs of `margins`."""
+    """The C epochs whose margins are in `margins`."""
     margins: NDArray[np.float16]
-    """(C, N)"""
+    """The margin of each image in `curve_epochs`, (C, N)."""
 
     @property
     def never_learnt(self) -> NDArray[np.bool_]:

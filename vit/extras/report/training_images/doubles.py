@@ -38,17 +38,18 @@ from vit.layers.precision import autocast
 from vit.system.host import num_cores
 
 THRESHOLD = 0.9
-"""The lowest cosine similarity of near duplicates."""
+"""The minimum cosine similarity of near duplicates."""
 RIDGE = 0.02
-"""The share of the largest standard deviation that is added to that of each axis, which keeps axes
+"""The fraction of the largest standard deviation to add to that of each axis. This keeps axes
 without variance small."""
 BLOCK = 8192
 """The number of rows and columns in a block of the similarity matrix (256 MiB)."""
 FEW_IMAGES = 2000
-"""The number of images up to which no workers are used, because starting them would take longer."""
+"""The maximum number of images to process without workers, because starting workers takes
+longer."""
 
 OnImages = Callable[[int, int], None]
-"""A callback with the number of finished images and the total number of images."""
+"""A callback that receives the number of finished images and the total number."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class NearDoubles:
     """
 
     pairs: list[tuple[int, int, float]]
-    """The pairs of training samples with their cosine. Pairs with different labels come first."""
+    """The pairs of training samples and their cosine. Pairs with different labels come first."""
     also_evaluated: list[tuple[int, int, float]]
     """The triples of training sample, validation sample and cosine, most similar first."""
 
@@ -118,7 +119,7 @@ def find_near_doubles(
 ) -> NearDoubles:
     """Find near duplicates in the run's training data.
 
-    features: the result of `pooled_features`, which is whitened in place. threshold: the lowest
+    features: the result of `pooled_features`, which is whitened in place. threshold: the minimum
     cosine similarity, in (-1, 1].
     """
     train = source.train_set.split
@@ -196,7 +197,7 @@ def whiten_(features: Tensor) -> None:
         covariance += centred.T @ centred
     variances, axes = torch.linalg.eigh(covariance / len(features))
     deviations = variances.clamp(min=0).sqrt()
-    # All deviations are 0 if all features are equal, as in a model whose weights are 0.
+    # Avoid dividing by 0 if all features are equal, as in a model whose weights are 0.
     scale = 1 / (deviations + RIDGE * deviations[-1]).clamp(min=1e-12)
     whitening = (axes * scale).float()
     for rows in features.split(BLOCK):

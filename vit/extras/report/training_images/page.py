@@ -127,7 +127,7 @@ def _shown(
     prediction: tuple[int, float],
     curves: SampleCurves | None = None,
 ) -> dict[str, Any]:
-    """Return what the template shows of an image. curves: None for a validation image."""
+    """Return the template fields for an image. curves: None for a validation image."""
     label = int(split.index[sample]["label"])
     notes = []
     if curves is None:
@@ -180,7 +180,7 @@ def _curve(curves: SampleCurves, sample: int) -> Markup:
     ]
     line = " ".join(f"{x},{y}" for x, y in places)
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="1.6"/>' for x, y in places if len(places) <= 32)
-    # Not escaped, because this function generates the SVG from numbers.
+    # `Markup` prevents escaping. The SVG is safe, because this function generates it from numbers.
     return Markup(
         f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img"'
         f' aria-label="margins from {margins[seen[0]]:.2f} to {margins[seen[-1]]:.2f}">'
