@@ -1,4 +1,4 @@
-"""Import modules that only few runs need when they are first used."""
+"""Import modules that few runs need on first use."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def load(name: str, needed_for: str) -> Any:
-    """Return the module `name`, or an attribute for `module:attribute`.
+    """Return the module `name`, or its attribute if `name` is `module:attribute`.
 
-    Raises ValueError if the module's folder is not installed.
+    Raises ValueError if a parent package of the module is not installed.
 
-    needed_for: the setting or address that needs the module, for the message.
+    needed_for: the setting or address that needs the module, for messages.
     """
     try:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if not name.replace(":", ".").startswith(f"{missing}."):  # The module's own import failed.
+        if not name.replace(":", ".").startswith(f"{missing}."):  # The module failed to import it.
             raise
         raise ValueError(
             f"{needed_for} needs {missing.replace('.', '/')}, which is not installed"

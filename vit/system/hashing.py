@@ -1,9 +1,9 @@
-"""Compute random numbers and permutations as pure functions: a hash of integers.
+"""Compute random numbers and permutations as pure functions of integers, by hashing.
 
 The sample order and augmentation use these functions, so that any random number can be computed
-without those before it. This module implements the hash because libraries do not guarantee stable
-random streams. `tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` contain
-expected output.
+without the numbers before it. This module implements its own hash, because libraries do not
+guarantee stable random streams. `tests/data/golden_order.json` and
+`tests/data/augment/golden_draws.json` contain the expected results.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 
 U64 = np.uint64
 CHUNK_NUMBERS = 1 << 16
-"""The number of integers hashed at a time, which fit into the cache of a core."""
+"""The number of integers hashed at a time, small enough for the cache of a core."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
-    """Hash 64-bit integers (any shape): the output function of SplitMix64 (Steele et al. 2014)."""
+    """Hash 64-bit integers of any shape by the output function of SplitMix64 (Steele et al.
+    2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(values, dtype=U64) + U64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
@@ -28,7 +29,8 @@ def hash64(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Combine integers or arrays, broadcast together, into keys. The order of `parts` matters."""
+    """Combine integers or arrays, broadcast together, into hash keys. The order of `parts`
+    matters."""
     key: NDArray[np.uint64] = np.zeros((), dtype=U64)
     for part in parts:
         key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
@@ -38,7 +40,8 @@ def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
 def fold_numbers(
     key_of: Callable[[NDArray[np.integer]], NDArray[np.uint64]], numbers: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Return `key_of(numbers)`, computed in chunks: `fold` needs five times its result's memory."""
+    """Return `key_of(numbers)`, computed in chunks, because `fold` needs five times the memory of
+    its result."""
     keys = np.empty(len(numbers), U64)
     for start in range(0, len(numbers), CHUNK_NUMBERS):
         chunk = slice(start, start + CHUNK_NUMBERS)
@@ -47,7 +50,7 @@ def fold_numbers(
 
 
 def are_ranked(keys: NDArray[np.uint64], first: int, end: int) -> NDArray[np.bool_]:
-    """Return which of the distinct `keys` have ranks [first, end) in ascending order."""
+    """Return a mask of the distinct `keys` whose ranks in ascending order are in [first, end)."""
     lowest, highest = np.partition(keys, [first, end - 1])[[first, end - 1]]
     return (keys >= lowest) & (keys <= highest)
 
@@ -58,9 +61,10 @@ def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
 
 
 class Permutation:
-    """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network.
+    """A keyed permutation of range(n) in O(1) memory, computed by a six-round Feistel network.
 
-    The network permutes a power of four; values of n and more are permuted again ("cycle walking").
+    The network permutes a range whose size is a power of four. Values of n and above are permuted
+    again ("cycle walking").
     """
 
     def __init__(self, n: int, key: ArrayLike, rounds: int = 6):
@@ -74,7 +78,7 @@ class Permutation:
         """Map positions in [0, n), of any shape, to distinct values in [0, n)."""
         out = np.array(positions, dtype=U64)
         todo = np.ones(out.shape, dtype=bool)
-        # The power of four is below 4 n, so at most four passes are expected.
+        # # The range has at most 4 n values, so at most four passes are expected per value.
         while todo.any():
             left, right = out[todo] >> self.half, out[todo] & self.mask
             for key in self.keys:
