@@ -126,7 +126,7 @@ def _training_rules(config: Config) -> Rules:
 
 def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules:
     weights = loss.class_weights
-    # # Label smoothing gives each class at least this target.
+    # Label smoothing gives each class at least this target.
     least = loss.label_smoothing / (num_classes or 1000)
     threshold = loss.bce_target_thresh
     return {

@@ -117,7 +117,7 @@ def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
     if dotted in LISTS:
         parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest[:2]]
         return dotted + "".join(parts)
-    # # All other parts of `rest` name members of a union of types.
+    # All other parts of `rest` name members of a union of types.
     return f"{dotted}[{rest[-1]}]" if isinstance(rest[-1], int) else dotted
 
 

@@ -139,7 +139,7 @@ def setting_for(option: str, value: str) -> str:
     if advice := ADVICE.get(_word(name)):
         return advice
     keys = all_keys()
-    # # An option without a section is compared with the last part of each key. `name` is excluded,
+    # An option without a section is compared with the last part of each key. `name` is excluded,
     # because several sections have this key.
     named = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
     named |= _FROM_OTHER_NAME if "." not in name else {key: key for key in keys}
@@ -166,7 +166,7 @@ def _meant(written: str, settings: Sequence[str], cutoff: float) -> list[str]:
     """
     section, _, leaf = written.rpartition(".")
     same_section = [key for key in settings if key.rpartition(".")[0] == section]
-    # # A key with a section never refers to the `name` setting of another section.
+    # A key with a section never refers to the `name` setting of another section.
     any_section = [key for key in settings if not (section and key.endswith(".name"))]
     same_word = [key for key in any_section if key.rpartition(".")[2] == leaf]
     matches = [key for key in (from_other_name(leaf), *same_word) if key in settings]

@@ -361,7 +361,7 @@ def dump_yaml(
                 break_on_hyphens=False,
             )
             line = f"  {key}: {_scalar(value)}"
-            # # A comment must stay on one line, because YAML would parse a second line as content.
+            # A comment must stay on one line, because YAML would parse a second line as content.
             comment = " ".join((comments or {}).get(f"{section}.{key}", "").split())
             lines.append(f"{line:<44}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"

@@ -71,7 +71,7 @@ class RowFilter:
 
         class_names: None if the names are not known yet, which accepts every name.
         """
-        # # Division by 0 gives infinity, which comparisons handle.
+        # Division by 0 gives infinity, which comparisons handle.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             chosen = _Computation(self.text, rows, class_names).value(self._tree)
         if chosen.dtype != np.bool_:

@@ -84,7 +84,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
-        # # Set this before raising, because code that suppresses exceptions, such as `__del__`, may
+        # Set this before raising, because code that suppresses exceptions, such as `__del__`, may
         # swallow the exception.
         self.received = signal.Signals(number).name
         if self._ends_at_once and number != signal.SIGUSR1:
@@ -125,8 +125,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except ValueError as error:
         if not _is_ours(error):
             _leave_with_stack()
-        # # Before the ranks connect, all ranks on a host find the same mistake. Only one reports
-        # it.
+        # Before the ranks connect, all ranks on a host find the same mistake. Only one reports it.
         if os.environ.get("LOCAL_RANK", "0") != "0" and not dist.is_initialized():
             _leave_silently(f"error: {error}", 2)
         _leave_with_message(f"error: {error}", 2)
@@ -149,7 +148,7 @@ def leave_world(world: World) -> None:
     """Wait for all ranks, and exit this process with status 0. With a single rank, just return."""
     if world.size == 1:
         return
-    # # The worker threads of gloo race with the interpreter's finalization. A normal exit aborts
+    # The worker threads of gloo race with the interpreter's finalization. A normal exit aborts
     # about a quarter of two-rank runs in torch 2.15 ("terminate called without an active
     # exception"). To prevent the race, wait for all ranks, delete all DDP objects, and skip
     # finalization.
@@ -287,7 +286,7 @@ def _rank_prefix() -> str:
 def _is_ours(error: ValueError) -> bool:
     """Return whether `error` was raised by this project's own code, with a message for the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    # # This project's code is everything in vit/ (two folders above this file) and the script that
+    # This project's code is everything in vit/ (two folders above this file) and the script that
     # was started.
     ours = (Path(__file__).resolve().parents[1], Path(sys.argv[0]).resolve())
     return any(raised_in.is_relative_to(place) for place in ours)

@@ -75,8 +75,8 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
             ranks_by_value.setdefault(values.get(name, "none"), []).append(rank)
         if len(ranks_by_value) < 2:
             continue
-        # # List the most common value first, because the user will probably change the other hosts
-        # to this value.
+        # List the most common value first, because the user will probably change the other hosts to
+        # this value.
         most_common = sorted(ranks_by_value.items(), key=lambda pair: -len(pair[1]))
         listed = ", ".join(f"{value} on {places(ranks, hosts)}" for value, ranks in most_common)
         remedy = REMEDIES.get(name)

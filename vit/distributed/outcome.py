@@ -29,7 +29,7 @@ def tell_outcome(outcome: Outcome) -> None:
     path = Path(named)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):  # Without the file, the launcher assumes a crash.
-        # # A symbolic link can be created on a full disk, because its target is stored in the
+        # A symbolic link can be created on a full disk, because its target is stored in the
         # directory entry.
         os.symlink(outcome, hidden)
         os.replace(hidden, path)

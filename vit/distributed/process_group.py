@@ -104,10 +104,10 @@ def join_world(
     world = _agree_on_device(world, device, setting, found or find_devices(), limit)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
-        # # Set the device before the first CUDA call. Otherwise every rank would open a context on
+        # Set the device before the first CUDA call. Otherwise every rank would open a context on
         # GPU 0.
         torch.cuda.set_device(world.device)
-        # # Bind before NCCL's threads and the loader workers start, because they inherit the cores.
+        # Bind before NCCL's threads and the loader workers start, because they inherit the cores.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
     if store is not None:
         try:
@@ -138,13 +138,13 @@ def _agree_on_device(
         world.gather("rank", own)
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
-        # # Gather inside `decide`, so that all ranks get the error if one rank does not join.
+        # Gather inside `decide`, so that all ranks get the error if one rank does not join.
         gathered = world.gather("rank", own, limit)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        # # Every rank receives the result. One name per host keeps the result short.
+        # Every rank receives the result. One name per host keeps the result short.
         rows = groupby(each.host for each in devices)
         return kind, [(host, len(list(row))) for host, row in rows]
 
@@ -178,13 +178,13 @@ def _pid_space() -> str:
 
 def _set_backends() -> None:
     """Set options of torch whose defaults would change results or waste memory."""
-    # # `fp32` must mean fp32. TF32, the default of cuDNN, is 8 times as fast but has only 10 bits
-    # of fraction. Users who want speed can set bf16.
+    # `fp32` must mean fp32. TF32, the default of cuDNN, is 8 times as fast but has only 10 bits of
+    # fraction. Users who want speed can set bf16.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # # Benchmarking may choose another kernel after a resume, which would change the bits.
+    # Benchmarking may choose another kernel after a resume, which would change the bits.
     torch.backends.cudnn.benchmark = False
-    # # Augmentation allocates tensors of hundreds of sizes in each step, which would fragment GPU
+    # Augmentation allocates tensors of hundreds of sizes in each step, which would fragment GPU
     # memory without expandable segments. The user's own value takes precedence.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch reads it for the first GPU tensor
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -196,17 +196,17 @@ def make_deterministic() -> None:
     This function must be called before CUDA starts, because libraries then read their environment
     variables. It has no effect on CPUs.
     """
-    # # This setting applies to the backward pass of flash attention and to cuBLAS. It also stops
+    # This setting applies to the backward pass of flash attention and to cuBLAS. It also stops
     # torch.compile from choosing kernels by timing.
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
-    # # By default, this mode also fills new memory with a fixed value. That takes time and would
-    # only hide reads of uninitialized memory.
+    # By default, this mode also fills new memory with a fixed value. That takes time and would only
+    # hide reads of uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # # In deterministic mode, torch refuses matrix products with any other value of this variable.
+    # In deterministic mode, torch refuses matrix products with any other value of this variable.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # # NVSwitch reductions have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
+    # NVSwitch reductions have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
     os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
@@ -239,7 +239,7 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
     if world.device.type == "cuda":
         options["device_ids"] = [world.device]
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        # # Buffers of other models, such as fixed positions, never change, so broadcasting them
+        # Buffers of other models, such as fixed positions, never change, so broadcasting them
         # wastes time.
         parameters = inspect.signature(DistributedDataParallel).parameters
         renamed = "forward_sync_buffers" in parameters  # since torch 2.15
@@ -252,8 +252,8 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
     The forward pass must run inside the context as well.
     """
-    # # FSDP2, which `wrap` does not use, would need `set_requires_gradient_sync`. Without that
-    # call, its gradients would be correct, but would be reduced after each micro-batch.
+    # FSDP2, which `wrap` does not use, would need `set_requires_gradient_sync`. Without that call,
+    # its gradients would be correct, but would be reduced after each micro-batch.
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 

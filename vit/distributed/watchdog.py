@@ -156,7 +156,7 @@ class Watch:
             thread.join(LEAVES_WITHIN_S)
         self._threads = []
 
-    # # --- watchdog threads
+    # --- watchdog threads
     # ------------------------------------------------------------------------
 
     def _compare(
@@ -200,7 +200,7 @@ class Watch:
             if self._count != count:
                 count = self._count
                 moved_at = now
-            # # Rank 0 may still be saving after the store has shut down.
+            # Rank 0 may still be saving after the store has shut down.
             is_saving = self._is_away and self._world.is_main
             limit_now_s = LONGEST_WAIT.total_seconds() if is_saving else limit_s
             silent_s = now - self._answered_at
@@ -248,13 +248,13 @@ class Watch:
         slept_s = now - self._looked_at
         self._looked_at = now
         if slept_s > limit_s / 4:
-            # # This process was stopped, perhaps together with all others by a Slurm suspend. The
+            # This process was stopped, perhaps together with all others by a Slurm suspend. The
             # pause must not count against the other ranks.
             for each in seen.values():
                 each.heard_at += slept_s
                 each.changed_at += slept_s
         keys = {rank: f"beat {rank}" for rank in seen if rank != self._world.rank}
-        # # Check first, because `multi_get` would block if a rank has not sent its first beat yet.
+        # Check first, because `multi_get` would block if a rank has not sent its first beat yet.
         if keys and store.check(list(keys.values())):
             for rank, text in zip(keys, store.multi_get(list(keys.values())), strict=True):
                 seen[rank] = _updated(seen[rank], json.loads(text), now)

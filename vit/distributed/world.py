@@ -163,8 +163,7 @@ class World:
         if self.size == 1:
             return
         for piece in _in_pieces(tensors):
-            # # Send hundreds of tensors in one broadcast, because each broadcast costs a round
-            # trip.
+            # Send hundreds of tensors in one broadcast, because each broadcast costs a round trip.
             sizes = [tensor.numel() for tensor in piece]
             if self.is_main:
                 flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in piece])
@@ -259,12 +258,12 @@ class World:
             raise
         has_failed = problem is not None
         main_message = "reported by rank 0" if has_failed and self.is_main else ""
-        # # If torchrun has exited, the ranks must still save the last step. They then agree only by
+        # If torchrun has exited, the ranks must still save the last step. They then agree only by
         # the collective below.
         with suppress(StoreLost):
             has_failed, main_message = self._exchange(key, problem)
         if dist.is_initialized():
-            # # The store may shut down after answering only some of the ranks. Those ranks would
+            # The store may shut down after answering only some of the ranks. Those ranks would
             # start their next collective, which would not match the collective of the other ranks.
             # Therefore all ranks agree in this collective, which waits for the device.
             flags = torch.tensor(
@@ -352,7 +351,7 @@ class World:
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
-                # # Raise one poll later, because the process may have announced why it exited.
+                # Raise one poll later, because the process may have announced why it exited.
                 if gone:
                     raise RankLost(f"{self._names(gone)} has ended without a message, as if killed")
                 gone = self.gone()

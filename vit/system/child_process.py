@@ -35,21 +35,21 @@ def follow_parent() -> None:
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # # Unblock signals only now, so that signals that arrived during startup are ignored as well.
+    # Unblock signals only now, so that signals that arrived during startup are ignored as well.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
 
     begun_by = os.getppid()  # the parent process, or the fork server of multiprocessing
-    # # If the parent died during the imports, the worker must not start the queued work, which
-    # could leave a file behind.
+    # If the parent died during the imports, the worker must not start the queued work, which could
+    # leave a file behind.
     if not parent.is_alive():
         os._exit(1)
 
     def follow() -> None:
-        # # Checking only the pipe is not enough. Workers that are forked later inherit its write
-        # end, and a stopped worker would keep the write end open forever.
+        # Checking only the pipe is not enough. Workers that are forked later inherit its write end,
+        # and a stopped worker would keep the write end open forever.
         while parent.is_alive() and os.getppid() == begun_by:
             parent.join(LOOK_EACH_S)
         os._exit(1)

@@ -100,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
-        # # A storage object is finalized when the last tensor that uses it is deleted.
+        # A storage object is finalized when the last tensor that uses it is deleted.
         weakref.finalize(storage, self._remove, key)
         if self.now > self.peak:
             self.peak = self.now

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vit.system.files import replacing, told
 
-# # Import matplotlib only inside the functions that draw, so that training starts faster.
+# Import matplotlib only inside the functions that draw, so that training starts faster.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -120,7 +120,7 @@ def report_style() -> Iterator[None]:
         matplotlib.style.context(["default", STYLE | {"font.family": fonts}]),
         warnings.catch_warnings(),
     ):
-        # # A letter that no font has is drawn as a box. Suppress matplotlib's warning about every
+        # A letter that no font has is drawn as a box. Suppress matplotlib's warning about every
         # such letter.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield

@@ -106,10 +106,10 @@ _unfinished: set[int] = set()
 
 def _leave_unfinished() -> None:
     """Make a forked process release the files that its parent is writing."""
-    # # A loader worker lives for hours. Its inherited descriptor would keep an abandoned file
-    # locked and the disk space of a removed file occupied. Replace the descriptors instead of
-    # closing them. Otherwise the worker's copy of the file object could write to the next file that
-    # gets the same descriptor.
+    # A loader worker lives for hours. Its inherited descriptor would keep an abandoned file locked
+    # and the disk space of a removed file occupied. Replace the descriptors instead of closing
+    # them. Otherwise the worker's copy of the file object could write to the next file that gets
+    # the same descriptor.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _unfinished:
         os.dup2(null, descriptor, inheritable=False)
@@ -131,7 +131,7 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # # A link count of 0 means that another process removed the file as abandoned before it
+            # A link count of 0 means that another process removed the file as abandoned before it
             # was locked.
             if os.fstat(file.fileno()).st_nlink:
                 break
@@ -153,7 +153,7 @@ def locked_folder(path: Path) -> tuple[Path, int]:
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            # # A missing folder means that another process removed it as abandoned before it was
+            # A missing folder means that another process removed it as abandoned before it was
             # locked.
             if temporary.exists():
                 return temporary, descriptor
@@ -187,7 +187,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.replace(file.name, path)
     except OSError as error:
         if error.filename is None:
-            # # Write errors ("No space left on device") do not name the file.
+            # Write errors ("No space left on device") do not name the file.
             error.filename = str(path)
         raise
 
@@ -235,7 +235,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def json_bytes(content: dict[str, Any]) -> bytes:
     """Return `content` in the format of all JSON files of this project."""
-    # # Names that are not UTF-8 contain lone surrogates, which backslashreplace writes as JSON
+    # Names that are not UTF-8 contain lone surrogates, which backslashreplace writes as JSON
     # escapes.
     return (
         json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")

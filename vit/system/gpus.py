@@ -37,13 +37,13 @@ class Gpu:
 
 # Columns: name, bf16 TFLOP/s, fp32 TFLOP/s, memory in GiB, bandwidth in GB/s, pattern.
 #
-# # Sources: NVIDIA's data sheets for V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM),
-# GH200, HGX B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16
-# from their fp8 and fp4). AWS's page of G5 for A10G, sellers' pages for H20. Appendix A of the
-# GA102, Ada and RTX Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as
-# fast with fp32 accumulation. AMD's data sheet for MI300X.
+# Sources: NVIDIA's data sheets for V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM), GH200,
+# HGX B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16 from their
+# fp8 and fp4). AWS's page of G5 for A10G, sellers' pages for H20. Appendix A of the GA102, Ada and
+# RTX Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32
+# accumulation. AMD's data sheet for MI300X.
 #
-# # The first matching pattern is used, so put narrower patterns first.
+# The first matching pattern is used, so put narrower patterns first.
 _TABLE = r"""
 H100-PCIe      756.0   51.0   79.1  2039.0  \bH100.*PCIe
 H100-NVL       835.0   60.0   93.1  3938.0  \bH100.*NVL

@@ -78,7 +78,7 @@ class Permutation:
         """Map positions in [0, n), of any shape, to distinct values in [0, n)."""
         out = np.array(positions, dtype=U64)
         todo = np.ones(out.shape, dtype=bool)
-        # # The range has at most 4 n values, so at most four passes are expected per value.
+        # The range has at most 4 n values, so at most four passes are expected per value.
         while todo.any():
             left, right = out[todo] >> self.half, out[todo] & self.mask
             for key in self.keys:

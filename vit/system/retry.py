@@ -115,7 +115,7 @@ class RetryPolicy:
                 outage_failed_s = outage.failed_s
                 warn_at_s = outage.warn_at_s
                 _wait(pause_s, while_waiting)
-                # # The process may have been suspended for hours, which must not count toward the
+                # The process may have been suspended for hours, which must not count toward the
                 # limit.
                 suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
                 failed_s += suspended_s

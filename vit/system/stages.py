@@ -86,7 +86,7 @@ class WorkerStatus:
         self._retries = num_retries()
         self._progress = num_progress()
 
-    # # ---- methods for the process itself ----
+    # ---- methods for the process itself ----
 
     def enter(self, stage: Stage) -> None:
         """End the current stage and begin `stage`."""
@@ -155,7 +155,7 @@ class WorkerStatus:
         self._numbers[_SINCE_S] = time.monotonic()
         self._numbers[_SAMPLE] = -1
 
-    # # ---- methods for readers ----
+    # ---- methods for readers ----
 
     @property
     def num_changes(self) -> int:

@@ -161,7 +161,7 @@ def walk(
     previous = start - 2 * CLOSE_BYTES
     ahead = b""
     ahead_at = start
-    # # The name and size of the next member, if they were in an extension header before it.
+    # The name and size of the next member, if they were in an extension header before it.
     name = ""
     size = -1
 
@@ -171,8 +171,8 @@ def walk(
     while True:
         block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
         if len(block) < TAR_BLOCK:
-            # # Between small files, one large read fetches many headers. Between large files, a
-            # large read would fetch only unneeded data.
+            # Between small files, one large read fetches many headers. Between large files, a large
+            # read would fetch only unneeded data.
             num_bytes = AHEAD_BYTES if position - previous <= CLOSE_BYTES else TAR_BLOCK
             if stop is not None:
                 num_bytes = max(0, min(num_bytes, stop - position))

@@ -84,8 +84,7 @@ def resolve(text: str) -> str:
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
         without = bare(used)
-        # # A recorded URL lacks its login, so use the login that the user gave for this URL, if
-        # any.
+        # A recorded URL lacks its login, so use the login that the user gave for this URL, if any.
         if MASK in used and without != used:
             used = _used.get(without, without)
             _lost_login.add(urllib.parse.urlsplit(used).netloc)

@@ -39,13 +39,13 @@ def same_kernels(world: World) -> str:
     if world.device.type == "cuda":
         own = f"{version} on {torch.cuda.get_device_name(world.device)}"
     else:
-        # # A matrix product is split over threads, so its bits depend on their number. torchrun
+        # A matrix product is split over threads, so its bits depend on their number. torchrun
         # starts each rank with one thread, but a process without torchrun would use all cores.
         with world.fail_together():
             torch.set_num_threads(_num_threads())
         capability = torch.backends.cpu.get_cpu_capability()
         threads = f"{torch.get_num_threads()} thread(s)"
-        # # BLAS libraries choose kernels by CPU vendor and cache size.
+        # BLAS libraries choose kernels by CPU vendor and cache size.
         own = f"{version} on {cpu_name()} with {capability}, {threads}"
         limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
         own = ", ".join([own, *limits])
@@ -93,7 +93,7 @@ class Leaves:
     ):
         self.module = model
         self.world = world
-        # # All ranks have the same norm, so use one rank's norm. Averaging would round.
+        # All ranks have the same norm, so use one rank's norm. Averaging would round.
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
@@ -105,8 +105,8 @@ class Leaves:
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
-        # # All ranks initialize with the same seed, but library versions may differ between hosts,
-        # so broadcast.
+        # All ranks initialize with the same seed, but library versions may differ between hosts, so
+        # broadcast.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
     def divisor(self, num_rows: int) -> int:
@@ -146,7 +146,7 @@ class Leaves:
 
         values: (n,) float32; all but the first two are integers, or zero on all ranks but one.
         """
-        # # On all ranks but one, the sums of a leaf are zero, so adding them in any order is exact.
+        # On all ranks but one, the sums of a leaf are zero, so adding them in any order is exact.
         summed = self.world.sum_(torch.cat([values, self._sums.flatten()]))
         values.copy_(summed[: len(values)])
         values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)

@@ -161,8 +161,7 @@ class TreeSum:
             for rank in range(world.size)
         ]
         """The nodes that remain on each rank after its leaves are added."""
-        # # Backward passes compute gradients from the last layer to the first, so reverse the
-        # order.
+        # Backward passes compute gradients from the last layer to the first, so reverse the order.
         self._parameters = list(reversed(parameters))
         self._places: list[int] = []
         self._buckets: list[_Bucket] = []
@@ -192,7 +191,7 @@ class TreeSum:
             bucket.num_parameters += 1
             place = _multiple_of(ALIGNED_VALUES, place + parameter.numel())
             if 4 * (place - bucket.first) >= bucket_bytes or parameter is self._parameters[-1]:
-                # # Each rank's piece of the bucket must also be a multiple of `ALIGNED_VALUES`.
+                # Each rank's piece of the bucket must also be a multiple of `ALIGNED_VALUES`.
                 unit = ALIGNED_VALUES * self.world.size
                 place = bucket.first + _multiple_of(unit, place - bucket.first)
                 bucket.num_padded = place - bucket.first
@@ -219,7 +218,7 @@ class TreeSum:
                 bucket.waits_for = bucket.num_parameters
         yield
         if self._is_last:
-            # # No hook runs for parameters without a gradient, so send their buckets now.
+            # No hook runs for parameters without a gradient, so send their buckets now.
             while self._next_bucket < len(self._buckets):
                 self._send(self._buckets[self._next_bucket])
         else:
@@ -252,13 +251,13 @@ class TreeSum:
         if self.world.size == 1:
             return
         piece = bucket.num_padded // self.world.size
-        # # Exchange each node separately, because a single exchange would require copying the
+        # Exchange each node separately, because a single exchange would require copying the
         # vectors.
         for turn in range(max(map(len, self._left))):
             takes_part = [turn < len(nodes) for nodes in self._left]
             own = self._held[turn][part] if takes_part[self.world.rank] else self._held[0][:0]
             received = torch.empty(sum(takes_part) * piece, device=self._device)
-            # # Rank r receives piece r.
+            # Rank r receives piece r.
             work = dist.all_to_all_single(
                 received,
                 own,
@@ -280,7 +279,7 @@ class TreeSum:
             length = bucket.num_padded // self.world.size
             piece = self._finish_piece([received.split(length) for _, _, received in bucket.sent])
             bucket.sent = []
-            # # The slice has been sent, so its memory can receive the result.
+            # The slice has been sent, so its memory can receive the result.
             out = total[bucket.first : bucket.first + bucket.num_padded]
             work = dist.all_gather_into_tensor(out, piece, async_op=True)
             gathers.append((work, piece))
