@@ -48,7 +48,7 @@ CASES = {
 
 @contextmanager
 def without_losses() -> Iterator[None]:
-    """Make steps return only sums, without the loss of each image."""
+    """Make steps return only sums, without the losses of single images."""
     plain = StepResult.__init__
 
     def sums_only(result: StepResult, sums, norm, size=1, rows=()) -> None:  # type: ignore[no-untyped-def]
@@ -76,7 +76,7 @@ def measure(
 
 
 def main() -> None:
-    """Print a line for each case."""
+    """Print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=6)
