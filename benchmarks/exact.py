@@ -31,7 +31,6 @@ from vit.loggers.lines import read_lines, read_metrics
 ROOT = Path(__file__).parents[1]
 LEAF_ROWS = 8
 EVERY_STEPS = 5
-"""The number of steps between two lines of metrics.jsonl."""
 FIRST = 10
 """The first step to measure, after allocators and caches have warmed up."""
 STEPS = 30

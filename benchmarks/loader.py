@@ -167,7 +167,6 @@ class Benchmark:
         self.num_batches = num_batches
         self.rounds = rounds
         self.failures: dict[str, str] = {}
-        """The error message of each contestant that failed."""
         self.facts: dict[str, dict[str, str]] = {}
         """The image type and the memory of each contestant."""
 

@@ -31,7 +31,6 @@ RESIZE = 256
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 Batches = Iterator[tuple[Any, Any]]
-"""An endless iterator over (images, labels)."""
 
 
 class Task(NamedTuple):
@@ -39,7 +38,6 @@ class Task(NamedTuple):
 
     data: Data
     workers: int
-    """The number of worker processes or threads."""
     batch_size: int
     train: bool
 
@@ -373,7 +371,6 @@ class Contestant(NamedTuple):
     module: str
     """The module that must be importable."""
     package: str
-    """The name of the package on PyPI."""
     tasks: tuple[str, ...] = ("train", "eval")
     only_without_workers: bool = False
     pip_only: bool = False

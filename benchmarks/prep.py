@@ -46,7 +46,6 @@ from data_prep.write.shard import Work, write_shard
 ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)
 IN_MEMORY = Path("/dev/shm")
-"""An in-memory file system, where writing costs only CPU time."""
 STARTING_S = 4.0
 """The seconds that a worker process needs to start and warm up."""
 WARM_UP = 100

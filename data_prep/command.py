@@ -201,7 +201,6 @@ RUNNING_FLAGS: Flags = {
 
 
 EXCLUSIVE = {"--num-shards", "--shard-mib"}
-"""The mutually exclusive flags that set the number of shards."""
 
 
 def command_line(

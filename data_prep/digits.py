@@ -33,7 +33,6 @@ JPEG_QUALITY = 90
 LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
 """The Rec. 709 weights of red, green and blue."""
 SIDE = 8
-"""The side of an original in pixels."""
 WHITE = 16
 """The maximum pixel value of an original."""
 DIGIT_HEIGHT = 8

@@ -8,7 +8,6 @@ from pathlib import Path
 from vit.system.files import unreadable
 
 NEXT_LINE = "\n  "
-"""The separator between lines of a message."""
 
 
 class PrepError(ValueError):

@@ -114,7 +114,6 @@ def _take(
 def _add_split(
     builder: Builder, layout: Layout, label_of: Mapping[str, int], labels: Mapping[str, str]
 ) -> Faults:
-    """Add the images of a split to the catalogue."""
     faults = Faults(list)
     files = dict[Path, int]()
     done = 0

@@ -45,7 +45,6 @@ SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Maps words in file and folder names to splits."""
 NO_LABEL = (None, -1)
 """The values that mean a missing label. Data sets on Hugging Face use -1 for secret labels."""
 
@@ -132,7 +131,6 @@ def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, 
 
 
 def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) -> list[str]:
-    """Return all problems with the labels, one per line."""
     problems = []
     for split, values in counts.items():
         if lacking := sum(values[value] for value in NO_LABEL):

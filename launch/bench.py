@@ -43,7 +43,7 @@ from vit.system.command_line import Parser
 
 
 def main() -> World:
-    """Run the benchmark, and return the process group that it joined."""
+    """Run the benchmark."""
     args = read_command_line()
     overrides = list(args.overrides)
     if args.data is not None:

@@ -64,7 +64,7 @@ DEFAULT_K = 20
 
 
 def main() -> World:
-    """Run the command, and return the process group that it joined."""
+    """Run the command."""
     args = read_command_line()
     settings = settings_of(args)
     out = sys.stderr if args.json else sys.stdout
@@ -201,7 +201,6 @@ def _read(
 def _print_published(
     subject: _Subject, config: Config, result: Result, is_selected: bool, out: TextIO
 ) -> None:
-    """Print the published accuracy next to the measured accuracy."""
     assert subject.published is not None, "the caller checks"
     num_classes = result.sets[VAL][0].split.num_classes
     head_classes = (0 if is_selected else subject.loaded.num_classes) or num_classes

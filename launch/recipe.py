@@ -40,7 +40,7 @@ from vit.system.files import replacing, told
 
 
 def main() -> World | None:
-    """Run the command, and return the process group that it joined, if any."""
+    """Run the command."""
     args = read_command_line()
     return args.run(args)
 

@@ -57,7 +57,7 @@ class Command(NamedTuple):
 
 
 def main() -> World:
-    """Run the command, and return the process group that it joined."""
+    """Run the command."""
     args = read_command_line()
     world = join_world(args.device, "--device ")
     COMMANDS[args.command].run(args, world)

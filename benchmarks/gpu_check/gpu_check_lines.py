@@ -28,7 +28,6 @@ class Line:
     """Whether the check passed; None for a measurement without a limit, or a check that cannot
     run."""
     said: str
-    """The text of the result."""
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

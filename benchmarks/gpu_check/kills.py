@@ -93,7 +93,6 @@ def _run(line: Sequence[str]) -> str:
 
 
 def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    """Wait until metrics.jsonl contains `step` or a later step."""
     path = run_dir / METRICS_FILE
     while not path.is_file() or not any(line["step"] >= step for line in read_metrics(path)):
         if process.poll() is not None:

@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_CLASSES = 20
 NUM_SHARDS = 8
 GRAIN = 15.0
-"""The mean standard deviation of the added noise."""
 SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
 SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
 """The probabilities of the sizes. The last is for all other sizes, a tenth of which are large."""
@@ -163,7 +162,6 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
 
 
 def _size(rng: np.random.Generator) -> tuple[int, int]:
-    """Return a random (width, height) in pixels."""
     choice = rng.choice(len(SHARES), p=SHARES)
     if choice < len(SIZES):
         return SIZES[choice]

@@ -22,7 +22,6 @@ from PIL import Image
 
 NUM_CLASSES = 100
 GRAIN = 20.5
-"""The mean standard deviation of the added noise."""
 
 
 def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:

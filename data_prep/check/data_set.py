@@ -44,7 +44,6 @@ class SplitFiles:
     seen: dict[int, np.ndarray] = field(default_factory=dict)
     """An array of SEEN_DTYPE for each shard that was read."""
     num_bytes: int = 0
-    """The total size of the existing tars."""
     num_checked: int = 0
 
     @property
@@ -99,13 +98,11 @@ class DataSet(Classes):
 
     root: Path
     shown: str
-    """The folder or URL that the user gave."""
     tars_at: str | None
     """The URL of the shards, or None if they are in `root`."""
     info: dict[str, Any]
     parts: list[SplitFiles]
     num_hashed: int = 0
-    """The number of shards whose sha256 was compared."""
     catalogue_compared: bool = False
 
     @property

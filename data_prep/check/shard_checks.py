@@ -61,12 +61,10 @@ class Finding(NamedTuple):
     subject: str
     """The heading in the report, a key of `verify.SUBJECTS`."""
     place: str
-    """The file or split."""
     text: str
     fails: bool = True
     """True for a problem. False for a note, whose cause may be in the source."""
     details: tuple[str, ...] = ()
-    """Examples, one per line."""
 
 
 class Shard(NamedTuple):
@@ -88,7 +86,6 @@ class Shard(NamedTuple):
     ours: bool
     """True if this package wrote the shard, so that every image is an RGB or gray JPEG."""
     seed: int
-    """The seed for the catalogue's hashes."""
     num_sampled: int
     """The number of images to decode in a quick check."""
     layout: SampleLayout = DEFAULT_LAYOUT

@@ -42,7 +42,6 @@ OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
 }
 """Maps the first bytes of a compressed file to the function that opens it."""
 BATCH = 4096
-"""The number of members per batch."""
 
 
 class Members(NamedTuple):

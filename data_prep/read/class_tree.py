@@ -43,7 +43,6 @@ class FolderTree:
         self.read: Callable[[Sample], bytes] = image_tree.read
         """The function that reads the bytes of an image. It works in any process."""
         self.inputs: Sequence[Path] | None = None
-        """The value of `Source.inputs` for the images."""
 
     def __str__(self) -> str:
         return str(self.file)

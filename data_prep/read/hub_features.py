@@ -26,7 +26,6 @@ class Features:
 
     images: list[str] = field(default_factory=list)
     class_names: dict[str, list[str]] = field(default_factory=dict)
-    """The class names of each label column."""
 
 
 def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:

@@ -25,7 +25,6 @@ class Ignored:
     images: Counter[str] = field(default_factory=Counter)
     """The number of images in unsupported formats, by suffix."""
     others: Counter[str] = field(default_factory=Counter)
-    """The number of all other files, by suffix."""
     stray: list[str] = field(default_factory=list)
     """The images that are next to the class folders instead of inside them."""
     without_row: list[str] = field(default_factory=list)

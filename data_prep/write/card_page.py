@@ -164,7 +164,6 @@ def contact_sheet(card: Card) -> Image.Image:
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:
-    """Shrink the complete image to fit into a cell."""
     size = (
         max(1, CELL * image.width // max(image.size)),
         max(1, CELL * image.height // max(image.size)),

@@ -28,7 +28,6 @@ from vit.system.files import ShardError
 from vit.system.redact import escape_unprinted
 
 THREADS = 8
-"""The number of images to decode in parallel."""
 QUANTILES = {"smallest": 0, "5 %": 5, "median": 50, "95 %": 95, "largest": 100}
 SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 65536)
 """The bin edges, in pixels, of the histogram of shorter image sides."""

@@ -153,7 +153,6 @@ class Builder:
         self.notes: list[str] = []
         self._counts: dict[str, np.ndarray] = {}
         self._written: dict[str, tuple[BinaryIO, ...]] = {}
-        """The open text, row and hash files for each split."""
         self._text_bytes: dict[str, int] = {}
 
     def __enter__(self) -> Builder:

@@ -87,10 +87,8 @@ class Prepared(NamedTuple):
     """An image in its final form for a shard."""
 
     data: bytes
-    """The encoded JPEG."""
     width: int
     height: int
-    """The height of `data` in pixels."""
     change: str | None
     """The changes and notes, such as "PNG (RGBA), resized"; None if the bytes are unchanged."""
     asks_to_be_turned: bool = False

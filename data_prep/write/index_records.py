@@ -284,7 +284,6 @@ class Indexed(NamedTuple):
     """The records of an indexed shard."""
 
     rows: np.ndarray
-    """(num_samples,) INDEX_DTYPE."""
     sidecar: dict[str, Any]
     keys: np.ndarray
     """(num_samples,) uint64 hashes of the keys; (0,) if an earlier command read the shard."""

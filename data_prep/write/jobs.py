@@ -118,7 +118,6 @@ def count_one(num_bytes: int = 0) -> None:
 
 
 def _start_worker(*counters: Any) -> None:
-    """Store the shared counters in a worker process."""
     global _counters
     _counters = counters
     follow_parent()

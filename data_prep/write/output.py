@@ -37,7 +37,6 @@ class Output:
 
     url: str
     local: Path | None
-    """The local folder, or None for a URL."""
 
     def __init__(self, url: str | Path):
         self.local = local_path(url)

@@ -55,7 +55,6 @@ class Settings:
     workers: int = 1
     """The number of worker processes, which does not affect the bytes."""
     part: str | None = None
-    """The shards to write (see `choose_part`)."""
     policy: ImagePolicy = field(default_factory=ImagePolicy)
     with_json: bool = False
     """Add a JSON member with the original name, label and class to each sample."""
@@ -99,9 +98,7 @@ class WritePlan:
     output: Output
     catalogue: Catalogue
     counts: dict[str, int]
-    """The number of shards in each split."""
     mean_bytes: float
-    """The estimated size of a written image in bytes."""
     seconds_per_image: float
     """The time to read, check and convert an image in one process; nan if no image is readable."""
 

@@ -122,7 +122,6 @@ class TarStream:
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
         """Create the buffers. pool: a pool with one thread, for hashing."""
         self.size = 0
-        """The number of bytes appended."""
         self._descriptor = descriptor
         self._filled = 0
         self._sent_on = 0
@@ -271,7 +270,6 @@ def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
 
 
 def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
-    """Append all members of a sample."""
     image = stream.add(f"{sample.key}.jpg", prepared.data)
     members = [image]
     described: dict[str, Any] = {"name": sample.name}

@@ -245,7 +245,6 @@ def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
 
 
 def _allowed(plan: WritePlan) -> int:
-    """Return the number of images that may be unreadable."""
     return allowed_unreadable(plan.settings.max_unreadable, sum(plan.catalogue.splits.values()))
 
 
@@ -275,7 +274,6 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
 
 
 def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, Any]:
-    """Return the content of `_info.json`."""
     catalogue = plan.catalogue
     mine = [sidecars[job.shard.name] for job in work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())

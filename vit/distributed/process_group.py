@@ -51,7 +51,6 @@ __all__ = [
 REDUCED_AT_ONCE = 25 * 2**20
 """The gradient bytes that DDP reduces in a single all-reduce (torch's default)."""
 _joined: World | None = None
-"""The world that this process has joined, if any."""
 
 
 def announce_end(message: str) -> None:
@@ -211,7 +210,6 @@ def make_deterministic() -> None:
 
 
 def _why_not_met(reason: str) -> str:
-    """Return a message about ranks that could not connect."""
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:

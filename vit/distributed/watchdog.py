@@ -44,7 +44,6 @@ that waits in an NCCL collective does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
 """The time that the last message to the store may take."""
 NAMED = 4
-"""The maximum number of ranks that a message names."""
 VERDICT = "watch verdict"
 """The key in the store for the reason why the run ends and the ranks that caused the end."""
 

@@ -35,7 +35,6 @@ class HostDevices:
     ranks: int
     """The number of ranks of this run on the host."""
     gpus: int
-    """The number of GPUs that torch can use."""
     nvidia_gpus: int
     """The number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
     said: str

@@ -128,7 +128,6 @@ def report_style() -> Iterator[None]:
 
 @lru_cache
 def _installed(fonts: tuple[str, ...]) -> list[str]:
-    """Return the installed fonts among `fonts`."""
     from matplotlib.font_manager import fontManager
 
     present = {font.name for font in fontManager.ttflist}
@@ -168,7 +167,6 @@ class Cell(NamedTuple):
     image: Tensor
     """(1 or 3, H, W) uint8, or float in [0, 1]."""
     caption: list[str]
-    """The caption's lines, drawn under the picture."""
 
 
 def cell_width_in(num_columns: int) -> float:

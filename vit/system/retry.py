@@ -130,7 +130,6 @@ class RetryPolicy:
         raise AssertionError("unreachable")
 
     def _pause_s(self, number: int, error: RetryableError) -> float:
-        """Draw the random pause after attempt `number`."""
         pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s)
         least_s = error.retry_after_s or 0.0
         return max(pause_s * _JITTER.uniform(0.5, 1.5), least_s * _JITTER.uniform(1.0, 1.25))
@@ -159,7 +158,6 @@ class _Outage:
     failed_s: float
     """`time.monotonic()` of the first failure. The times below use the same clock."""
     awaited_until_s: float
-    """The end of the last pause."""
     warn_at_s: float
     is_reported: bool = False
 

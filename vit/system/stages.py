@@ -53,13 +53,11 @@ DOING = {
     Stage.RESIZE: "resizing",
     Stage.DRAW: "drawing the augmentation",
 }
-"""The text for each stage in messages."""
 COUNTED = ("retries", "cache_hits", "cache_misses", "read_bytes", "fetched_bytes")
 """The counters: repeated requests to a store or file system; samples whose block was cached;
 samples whose block was not cached; bytes of samples read from any source; bytes fetched from a
 store."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
-"""All names in a `Tally`, in order."""
 Tally = dict[str, float]
 """The work of one or more processes, by name (`TALLIED`): seconds per stage, then counters."""
 _CHANGES, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)

@@ -265,7 +265,6 @@ def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
 
 
 def _names(parts: urllib.parse.SplitResult) -> tuple[str, str]:
-    """Return the host name with and without its port."""
     return parts.netloc.rpartition("@")[2].lower(), parts.hostname or ""
 
 

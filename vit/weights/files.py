@@ -185,7 +185,6 @@ class LoadedWeights:
     arch: str = ""
     """The model name that another program stored with its weights, or ""."""
     notes: tuple[str, ...] = ()
-    """One sentence for each choice or omission made during reading."""
     source: dict[str, str] | None = None
     """The repository, commit and license of weights from the hub (vit/weights/hub.py)."""
 
@@ -307,7 +306,6 @@ def _check_finite(loaded: LoadedWeights) -> None:
 
 
 def _read(path: Path) -> LoadedWeights:
-    """Read a weights file or a checkpoint folder."""
     if path.is_dir():
         return _from_checkpoint(path)
     content = read_content(path)

@@ -276,7 +276,6 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 
 def _bare_names(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `content` with wrapper prefixes removed from its names."""
     return {
         ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
         for name, tensor in content.items()

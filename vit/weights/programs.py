@@ -30,7 +30,6 @@ class View:
     """The preprocessing of a model's input images."""
 
     size: tuple[int, int]
-    """The height and width of the input in pixels."""
     cover: tuple[int, int]
     """The minimum height and width of the resized image, or its exact size if `squash` is set."""
     squash: bool
@@ -222,7 +221,6 @@ def lacking(program: str, config: Config) -> list[str]:
 
 
 def _unknown_fields(model: ModelConfig) -> list[str]:
-    """List the non-default fields that this module does not cover."""
     fields = type(model).model_fields
     return [
         name

@@ -29,7 +29,6 @@ class KnownModel:
     """The config's `model` section without image size and classes. Its name is `timm/<name>` if
     this project has no equivalent model."""
     image_size: tuple[int, int]
-    """Height and width in pixels."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """`mean` and `std` per channel, for images scaled to [0, 1]."""
@@ -46,7 +45,6 @@ class KnownModel:
     source: str = NO_NUMBER
     """The publication that reports `top1` and `top5`, or the reason why they are missing."""
     files: tuple[str, ...] = ()
-    """The names of the files that the authors distribute."""
     head: str = "head"
     """The name of the classifier layer, whose weight has one row per class."""
 

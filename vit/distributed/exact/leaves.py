@@ -71,7 +71,6 @@ def check_leaves(model: nn.Module) -> None:
 
 
 def _num_threads() -> int:
-    """Return OMP_NUM_THREADS; 1 if it is not set."""
     variable = os.environ.get("OMP_NUM_THREADS", "1")
     if not variable.isdecimal() or not int(variable):
         raise ValueError(
@@ -97,7 +96,6 @@ class Leaves:
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
-        """The number of rows in the global batch."""
         self._rows_per_leaf = rows_per_leaf
         self._seed = seed
         self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))

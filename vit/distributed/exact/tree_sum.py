@@ -54,7 +54,6 @@ class Node(NamedTuple):
 
 
 def _multiple_of(unit: int, length: int) -> int:
-    """Round `length` up to a multiple of `unit`."""
     return math.ceil(length / unit) * unit
 
 
