@@ -42,12 +42,11 @@ FINISHED = 0
 ACCIDENT = 1
 MISTAKE = 2
 AGAIN = 75
-"""The value of EX_TEMPFAIL in sysexits.h. The files in deploy/ use the same value."""
+"""EX_TEMPFAIL in sysexits.h. The files in deploy/ use the same value."""
 SHUTDOWN_S = 110
 """The seconds that torchrun gives its ranks to save after SIGTERM (default: 30)."""
 MEET_S = 3600
-"""The seconds that torchrun waits for other hosts, which may be scheduled one by one (default:
-600)."""
+"""The seconds that torchrun waits for other hosts, which may start one by one (default: 600)."""
 
 LEAVE_S = 10.0
 """The seconds that torchrun may take to exit after its ranks finish."""
@@ -57,10 +56,10 @@ PATIENCE_S = 60.0
 
 
 class Torchrun:
-    """A child process that runs torchrun and receives this process's signals.
+    """A torchrun child process that receives this process's signals.
 
-    Kubernetes sends SIGTERM to the first process of a container. Linux ignores the signal there
-    unless the process has a handler, so this process installs one.
+    Kubernetes sends SIGTERM to a container's first process. Linux ignores it there unless the
+    process has a handler, so this process installs one.
     """
 
     def __init__(self) -> None:
@@ -75,8 +74,7 @@ class Torchrun:
         self._forward()
 
     def _forward(self) -> None:
-        """Forward SIGTERM only once, because a second SIGTERM would end torchrun before its ranks
-        save.
+        """Forward SIGTERM once, because a second SIGTERM would end torchrun before its ranks save.
 
         Ctrl-C is not forwarded, because the terminal sends it to torchrun directly.
         """
@@ -87,9 +85,9 @@ class Torchrun:
     def run(self, arguments: Sequence[str], environment: dict[str, str], outcome_file: Path) -> int:
         """Run launch/train.py with `arguments` and return torchrun's exit status.
 
-        `outcome_file` exists after the ranks on all hosts finish. torchrun then waits for the
-        torchrun processes on other hosts. If SIGTERM ended one of them, this wait takes five
-        minutes and ignores SIGTERM, so torchrun is killed after `LEAVE_S`.
+        `outcome_file` exists after the ranks on all hosts finish. torchrun then waits for torchrun
+        on other hosts. If SIGTERM ended one of them, this wait takes five minutes and ignores
+        SIGTERM, so torchrun is killed after `LEAVE_S`.
         """
         # torchrun starts its ranks with this Python.
         python = environment.get("PYTHON_EXEC", sys.executable)
@@ -143,7 +141,7 @@ def main() -> int:
 def judge(
     outcome: Outcome | None, signal_name: str, before: str | None, after: str | None
 ) -> tuple[int, str]:
-    """Return the exit status for an attempt, and the reason for it.
+    """Return the exit status for an attempt, and the reason.
 
     outcome: the outcome written by the ranks. signal_name: the received signal, or "". before,
     after: the newest checkpoint at the start and at the end; "" if there is none, None if the store
@@ -182,7 +180,7 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
     """Return the name of the newest checkpoint in a run folder or URL, or "".
 
     Returns None if the store is unreachable. may_refuse: also return None if the store refuses
-    access, for example because keys have expired. Otherwise raise that error.
+    access, for example because of expired keys. Otherwise raise that error.
     """
     if is_url(run_dir):
         needed_for = f"run.dir={run_dir}"

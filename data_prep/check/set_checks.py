@@ -1,8 +1,8 @@
 """Check a whole data set: its records, and the samples of all shards together.
 
-The folder, sidecars, index files and quarantine are compared with `_info.json`. After each shard is
-read (data_prep/check/shard_checks.py), the class names, labels and keys of all shards are checked
-together, and equal images are reported.
+The folder, sidecars, index files and quarantine are compared with `_info.json`. After all shards
+are read (data_prep/check/shard_checks.py), their class names, labels, keys and equal images are
+checked together.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _check_sealed(data: DataSet) -> Iterator[Finding]:
 
 
 def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
-    """Check the hash and plan of each sidecar of a split, and the number of listed images."""
+    """Check the hash and plan of a split's sidecars, and the number of listed images."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
         return  # already reported
@@ -227,7 +227,7 @@ def check_quarantine(data: DataSet) -> Iterator[Finding]:
 
 
 def check_catalogue(data: DataSet) -> Iterator[Finding]:
-    """Compare the class names, keys and labels with the hash that was recorded before writing."""
+    """Compare class names, keys and labels with the hash recorded before writing."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
     splits = {}
@@ -301,7 +301,7 @@ def _incomplete(data: DataSet, part: SplitFiles) -> bool:
 
 
 def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
-    """Return a sorted array of the samples whose value in `column` occurs at least twice.
+    """Return a sorted array of samples whose value in `column` occurs at least twice.
 
     The columns of (n, 5) int64 are value number, split, shard, row and label.
     """
@@ -323,8 +323,8 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
 def check_repeated(data: DataSet) -> Iterator[Finding]:
     """Report keys that occur twice in a split, and images with identical bytes.
 
-    Identical images are only notes, because published data sets contain some. Images that occur in
-    two splits or under two labels are listed first.
+    Identical images are only notes, because published data sets have them. Images in two splits or
+    under two labels come first.
     """
     for part in data.parts:
         for group in _groups(_repeated([part], "key"))[:MOST_LINES]:

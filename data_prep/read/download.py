@@ -33,12 +33,12 @@ from vit.system.urls import on_the_web, resolve
 def download(
     url: str, path: Path, checksum: str = "", accept: Callable[[Path], object] | None = None
 ) -> None:
-    """Download `url` (http or https) to `path`, and show progress on stderr.
+    """Download `url` (http or https) to `path`, with progress on stderr.
 
-    checksum: md5 or sha256 in hex, or "" for no check. accept: a function that raises a PrepError,
-    which begins with the path, if the file is wrong. An existing file with this checksum is reused,
-    and an existing `<path>.part` is resumed. Raises PrepError if the file does not exist, has
-    another checksum or is not accepted, and ShardError if the server is unreachable.
+    checksum: md5 or sha256 in hex, or "" for no check. accept: raises a PrepError that begins with
+    the path if the file is wrong. A file with this checksum is reused, and an existing
+    `<path>.part` is resumed. Raises PrepError if the file does not exist, has another checksum or
+    is not accepted, and ShardError if the server is unreachable.
     """
     if not on_the_web(url):
         raise PrepError(f"{shown(url)}: expected an address that begins with http:// or https://")
@@ -157,7 +157,7 @@ def _fetch(url: str, file: BinaryIO) -> None:
 
 
 def checksum_of(path: Path, kind: str) -> str:
-    """Return the "md5" or "sha256" of a file in hex, and show progress on stderr."""
+    """Return a file's "md5" or "sha256" in hex, with progress on stderr."""
     digest = hashlib.new(kind, usedforsecurity=False)
     with (
         readable(path),
@@ -181,16 +181,14 @@ class WebShards(WebFolder):
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file, or None if it is missing. Raises ShardError if not
-        JSON."""
+        """Return the object in a JSON file; None if missing. Raises ShardError if not JSON."""
         try:
             with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None
         except Refused as error:
-            # Object stores answer 403 for a missing file if the user has no permission to list
-            # files.
+            # Object stores answer 403 for a missing file if the user may not list files.
             if error.status == 403:
                 return None
             raise

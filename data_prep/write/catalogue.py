@@ -42,7 +42,7 @@ from vit.system.files import locked_folder, remove_leftovers
 
 FORMAT = 1
 SPOOL = "_spool"
-"""The subfolder of the output folder for files that are written by `Builder.spool`."""
+"""The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
 """The maximum number of rows to sort or compare at a time. More rows are processed in parts."""
 
@@ -58,11 +58,10 @@ class Source:
     fill: Callable[[Builder], None]
     """A function that adds classes, files and samples. Raises PrepError for an invalid source."""
     read: Callable[[Sample], bytes]
-    """A function that returns the encoded image of a sample. Workers call it. Raises OSError or
-    ValueError."""
+    """A worker function that returns a sample's encoded image. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
     """Archives whose path, size and modification time show whether a data set is up to date; None
-    if only listing the source shows that."""
+    if only listing the source shows it."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
         """Return a sha256 of everything that affects the catalogue, or None without `inputs`."""
@@ -87,9 +86,9 @@ class Catalogue:
     splits: Mapping[str, int]
     """The number of samples in each split. The first split is for training."""
     sha256: str
-    """A hash over classes, splits, keys and labels, which is equal for the same images."""
+    """A hash over classes, splits, keys and labels, equal for the same images."""
     lock: int
-    """A locked file descriptor that prevents other processes from removing the folder."""
+    """A locked file descriptor that keeps other processes from removing the folder."""
 
     def table(self, split: str) -> Table:
         """Return the samples of a split."""
@@ -115,7 +114,7 @@ def open_catalogue(
 ) -> Catalogue:
     """Create a catalogue of `source` in `root` under a temporary name.
 
-    `finish` is called after `source.fill`. Catalogues left behind by killed processes are removed.
+    `finish` is called after `source.fill`. Catalogues of killed processes are removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
@@ -165,14 +164,14 @@ class Builder:
     def spool(self) -> Path:
         """The folder for large intermediate files, such as the images in a parquet file.
 
-        Processes that build the same catalogue share the folder, so write files with `replacing`
-        and keep existing files. The folder is removed when the shards are complete.
+        Processes that build the same catalogue share the folder, so write with `replacing` and keep
+        existing files. The folder is removed when the shards are complete.
         """
         self._spool.mkdir(parents=True, exist_ok=True)
         return self._spool
 
     def classes(self, names: Sequence[str]) -> None:
-        """Set the class names in label order. If there are none, every label is -1."""
+        """Set the class names in label order. Without classes, every label is -1."""
         self.class_names = list(names)
 
     def file(self, path: Path | str) -> int:
@@ -237,7 +236,7 @@ class Builder:
         self._count(split, rows["label"])
 
     def _close_files(self) -> None:
-        """Close the files so that they can be read. More samples can be added later."""
+        """Close the files so that they can be read. `add` reopens them."""
         while self._written:
             for file in self._written.popitem()[1]:
                 file.close()
@@ -260,11 +259,10 @@ class Builder:
         return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
 
     def hold_out(self, split: str, into: str, fraction: float) -> None:
-        """Move the samples with the smallest hashes in each class of `split` to the new split
-        `into`.
+        """Move the samples with the smallest hashes in each class of `split` to `into`.
 
         The hash depends only on the key, not on the seed or the position. The number of moved
-        samples is rounded, but each class keeps at least one image.
+        samples is rounded, but each class keeps at least one.
         """
         self._close_files()
         table = Table(self.folder, split, self.files, ordered=False)
@@ -334,7 +332,7 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
 def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index of the first record, records) for each part of a file of records.
 
-    A memory map is not used, because it would count as memory of this process.
+    A memory map would count as this process's memory.
     """
     with open(path, "rb") as file:
         for start in range(0, path.stat().st_size // dtype.itemsize, ROWS_IN_MEMORY):
@@ -346,7 +344,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
 
     Hashes and labels are added to the digest in this order. Raises PrepError for repeated keys.
     """
-    # Use a power of two. Each part is then about half full.
+    # A power of two, so that each part is about half full.
     parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
     width = (1 << 64) // parts
     twice = set()

@@ -4,11 +4,10 @@ An ordinary JPEG (8 bits, gray or color) that needs no change is checked, and it
 Every other image is decoded and encoded again as an RGB JPEG with the policy's quality and full
 chroma resolution (4:4:4). A gray JPEG that is resized or rotated stays gray. An image that no
 decoder can read raises `Unreadable` with the reason. The policy may add restart markers
-(data_prep/write/restart_markers.py). The output bytes depend only on the input bytes and the
-policy.
+(data_prep/write/restart_markers.py). The output depends only on the input and the policy.
 
-The writer decodes with `vit.data.decode.images`, like the loader. The loader can therefore decode
-every image that the writer accepts.
+The writer decodes with `vit.data.decode.images`, like the loader, which can therefore decode every
+image that the writer accepts.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def exif_summary(number: int, total: int) -> str:
 
 
 def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
-    """Convert the encoded image `data` to its form in a shard. Raises Unreadable."""
+    """Convert the encoded image `data` for a shard. Raises Unreadable."""
     prepared = _prepare(data, policy)
     if policy.restart_markers == "off":
         return prepared
@@ -121,7 +120,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     try:
         header = read_header(data)
     except ValueError:
-        # Usually the data are in another format, but Pillow can also read some odd JPEG headers.
+        # Usually another format, but Pillow can also read some odd JPEG headers.
         return _by_pillow(data, policy)
     try:
         check_jpeg(header)

@@ -36,7 +36,7 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
-    """Return the split in a shard's name: a usual split name between dashes, or the part before the
+    """Return the split in a shard's name: a usual name between dashes, or the text before the
     number."""
     *parts, number = filename.removesuffix(".tar").split("-")
     usual = [part for part in parts if part.lower() in SPLIT_NAMES]
@@ -46,9 +46,9 @@ def split_of(filename: str) -> str | None:
 
 
 def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
-    """Return the sorted tar names of each split. If `split` is given, all tars are in this split.
+    """Return the sorted tar names by split, or all tars under `split` if given.
 
-    Raises PrepError if there are no tars, or if a name contains no split.
+    Raises PrepError if there are no tars, or if a name has no split.
     """
     names = [name for name in files if name.endswith(".tar")]
     if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
@@ -86,7 +86,7 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
 
 
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
-    """Return the location of the shards. If `roots` are tar URLs, also return the tar names."""
+    """Return the location of the shards, and the tar names if `roots` are tar URLs."""
     urls = [
         url for root in roots for url in (expand_braces(resolve(root)) if "://" in root else [root])
     ]
@@ -109,8 +109,7 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
-    """Create the output location for the index, check that it is writable, and return it. Raises
-    PrepError."""
+    """Return a writable output location for the index. Raises PrepError."""
     if isinstance(source, Output) and source.local is not None:
         if out is not None:
             raise PrepError(
@@ -144,7 +143,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 def read_infos(
     source: Output | WebShards, output: Output, listed: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the `_info.json` next to the shards and the one in the output, which may be the same.
+    """Return the `_info.json` next to the shards and the one in the output, possibly the same.
 
     listed: skip the first file, because the shards were listed one by one.
     """
@@ -190,8 +189,7 @@ def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError if shards are missing. On the web, skip this check: it takes a request per
-    shard."""
+    """Raise PrepError if shards are missing. Skip web shards, which need a request each."""
     if isinstance(source, Output):
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
@@ -202,7 +200,7 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 
 
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
-    """Return the index rows of each shard from an earlier index."""
+    """Return the rows of each shard from an earlier index."""
     rows_of: dict[str, np.ndarray] = {}
     for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
@@ -219,8 +217,7 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
 
 
 def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Indexed]) -> None:
-    """Raise PrepError if shards differ from `_info.json` in length, size or sha256. List them
-    all."""
+    """Raise PrepError that lists all shards whose length, size or sha256 differs from `info`."""
     problems = []
     for split in info["splits"]:
         for name, *recorded in zip(
@@ -243,7 +240,7 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
 def choose_classes(
     info: dict[str, Any] | None, class_names: list[str], indexed: dict[str, Indexed]
 ) -> dict[str, Any]:
-    """Return class_names and num_classes, taken from an existing `_info.json` if it has them.
+    """Return class_names and num_classes, from an existing `_info.json` if it has them.
 
     Raises PrepError if a label exceeds the number of classes.
     """
@@ -272,7 +269,6 @@ class Shard(NamedTuple):
 
     source: Output | WebShards
     output: Output
-    """The location to which the index is written."""
     name: str
     split: str
     layout: SampleLayout
@@ -297,16 +293,16 @@ def index_shard(shard: Shard) -> Indexed:
 
 
 def _index_in_place(shard: Shard, tar: Path) -> Indexed:
-    """Index a local shard, and write `.idx` and sidecar if they are missing or wrong.
+    """Index a local shard, and write missing or wrong `.idx` and sidecar files.
 
-    An existing sidecar is valid as long as the tar's size and modification time are unchanged.
+    An existing sidecar is valid while the tar's size and modification time are unchanged.
     """
     survey = survey_tar(tar, shard.layout)
     status = tar.stat()
     about = _about(shard, survey)
     sidecar = info_file.read_sidecar(tar)
-    # This project's writer records no modification time, because the bytes of its sidecar depend
-    # only on the data.
+    # The writer of this project records no modification time, because the bytes of its sidecar
+    # depend only on the data.
     of_writer = sidecar is not None and "plan" in sidecar
     fits = sidecar is not None and (
         of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
@@ -328,7 +324,7 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
 
 
 def _indexed_before(shard: Shard) -> Indexed | None:
-    """Return the records of an earlier command if the size of the shard is unchanged."""
+    """Return the records of an earlier command if the shard's size is unchanged."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:

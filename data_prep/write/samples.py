@@ -1,4 +1,4 @@
-"""Define samples: their keys, their table in a catalogue, and access to their bytes."""
+"""Define samples: keys, the table in a catalogue, and access to bytes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MAX_OPEN_FILES = 256
 
 
 MAX_KEY_BYTES = 90
-"""The maximum length of a key. A ustar header allows names of 100 bytes including the extension."""
+"""The maximum length of a key: a ustar header allows 100 bytes including the extension."""
 SAFE_KEY = re.compile(r"[\w+=@,()~-]{1,90}", re.ASCII)
 SAFE_KEYS = re.compile(rf"(?:{SAFE_KEY.pattern}\n)*", re.ASCII)
 
 
 class Sample(NamedTuple):
-    """An image in a source: `size` bytes at `offset` in `file`, with the name `name`."""
+    """An image in a source: `size` bytes at `offset` in `file`, named `name`."""
 
     key: str
     label: int
@@ -50,17 +50,15 @@ class Sample(NamedTuple):
 
 
 def stable_hash(*parts: Any) -> bytes:
-    """Return a hash of 8 bytes that depends only on the text of `parts`, not on process or
-    library."""
+    """Return 8 bytes that depend only on the text of `parts`, not on process or library."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
     return hashlib.blake2b(text, digest_size=8).digest()
 
 
 def safe_key(text: str) -> str:
-    """Return `text` as a key, with dots (which end keys in webdataset), slashes and spaces
-    replaced.
+    """Return `text` as a key, with dots (which end webdataset's keys), slashes and spaces replaced.
 
-    Text longer than 90 bytes is truncated and ends with a hash of the whole text.
+    Text longer than 90 bytes is truncated and ends in a hash of the whole text.
     """
     clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     key = re.sub(r"[./\\\s\x00-\x1f]", "_", clean)
@@ -85,7 +83,7 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
     """Return ascending row numbers: from each of `num_chosen` equal ranges, one chosen by a hash.
 
-    If there are at most `num_chosen` rows, all are returned.
+    Returns all rows if there are at most `num_chosen`.
     """
     if num_chosen >= num_rows:
         return list(range(num_rows))
@@ -154,7 +152,7 @@ _descriptors: OrderedDict[str, int] = OrderedDict()
 def descriptor(file: str) -> int:
     """Return a descriptor of `file`. It stays open until MAX_OPEN_FILES other files were used.
 
-    This function is not thread-safe.
+    Not thread-safe.
     """
     if file in _descriptors:
         _descriptors.move_to_end(file)
@@ -166,7 +164,7 @@ def descriptor(file: str) -> int:
 
 
 def close_descriptors(folder: Path) -> None:
-    """Close the descriptors of all files below `folder`, so that the disk frees their space."""
+    """Close the descriptors of files below `folder`, to free their disk space."""
     for file in [file for file in _descriptors if Path(file).is_relative_to(folder)]:
         os.close(_descriptors.pop(file))
 

@@ -38,13 +38,12 @@ from vit.system.tar_walk import TAR_BLOCK
 BUFFER_BYTES = 2 << 20
 """The number of bytes per write, small enough for the cache of a core."""
 EARLY_BYTES = 8 << 20
-"""The number of bytes after which the kernel is told to start writing, so that little remains at
-the end."""
+"""The number of bytes after which the kernel starts writing, so that little remains at the end."""
 READ_AHEAD = 16
-"""The number of images whose reads from an archive are announced to the kernel in advance, because
-parallel reads are much faster."""
+"""The number of images that the kernel reads ahead from an archive, because parallel reads are much
+faster."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
-"""Whether the system supports posix_fadvise. False on macOS."""
+"""False on macOS."""
 FILE_ERRORS = (
     errno.ENOENT,
     errno.EACCES,
@@ -57,7 +56,7 @@ FILE_ERRORS = (
 
 
 class Shard(NamedTuple):
-    """A shard, which contains every n-th sample of its split in catalogue order."""
+    """A shard: every n-th sample of its split in catalogue order."""
 
     name: str
     """The file name without .tar."""
@@ -78,7 +77,7 @@ class Work(NamedTuple):
     """The fingerprint of everything that affects the bytes."""
 
     def samples(self) -> list[Sample]:
-        """Return the shard's samples in their order in the tar."""
+        """Return the shard's samples in tar order."""
         return self.catalogue.table(self.shard.split).samples(self.shard.places)
 
 
@@ -91,8 +90,7 @@ ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """Return the header of a member. `tarfile` is not used, because its headers depend on the
-    Python version."""
+    """Return a member's header. The headers of `tarfile` depend on the Python version."""
     return HEADER.pack(
         name,
         b"0000644",
@@ -109,18 +107,18 @@ def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
 
 
 CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
-"""The checksum over all fields except name and size. The checksum field counts as spaces."""
+"""The checksum of all fields except name and size, with the checksum field as spaces."""
 
 
 class TarStream:
     """A writer that appends tar members to a file descriptor, and hashes the written bytes.
 
-    Bytes are copied into two reused buffers. One is filled while the other is hashed. Collecting
-    the images in a list instead would be slower, because the system would have to map new memory.
+    Bytes are copied into two reused buffers: one is filled while the other is hashed. Collecting
+    the images in a list would be slower, because the system would have to map new memory.
     """
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
-        """Create the buffers. pool: a pool with one thread, for hashing."""
+        """Create the buffers. pool: has one thread, which hashes."""
         self.size = 0
         self._descriptor = descriptor
         self._filled = 0
@@ -132,7 +130,7 @@ class TarStream:
         self._hashed = self._pool.submit(self._sha256.update, b"")
 
     def add(self, name: str, data: bytes) -> Member:
-        """Append a ustar member. Its name must have at most 100 bytes."""
+        """Append a ustar member with a name of at most 100 bytes."""
         encoded = name.encode()
         size = b"%011o" % len(data)
         checksum = CHECKSUM_OF_REST + sum(encoded) + sum(size)
@@ -296,7 +294,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
 
 
 def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
-    """Return whether the shard's unreadable images are unchanged, which means not repaired."""
+    """Return whether the shard's unreadable images are unchanged (not repaired)."""
     if not sidecar.get("quarantined"):
         return True
     samples = {sample.key: sample for sample in work.samples()}
@@ -317,15 +315,14 @@ ROWS = ".rows.npy"
 
 
 _parsing = threading.Lock()
-"""A lock for np.load. Before Python 3.11.5, its header parser can raise SystemError in parallel
-threads (python/cpython#106905)."""
+"""A lock for np.load, whose header parser can raise SystemError in parallel threads before Python
+3.11.5 (python/cpython#106905)."""
 
 
 def load_rows(work: Work) -> np.ndarray:
     """Return the index rows of a complete shard, read from the file next to it or from its tar.
 
-    This function is thread-safe, so that requests to an object store, each of which takes a round
-    trip, can run in parallel.
+    Thread-safe, so that requests to an object store can run in parallel.
     """
     with work.output.staging() as folder:
         try:

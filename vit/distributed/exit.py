@@ -45,9 +45,9 @@ from vit.system.files import FULL
 from vit.system.redact import guard_console, printed, shown
 
 SILENT_S = 20.0
-"""The maximum time that a rank without a message waits until another rank on its host has reported
-one. On a loaded machine, ranks find the same mistake many seconds apart. A shorter wait would
-report the mistake twice."""
+"""The maximum time that a rank without a message waits for another rank on its host to report one.
+On a loaded machine, ranks find the same mistake many seconds apart, and a shorter wait would report
+it twice."""
 REPORTED_S = 0.3
 """The time that a rank waits after its report. Other ranks check four times as often, so they exit
 first."""
@@ -66,7 +66,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """The signals received by this process that ask it to stop. All ranks stop at the next step.
+    """The signals that ask this process to stop. All ranks stop at the next step.
 
     Before `remember_only` is called, there is nothing to save, so SIGTERM, SIGHUP and SIGINT end
     the process immediately, even while it waits for another rank. SIGUSR1, which batch scripts send
@@ -84,8 +84,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
-        # Set this before raising, because code that suppresses exceptions, such as `__del__`, may
-        # swallow the exception.
+        # Set this before raising, because code such as `__del__` may swallow the exception.
         self.received = signal.Signals(number).name
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
@@ -110,9 +109,8 @@ def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world that it joined, and end the process.
 
     The exit status is 0 if the command returned; 2 after a mistake that the user can fix, with a
-    one-line message; 1 after any other error, with a stack trace; 129, 130 or 143 after a signal. A
-    ValueError raised by this project's code is a mistake of the user. A ValueError raised by a
-    library is a bug, so its stack trace is printed.
+    ValueErrors from this project's code are mistakes of the user. ValueErrors from a library are
+    bugs, so their stack traces are printed.
     """
     guard_console()
     try:
@@ -198,8 +196,8 @@ def leave_hung(verdict: Verdict) -> NoReturn:
     """Exit because a rank hangs, as described by `verdict`. May be called on any thread.
 
     The lowest rank that does not hang prints the message. On a host that has lost its network, the
-    first rank of the host prints it. A rank that may hang prints the stack of its main thread. This
-    function never uses the store, because the main thread may be blocking its connection.
+    host's first rank prints it. A rank that may hang prints the stack of its main thread. This
+    function never uses the store, because the main thread may be blocking it.
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
@@ -228,8 +226,7 @@ def _leave_silently(message: str, status: int) -> NoReturn:
     """Exit because of an error that another rank reports.
 
     The exit status is 0 once a rank on this host has reported to torchrun, or torchrun has sent
-    SIGTERM. If neither happens within SILENT_S, the exit status is `status`, and torchrun gets
-    `message`.
+    SIGTERM. If neither happens within SILENT_S, it is `status`, and torchrun gets `message`.
     """
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     deadline = time.monotonic() + SILENT_S
@@ -286,8 +283,7 @@ def _rank_prefix() -> str:
 def _is_ours(error: ValueError) -> bool:
     """Return whether `error` was raised by this project's own code, with a message for the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    # This project's code is everything in vit/ (two folders above this file) and the script that
-    # was started.
+    # This project's code is vit/ (two folders above this file) and the script itself.
     ours = (Path(__file__).resolve().parents[1], Path(sys.argv[0]).resolve())
     return any(raised_in.is_relative_to(place) for place in ours)
 
@@ -327,8 +323,8 @@ def problem_of(error: Exception) -> str:
 def out_of_memory(error: Exception) -> str:
     """Return a message that lists the settings to lower if memory ran out; "" for other errors.
 
-    Only out-of-memory errors on the GPU have their own class. The errors of the CPU allocator and
-    of loader workers are recognized by their text.
+    Only GPU out-of-memory errors have their own class. Errors of the CPU allocator and of loader
+    workers are recognized by their text.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):

@@ -63,7 +63,7 @@ def driver_version(root: Path = Path("/")) -> str:
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> list[Difference]:
-    """Return the settings and versions that differ between ranks.
+    """Return the values that differ between ranks.
 
     by_rank: values by name, for each reporting rank. hosts: host name of each rank, or () if all
     ranks are on one host.
@@ -75,8 +75,7 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
             ranks_by_value.setdefault(values.get(name, "none"), []).append(rank)
         if len(ranks_by_value) < 2:
             continue
-        # List the most common value first, because the user will probably change the other hosts to
-        # this value.
+        # The most common value comes first, because the other hosts should be changed to it.
         most_common = sorted(ranks_by_value.items(), key=lambda pair: -len(pair[1]))
         listed = ", ".join(f"{value} on {places(ranks, hosts)}" for value, ranks in most_common)
         remedy = REMEDIES.get(name)
@@ -114,10 +113,10 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
-    """Return notes about software that differs between hosts. All ranks must call this function.
+    """Return notes about software that differs between hosts. All ranks must call this.
 
-    Only the first rank on each host reports, because all processes on a host are started in the
-    same way. The result is [] on all ranks except rank 0, and on a single host.
+    Only the first rank on each host reports, because all processes on a host start in the same way.
+    The result is [] on all ranks except rank 0, and on a single host.
 
     own: values to add to `software`.
     """

@@ -1,11 +1,11 @@
-"""Detect a rank that has stopped, hangs or has lost its host, and end the run with its name.
+"""Detect a rank that has stopped, hangs or has lost its host, and end the run with an error.
 
     main thread   mark("waiting for data"), mark("in the step"), ...   counts its marks
     thread        beat -> store -> rank 0 compares all counts -> verdict -> store -> end of the run
 
-In a collective all ranks wait, and a time-out does not show which rank is late. Because all ranks
-make the same marks in the same order, the late rank has the fewest marks. Heartbeats ("beats") are
-sent to torchrun's store over a separate connection, which works while the main thread waits in a
+In a collective all ranks wait, and a time-out does not show which rank is late. But all ranks make
+the same marks in the same order, so the late rank has the fewest. Heartbeats ("beats") use
+torchrun's store over a separate connection, which works while the main thread waits in a
 collective.
 
     thread        no answer from the store and no new mark within the limit -> end of this rank
@@ -45,7 +45,7 @@ LEAVES_WITHIN_S = 10.0
 """The time that the last message to the store may take."""
 NAMED = 4
 VERDICT = "watch verdict"
-"""The key in the store for the reason why the run ends and the ranks that caused the end."""
+"""The key in the store for the reason of the end and the ranks that caused it."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Seen:
     """The most recent beat that was read from a rank."""
 
     number: int = -1
-    """The number of the beat; -1 before the rank's first beat and after its `Watch.close`."""
+    """The number of the beat; -1 before the first beat and after `Watch.close`."""
     count: int = -1
     step: int = 0
     doing: str = ""
@@ -76,8 +76,8 @@ class Verdict:
 
 
 def collective_timeout(limit_s: float | None) -> timedelta:
-    """Return the time-out of collectives, which exceeds the watchdog's limit, because only the
-    watchdog can name the rank."""
+    """Return the time-out of collectives. The watchdog ends earlier, because it can name the
+    rank."""
     if limit_s is None:
         return COLLECTIVE_TIMEOUT
     return timedelta(seconds=1.2 * limit_s + 60)
@@ -86,7 +86,7 @@ def collective_timeout(limit_s: float | None) -> timedelta:
 class Watch:
     """A watchdog that ends all ranks if one of them makes no progress for `limit_s`.
 
-    The watchdog does nothing if there is only one rank, or without a limit.
+    It does nothing with a single rank or without a limit.
 
     Args:
         limit_s: maximum time between two marks of a rank, and between two beats.
@@ -108,8 +108,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. All ranks must call this method. It may be called again after
-        `close`."""
+        """Start the threads. All ranks must call this. It may be called again after `close`."""
         if self._world.store is None or self._limit_s is None or self._threads:
             return
         try:
@@ -155,14 +154,12 @@ class Watch:
             thread.join(LEAVES_WITHIN_S)
         self._threads = []
 
-    # --- watchdog threads
-    # ------------------------------------------------------------------------
+    # --- the watchdog threads ---------------------------------------------------------------------
 
     def _compare(
         self, store: dist.Store, limit_s: float, beat_s: float, closed: threading.Event
     ) -> None:
-        """Send beats and read the beats of other ranks until `close` is called or a verdict is
-        reached."""
+        """Send beats and read those of other ranks until `close` or a verdict."""
         world = self._world
         watched = range(world.size) if world.is_main else range(1)
         seen = {rank: _Seen() for rank in watched if rank != world.rank}
@@ -186,7 +183,7 @@ class Watch:
     def _look_at_clock(self, limit_s: float, beat_s: float, closed: threading.Event) -> None:
         """End this rank if the store does not answer and the main thread makes no marks.
 
-        This thread never uses the store, so it cannot be blocked by the store.
+        This thread never uses the store, which could block it.
         """
         looked_at = moved_at = time.monotonic()
         count = self._count
@@ -221,8 +218,7 @@ class Watch:
         return [number, self._count, self._step, self._doing, self._is_away]
 
     def _verdict(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> Verdict | None:
-        """Return the verdict in the store. If there is none, judge the ranks and store a
-        verdict."""
+        """Return the verdict in the store, or else judge the ranks and store a verdict."""
         if store.check([VERDICT]):
             message, ranks = json.loads(store.get(VERDICT))
             return Verdict(message, tuple(ranks))
@@ -242,18 +238,18 @@ class Watch:
         return self._ended_at is not None and time.monotonic() - self._ended_at > ENDS_BY_ITSELF_S
 
     def _look(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> None:
-        """Update `seen` with the latest beats of the ranks. On rank 0, also add its own beat."""
+        """Read the latest beats of the ranks into `seen`. On rank 0, add its own beat."""
         now = time.monotonic()
         slept_s = now - self._looked_at
         self._looked_at = now
         if slept_s > limit_s / 4:
-            # This process was stopped, perhaps together with all others by a Slurm suspend. The
-            # pause must not count against the other ranks.
+            # This process was stopped, perhaps with all others by a Slurm suspend. That time must
+            # not count against the other ranks.
             for each in seen.values():
                 each.heard_at += slept_s
                 each.changed_at += slept_s
         keys = {rank: f"beat {rank}" for rank in seen if rank != self._world.rank}
-        # Check first, because `multi_get` would block if a rank has not sent its first beat yet.
+        # `multi_get` would block if a rank has not sent its first beat yet.
         if keys and store.check(list(keys.values())):
             for rank, text in zip(keys, store.multi_get(list(keys.values())), strict=True):
                 seen[rank] = _updated(seen[rank], json.loads(text), now)
@@ -277,8 +273,8 @@ def judge(
     """Return a verdict if some ranks have kept the others waiting for `limit_s`, else None.
 
     A silent rank sends no beats, because its process is stopped or its host has failed. Among the
-    ranks that send beats, those with the fewest marks are behind. If all ranks have equally many
-    marks, the network between them hangs.
+    other ranks, those with the fewest marks are behind. If all have equally many marks, the network
+    between them hangs.
     """
     watching = {rank: each for rank, each in seen.items() if each.number >= 0}
     silent = [rank for rank, each in watching.items() if now - each.heard_at > limit_s]
@@ -314,8 +310,8 @@ def _sentence(
     for_s: float,
     host_of: Callable[[int], str],
 ) -> str:
-    """Return a message that names up to `NAMED` ranks, their hosts, and the last mark of the first
-    of these ranks."""
+    """Return a message that names up to `NAMED` ranks, their hosts, and the first rank's last
+    mark."""
     first = seen[ranks[0]]
     named = ", ".join(f"{rank} on {host_of(rank)}" for rank in ranks[:NAMED])
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""

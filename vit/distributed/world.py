@@ -1,8 +1,7 @@
 """Communicate between the ranks of a run: sums, broadcasts, barriers and shared errors.
 
 `vit.distributed.process_group.join_world` creates a `World`. Other modules use it instead of
-calling torch. Without torchrun, the world has one rank and no process group, and none of its
-functions waits.
+calling torch. Without torchrun, the world has one rank, and no function waits.
 
 A collective ends the run after a time-out and blocks signals while it waits. Waits that a user, a
 disk or a network can prolong therefore use torchrun's key-value store:
@@ -19,8 +18,8 @@ disk or a network can prolong therefore use torchrun's key-value store:
 
 A failure of one rank reaches the other ranks in these ways:
 
-- If a rank finds a user's mistake (ValueError) in a function that uses the store, that rank raises
-  it, and all other ranks raise AlreadyReported.
+- If a rank raises a user's mistake (ValueError) in a function that uses the store, all other ranks
+  raise AlreadyReported.
 - A process that exits announces its end in the store (`vit.distributed.exit.run_command`). Every
   rank that waits through the store, now or later, raises AlreadyReported.
 - After SIGKILL, ranks on the same host see that the process is gone, raise RankLost, and announce
@@ -67,11 +66,10 @@ ENDED = "ended"
 POLL_S = 0.25
 """The longest interval at which a waiting rank polls the store, with up to 1,024 ranks."""
 LOOKS_PER_S = 4096
-"""The maximum number of polls per second, summed over all ranks. A poll is two requests that take
-31 microseconds each (docs/clusters.md), so polling uses a quarter of the time of the store's
-thread."""
+"""The maximum number of polls per second over all ranks. A poll is two requests of 31 microseconds
+each (docs/clusters.md), so polling uses a quarter of the time of the store's thread."""
 FIRST_SHARE = 1 / 16
-"""The shortest polling interval as a fraction of the longest interval, but at least 1 ms."""
+"""The shortest polling interval as a fraction of the longest, but at least 1 ms."""
 
 
 def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
@@ -81,15 +79,15 @@ def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
 
 
 class AlreadyReported(ValueError):
-    """An error raised because of a user's mistake that another rank reports."""
+    """A user's mistake that another rank reports."""
 
 
 class RankLost(RuntimeError):
-    """An error raised because another rank has exited or did not respond in time."""
+    """An error: another rank has exited or did not respond in time."""
 
 
 class StoreLost(RankLost):
-    """An error raised because torchrun's store no longer answers."""
+    """An error: torchrun's store no longer answers."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +104,14 @@ class World:
     joined_s: float = field(default=0.0, compare=False)
     """The seconds until all ranks had joined."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    """The process ids of the ranks on this host that share this process's PID namespace."""
+    """The process ids of ranks on this host in this process's PID namespace."""
     _has_lost_store: threading.Event = field(
         default_factory=threading.Event, repr=False, compare=False
     )
-    """An event that is set when the store stops answering. The connection is never reopened."""
+    """Set when the store stops answering. The connection is never reopened."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
-    """Consecutive numbers for keys in the store. All ranks use the same numbers, because they call
-    the functions in the same order."""
+    """Numbers for keys in the store, equal on all ranks because they call the functions in the same
+    order."""
 
     @property
     def is_main(self) -> bool:
@@ -127,12 +125,12 @@ class World:
 
     @property
     def look_s(self) -> float:
-        """The longest polling interval in seconds. It grows with the number of ranks, so that all
-        ranks together send the same number of requests per second."""
+        """The longest polling interval in seconds. It grows with the number of ranks, so that the
+        total number of requests per second stays constant."""
         return max(POLL_S, self.size / LOOKS_PER_S)
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the host on which `rank` runs."""
+        """Return the host name of `rank`."""
         return self.hosts[rank] if self.hosts else socket.gethostname()
 
     def barrier(self) -> None:
@@ -156,7 +154,7 @@ class World:
         return tensor
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite `tensors` with the values of rank 0 on all ranks, on any device.
+        """Overwrite `tensors` with rank 0's values on all ranks, on any device.
 
         All ranks must pass tensors of the same shapes and dtypes in the same order.
         """
@@ -221,8 +219,7 @@ class World:
         return answer["result"]
 
     def check_same(self, look: Callable[[], str], subject: str) -> str:
-        """Return rank 0's result of `look`, after comparing it with the result of one rank per
-        host.
+        """Return rank 0's result of `look`, after comparing it with one rank per host.
 
         Raises ValueError, which names the `subject`, on a host with a different result. All other
         ranks raise AlreadyReported.
@@ -240,9 +237,9 @@ class World:
     def fail_together(self) -> Iterator[None]:
         """Make all ranks leave the block together, and fail together after a ValueError.
 
-        If rank 0 fails with a ValueError, only rank 0 raises its error. Otherwise each failing rank
-        raises its own. All other ranks raise AlreadyReported. Raises RankLost if a rank does not
-        leave the block within LONGEST_WAIT.
+        If rank 0 has a ValueError, only rank 0 raises it. Otherwise each failing rank raises its
+        own. All other ranks raise AlreadyReported. Raises RankLost if a rank does not leave the
+        block within LONGEST_WAIT.
         """
         if self.store is None:
             yield
@@ -258,14 +255,14 @@ class World:
             raise
         has_failed = problem is not None
         main_message = "reported by rank 0" if has_failed and self.is_main else ""
-        # If torchrun has exited, the ranks must still save the last step. They then agree only by
-        # the collective below.
+        # If torchrun has exited, the ranks must still save the last step. Only the collective below
+        # then synchronizes them.
         with suppress(StoreLost):
             has_failed, main_message = self._exchange(key, problem)
         if dist.is_initialized():
-            # The store may shut down after answering only some of the ranks. Those ranks would
-            # start their next collective, which would not match the collective of the other ranks.
-            # Therefore all ranks agree in this collective, which waits for the device.
+            # The store may shut down after answering only some ranks. Their next collective would
+            # not match that of the other ranks. Therefore all ranks agree in this collective, which
+            # waits for the device.
             flags = torch.tensor(
                 [has_failed, bool(main_message)], device=self.device, dtype=torch.int32
             )
@@ -296,7 +293,7 @@ class World:
             return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
 
     def announce_end(self, message: str) -> None:
-        """Announce to all ranks that use the store, now or later, that this rank exits."""
+        """Announce to all ranks that use the store that this rank exits."""
         if self.store is not None:
             with suppress(StoreLost):
                 self._post(ENDED, message)
@@ -318,8 +315,7 @@ class World:
         return self.gathered(name, range(self.size))
 
     def gathered(self, name: str, ranks: Iterable[int]) -> list[Any]:
-        """Return the values that `ranks` passed to `gather(name)`, after rank 0 has received
-        them."""
+        """Return the values that `ranks` passed to `gather(name)`, after rank 0 has them."""
         assert self.store is not None, "there are other ranks"
         return [json.loads(text) for text in self.store.multi_get([f"{name} {r}" for r in ranks])]
 
@@ -365,8 +361,7 @@ class World:
     def asking_store(self) -> Iterator[None]:
         """Raise StoreLost if the store does not answer inside the block.
 
-        A store that is known to have shut down gets no request, because torch would print a long
-        stack.
+        A store known to have shut down gets no request, because torch would print a long stack.
         """
         lost = StoreLost("lost the connection to the first host's launcher, or to rank 0")
         if self._has_lost_store.is_set() or took_store_along():
@@ -415,7 +410,7 @@ def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _message(error: BaseException) -> str:
-    """Return a message that tells other ranks why `error` ends this rank."""
+    """Return a message for other ranks about the `error` that ends this rank."""
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text
@@ -423,7 +418,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether the process exists. A zombie process exists as well."""
+    """Return whether the process exists, perhaps as a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -35,16 +35,16 @@ class WeightsError(ValueError):
 
 
 def unreadable(path: Path, error: OSError) -> ShardError:
-    """Return the error for a file `path` that the operating system cannot open."""
+    """Return the error for a `path` that the system cannot open."""
     return ShardError(
         f"{path}: cannot be read ({error.strerror}); check its permissions and its disk"
     )
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a unique path next to `path` for a file that is still being written.
+    """Return a unique path next to `path` for an unfinished file.
 
-    The name is random because host names and process ids may be equal in different containers.
+    The name is random because containers may have equal host names and process ids.
     """
     return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}.tmp")
 
@@ -85,7 +85,7 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def _newest_change_s(path: Path) -> float:
-    """Return when `path`, or anything inside it, last changed. Raises OSError if it is gone."""
+    """Return when `path`, or anything in it, last changed. Raises OSError if it is gone."""
     newest_s = path.stat().st_mtime
     for inside in path.rglob("*"):
         with suppress(OSError):
@@ -94,22 +94,20 @@ def _newest_change_s(path: Path) -> float:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove unfinished files of killed processes from `folder`, optionally only those of
-    `name`."""
+    """Remove unfinished files of killed processes from `folder`, optionally only of `name`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
         remove_if_abandoned(leftover)
 
 
 _unfinished: set[int] = set()
-"""The descriptors of files that threads of this process are currently writing."""
+"""The descriptors of files that threads of this process are writing."""
 
 
 def _leave_unfinished() -> None:
     """Make a forked process release the files that its parent is writing."""
     # A loader worker lives for hours. Its inherited descriptor would keep an abandoned file locked
-    # and the disk space of a removed file occupied. Replace the descriptors instead of closing
-    # them. Otherwise the worker's copy of the file object could write to the next file that gets
-    # the same descriptor.
+    # and a removed file on disk. Replace the descriptors instead of closing them. Otherwise the
+    # worker's copy of the file object could write to the next file with the same number.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _unfinished:
         os.dup2(null, descriptor, inheritable=False)
@@ -131,8 +129,7 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # A link count of 0 means that another process removed the file as abandoned before it
-            # was locked.
+            # No link remains if another process removed the unlocked file as abandoned.
             if os.fstat(file.fileno()).st_nlink:
                 break
         _unfinished.add(file.fileno())
@@ -153,8 +150,7 @@ def locked_folder(path: Path) -> tuple[Path, int]:
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            # A missing folder means that another process removed it as abandoned before it was
-            # locked.
+            # The folder is missing if another process removed it, unlocked, as abandoned.
             if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
@@ -163,8 +159,8 @@ def locked_folder(path: Path) -> tuple[Path, int]:
 def private_folder(path: Path) -> Path:
     """Create the folder `path` so that only this user can read it. Return `path`.
 
-    Another user could create this folder first. Therefore raises PermissionError if `path` is a
-    link or is owned by another user.
+    Another user could create this folder first. Raises PermissionError if `path` is a link or
+    belongs to another user.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -194,7 +190,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def told(path: Path, flag: str = "") -> Iterator[None]:
-    """Convert an OSError about writing the user's `path` to a ValueError with a one-line message.
+    """Convert an OSError about writing the user's `path` to a one-line ValueError.
 
     flag: the command-line flag for the path, followed by a space.
     """
@@ -218,7 +214,7 @@ def check_place(path: Path, flag: str = "") -> None:
 
 
 def link_to(name: str, path: Path) -> None:
-    """Make `path` a symbolic link to `name` in the same folder, and replace any existing file."""
+    """Make `path` a symbolic link to `name` in the same folder, replacing any file."""
     if not os.path.lexists(path):
         path.symlink_to(name)
     elif not (path.is_symlink() and os.readlink(path) == name):
@@ -257,8 +253,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
-    """Return the JSON object in `content`. Raises ShardError, which names `source`, for anything
-    else."""
+    """Return the JSON object in `content`. Raises ShardError, which names `source`, otherwise."""
     try:
         parsed = json.loads(content)
     except ValueError as error:

@@ -1,9 +1,8 @@
 """Compute random numbers and permutations as pure functions of integers, by hashing.
 
-The sample order and augmentation use these functions, so that any random number can be computed
-without the numbers before it. This module implements its own hash, because libraries do not
-guarantee stable random streams. `tests/data/golden_order.json` and
-`tests/data/augment/golden_draws.json` contain the expected results.
+The sample order and augmentation can compute any random number without those before it. This module
+implements its own hash, because libraries do not guarantee stable random streams.
+`tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` contain expected results.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ CHUNK_NUMBERS = 1 << 16
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
-    """Hash 64-bit integers of any shape by the output function of SplitMix64 (Steele et al.
-    2014)."""
+    """Hash 64-bit integers of any shape like SplitMix64's output function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(values, dtype=U64) + U64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
@@ -29,8 +27,7 @@ def hash64(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Combine integers or arrays, broadcast together, into hash keys. The order of `parts`
-    matters."""
+    """Combine integers or arrays, broadcast together, into hash keys. Order matters."""
     key: NDArray[np.uint64] = np.zeros((), dtype=U64)
     for part in parts:
         key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
@@ -40,8 +37,7 @@ def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
 def fold_numbers(
     key_of: Callable[[NDArray[np.integer]], NDArray[np.uint64]], numbers: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Return `key_of(numbers)`, computed in chunks, because `fold` needs five times the memory of
-    its result."""
+    """Return `key_of(numbers)`, computed in chunks, because `fold` needs much temporary memory."""
     keys = np.empty(len(numbers), U64)
     for start in range(0, len(numbers), CHUNK_NUMBERS):
         chunk = slice(start, start + CHUNK_NUMBERS)
@@ -61,10 +57,10 @@ def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
 
 
 class Permutation:
-    """A keyed permutation of range(n) in O(1) memory, computed by a six-round Feistel network.
+    """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network.
 
-    The network permutes a range whose size is a power of four. Values of n and above are permuted
-    again ("cycle walking").
+    The network permutes a power of four; values of n and above are permuted again ("cycle
+    walking").
     """
 
     def __init__(self, n: int, key: ArrayLike, rounds: int = 6):

@@ -42,7 +42,7 @@ _STATES = {
     "Z": "dead",
 }
 _V1_UNLIMITED = 2**60
-"""A threshold above which a version 1 limit means "no limit", written as a number near 2**63."""
+"""A threshold for version 1 limits, where "no limit" is a number near 2**63."""
 _num_before_binding: int | None = None
 """The number of cores that this process could use before `bind_to_cores` was called."""
 
@@ -50,8 +50,8 @@ _num_before_binding: int | None = None
 def num_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that the job may use on this host, at least 1.
 
-    The number is limited by the affinity at the start of this process and by the quotas of its
-    control groups. `root`: the folder of `proc` and `sys`.
+    The process's initial affinity and the quotas of its control groups limit the number. `root`:
+    the folder of `proc` and `sys`.
     """
     cores = float(_num_before_binding or _num_allowed())
     for group in _groups(root, "cpu"):
@@ -79,10 +79,10 @@ def _num_allowed() -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory in bytes that this process and its children may still use; None if unknown.
+    """Return the bytes of memory that this process and its children may still use; None if unknown.
 
-    The limit is the smaller of the machine's available memory and the limits of control groups. The
-    file cache of a group counts as free.
+    The machine's available memory and the limits of control groups apply. The file cache of a group
+    counts as free.
     """
     free = [
         int(line.split()[1]) * 1024
@@ -102,8 +102,8 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 def num_oom_kills(root: Path = Path("/")) -> int | None:
     """Return the number of processes that the kernel has killed for lack of memory.
 
-    Kills are counted in this process's control groups, or on the whole machine if the groups do not
-    count them. Returns None if unknown.
+    Kills are counted in this process's control groups, or else on the whole machine. Returns None
+    if unknown.
     """
     counted = [
         text_of(group / name)
@@ -116,8 +116,7 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
-    """Return the kernel's name for the file system of `path` (ext4, nfs4, lustre), or "" if
-    unknown.
+    """Return the kernel's name for the file system of `path` (ext4, nfs4, lustre), or "".
 
     `root`: the folder of `proc`.
     """
@@ -141,8 +140,7 @@ def is_shared(kind: str) -> bool:
 
 
 def process_state(pid: int | None) -> str:
-    """Return the state of a process for the end of a message, such as ", stopped"; "" if
-    unknown."""
+    """Return a process state to append to messages, such as ", stopped"; "" if unknown."""
     letter = text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2][:1]
     return f", {_STATES[letter]}" if letter in _STATES else ""
 
@@ -150,7 +148,7 @@ def process_state(pid: int | None) -> str:
 def num_nvidia_gpus(root: Path = Path("/")) -> int:
     """Return the number of NVIDIA GPUs on the PCI bus, with or without a working driver.
 
-    Returns 0 if the number is unknown. `root`: the folder of `proc` and `sys`.
+    Returns 0 if unknown. `root`: the folder of `proc` and `sys`.
     """
     display = "0x03"  # the PCI class of display and 3D controllers
     return sum(
@@ -180,7 +178,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
-        # In a container, this path may be a path on the host. Then only the mount itself exists.
+        # In a container, this may be a path on the host. Then only the mount itself exists.
         yield from (
             place
             for place in (group, *group.parents)
