@@ -140,8 +140,7 @@ def tables(
 
 
 def draw(done: Mapping[str, Sequence[Training]], gap: Difference, picture: Path) -> None:
-    """Plot all curves and the final differences: one dot per seed, the mean, and its 95 %
-    interval."""
+    """Plot all curves and the final differences: seeds as dots, mean and 95 % interval."""
     with drawing(picture, 3.4, layout="constrained") as figure:
         curves, beside = figure.subplots(1, 2, width_ratios=[3, 2])
         for name, trainings in done.items():

@@ -214,7 +214,7 @@ class Benchmark:
     def measure(
         self, title: str, task: str, servers: Sequence[Server], num_batches: int
     ) -> list[Result]:
-        """Measure a task, and return the results by CPU time and by wall time."""
+        """Measure a task by CPU time and by wall time."""
         running = [server for server in servers if task in CONTESTANTS[server.name].tasks]
         cpu, wall = ({server.name: list[float]() for server in running} for _ in range(2))
         for counts in self.turns(title):

@@ -39,7 +39,7 @@ OWN = (
 )
 """The pictures for fine-tuning."""
 TRAIN_SHARE = 0.6
-"""The fraction of a picture's width, from the left, that is used for training."""
+"""The fraction of a picture's width, from the left, used for training."""
 SIDES = (48, 96)
 """The minimum and maximum side of a crop in pixels."""
 SETTINGS = {

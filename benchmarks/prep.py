@@ -233,7 +233,7 @@ def bring_to_disk(folder: Path) -> None:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Drop `path` from the page cache, so that the next read comes from disk."""
+    """Drop `path` from the page cache."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -1,4 +1,4 @@
-"""Train with a plain loop that is built from timm's parts and reads this project's configs.
+"""Train with a plain loop of timm's parts that reads this project's configs.
 
     tars -> torch's DataLoader with timm's transforms -> timm's Mixup -> timm's model and loss
          -> timm's optimizer and schedule; after each epoch all images are evaluated

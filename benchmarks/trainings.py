@@ -1,4 +1,4 @@
-"""Run trainings in separate processes, and compare them with paired intervals.
+"""Run trainings in processes, and compare them with paired intervals.
 
     config, settings -> a forked process trains -> its folder: `found.json` (curve, CPU seconds),
     `right.npz` (correct images)

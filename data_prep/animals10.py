@@ -44,7 +44,7 @@ ENGLISH = {
     "ragno": "spider",
     "scoiattolo": "squirrel",
 }
-"""Maps each class folder to the English name of the class."""
+"""Maps each class folder to its English name."""
 CLASS_OF = {**ENGLISH, **{english: english for english in ENGLISH.values()}}
 CLASS_NAMES = sorted(ENGLISH.values())
 OFFICIAL = {

@@ -37,7 +37,7 @@ PIXEL_BYTES = 3 * SIDE * SIDE
 URL = "https://www.cs.toronto.edu/~kriz/"
 MAX_MEMBERS = 100
 MAX_MEMBER_BYTES = 200_000_000
-"""A size limit for members. The largest member, CIFAR-100's train.bin, has 153,700,000 bytes."""
+"""A limit. The largest member, CIFAR-100's train.bin, has 153,700,000 bytes."""
 
 
 class Kind(NamedTuple):

@@ -213,7 +213,7 @@ def command_line(
     """Return the `main` function of the command `data_prep.<name>`.
 
     groups: the flags under each heading of --help; "" means no heading. command: the function to
-    run, which may return an exit status. remedy: a hint how to continue, printed after an
+    run, which may return an exit status. remedy: advice on continuing, printed after an
     interruption.
     """
 
@@ -322,7 +322,7 @@ def run(
 ) -> int:
     """Run a command and return its exit status: 0, or 2 after a one-line error message.
 
-    remedy: a hint how to continue, printed after an interruption. SIGTERM interrupts the command
+    remedy: advice on continuing, printed after an interruption. SIGTERM interrupts the command
     like Ctrl-C. Incomplete files are removed, and complete shards are kept.
     """
 

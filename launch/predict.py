@@ -124,7 +124,7 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
 
 
 def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
-    """Draw the example images on a sheet, with attention maps if `--attention` is set."""
+    """Draw the example images, with attention maps if `--attention` is set."""
     plots = by_name.load("vit.extras.report.model_plots", "--sheet")
     pixels = torch.stack(summary.pixels)
     overlays = None

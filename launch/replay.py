@@ -47,7 +47,7 @@ def main() -> World:
 
 
 def table(replay: Replay) -> list[str]:
-    """Format the first rows of the batch as lines of a table."""
+    """Format the first rows as lines of a table."""
     num_rows = len(replay.rows)
     height, width = replay.image_size
     lines = [

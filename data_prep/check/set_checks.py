@@ -83,7 +83,7 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
 
 
 def _check_sealed(data: DataSet) -> Iterator[Finding]:
-    """Compare the recorded hashes of `_info.json` and the card with the files."""
+    """Compare `_info.json` and the card with their recorded hashes."""
     if data.info.get("info_sha256") != info_sha256(data.info):
         yield Finding(
             "files",

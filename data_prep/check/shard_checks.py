@@ -56,7 +56,7 @@ MOST_LINES = 10
 
 
 class Finding(NamedTuple):
-    """A problem, or a note about a possible problem."""
+    """A problem or a note."""
 
     subject: str
     """The heading in the report, a key of `verify.SUBJECTS`."""

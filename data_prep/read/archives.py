@@ -40,12 +40,12 @@ OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
 }
-"""Maps the first bytes of a compressed file to the function that opens it."""
+"""Maps first bytes to the function that opens a compressed file."""
 BATCH = 4096
 
 
 class Members(NamedTuple):
-    """A batch of regular files in an archive, in archive order.
+    """A batch of regular files, in archive order.
 
     offsets: (len(names),) int64, the position of the data in a tar, or of the member's local header
         in a zip.

@@ -82,7 +82,7 @@ def download(
 def download_archive(url: str, folder: Path, expected: str = "", name: str = "") -> Path:
     """Download a zip or tar into `folder` under `name` or its own name, and return its path.
 
-    Files of other types and incomplete archives are deleted. Raises the errors of `download`.
+    Files of other types and incomplete archives are deleted. Raises like `download`.
     """
     url = resolve(url)
     if folder.exists() and not folder.is_dir():
@@ -127,9 +127,9 @@ ARCHIVE_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def fetched(args: argparse.Namespace) -> Path:
-    """Return the source path. If --download was given, download the source first.
+    """Return the source path, after downloading it if --download was given.
 
-    Raises the errors of `download`.
+    Raises like `download`.
     """
     place: Path = args.source
     if args.download:

@@ -89,7 +89,7 @@ class Place(NamedTuple):
     """A folder of images, or a tar of images in the bytes [start, stop) of a file."""
 
     wnid: str
-    """The WNID of all images, or "" if the images are of several classes."""
+    """The WNID of all images, or "" for images of several classes."""
     path: Path
     start: int = 0
     stop: int | None = None

@@ -81,7 +81,7 @@ def _seal(text: bytes, sheet: Path) -> bytes:
 
 
 def write_readme(output: Output, info: Mapping[str, Any]) -> None:
-    """Write `README.md` next to the shards, unless there is one already.
+    """Write `README.md` next to the shards, unless it exists.
 
     Without this file, Hugging Face's `load_dataset(ROOT)` would read the sidecars as data.
     """

@@ -55,7 +55,7 @@ class Classes:
 
 
 def count_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Return the number of labels per class, (num_classes,), ignoring labels out of range."""
+    """Count the labels of each class, (num_classes,), ignoring labels out of range."""
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 

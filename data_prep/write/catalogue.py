@@ -49,7 +49,7 @@ ROWS_IN_MEMORY = 1 << 21
 
 @dataclass(frozen=True)
 class Source:
-    """A data set from which samples are listed and read."""
+    """A data set whose samples are to be written."""
 
     name: str
     """The name recorded in `_info.json`. It must stay the same when a command resumes."""

@@ -34,7 +34,7 @@ ASKS_TO_BE_TURNED = "asks_to_be_turned"
 
 
 class Unreadable(ValueError):
-    """An error for an image that cannot become a sample. The text is the reason."""
+    """The reason why an image cannot become a sample."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Locate the shards of other programs, and compute their records and index rows.
 
 A local shard is scanned and hashed in place. A shard at a URL is downloaded completely, unless an
-earlier command wrote its records. Invalid samples are omitted from the index and listed in the
-sidecar, which is written last. The sidecar also records an unusual sample layout and the tar's
-modification time.
+earlier command wrote its records. The sidecar, which is written last, lists invalid samples, which
+the index omits. It also records an unusual sample layout and the tar's modification time.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
-"""The number of queued jobs per worker: enough to keep the worker busy, but few enough that a
-million jobs need little memory."""
+"""The number of queued jobs per worker: enough to keep it busy, but few enough that a million jobs
+need little memory."""
 
 
 def run_jobs(

@@ -28,8 +28,8 @@ from data_prep.write.shard import Shard, Work
 from vit.system.files import private_folder
 
 FEW_UNREADABLE = 5
-"""The number of images that may always be unreadable, unless --max-unreadable is 0, so that one
-broken photo does not stop the writing of a small folder."""
+"""The number of images that may be unreadable unless --max-unreadable is 0, so that one broken
+photo does not stop a small folder."""
 SHARD_BYTES = 768 << 20
 """The target size of a shard: large enough for sequential disks, small enough to copy again."""
 MIN_SHARDS = 8

@@ -26,7 +26,7 @@ ROW = np.dtype(
 )
 HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash over (seed, key)
 MAX_OPEN_FILES = 256
-"""The maximum number of open files: a quarter of a process's usual limit."""
+"""The maximum number of open files, a quarter of the usual limit."""
 
 
 MAX_KEY_BYTES = 90

@@ -68,15 +68,15 @@ Sidecars = dict[str, dict[str, Any]]
 
 
 def write(source: Source, out: Path | str, settings: Settings | None = None) -> None:
-    """Write all splits of a source to `out`, a folder or a URL, or complete an interrupted output.
+    """Write all splits of a source to `out`, a folder or a URL, or complete them.
 
     Prints progress. With `settings.part`, only the selected shards are written. The call that finds
     all shards complete writes the index and `_info.json`, even if several calls run in parallel.
 
-    Raises PrepError, without overwriting anything, if `out` contains another catalogue or was
-    written with other options. Raises PrepError as well if too many images are unreadable: complete
-    shards are kept, but `_info.json` is not written. Raises OSError for a full disk or missing
-    permission. The same command resumes the output.
+    Raises PrepError, without overwriting anything, if `out` contains another catalogue or other
+    options. Raises PrepError if too many images are unreadable; complete shards are kept, but
+    `_info.json` is not written. Raises OSError for a full disk or missing permission. The same
+    command resumes.
     """
     start_s = time.monotonic()
     settings = settings or Settings()
@@ -113,7 +113,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
 def _is_complete_already(output: Output, source: Source, settings: Settings) -> bool:
     """Return whether `_info.json` shows that the data set is complete, without listing the source.
 
-    This requires that the source's archives are unchanged and that no image was unreadable.
+    The source's archives must be unchanged, and no image may have been unreadable.
     """
     info = output.read_json("_info.json")
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
@@ -176,9 +176,9 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
 
 
 def _remove_intermediate(output: Output, root: Path | None) -> None:
-    """Remove all intermediate files of a complete data set.
+    """Remove the intermediate files of a complete data set.
 
-    Another process may have created some of them after the data set was complete.
+    Another process may have created some after the data set was complete.
     """
     info = output.read_json("_info.json") or {"splits": {}}
     tars = [name for described in info["splits"].values() for name in described["filenames"]]

@@ -41,7 +41,7 @@ Size = Annotated[int, Field(gt=0)] | tuple[Positive, Positive]
 
 
 def height_width(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return a `Size` as (height, width); an integer stands for a square."""
+    """Return a `Size` as (height, width)."""
     return (size, size) if isinstance(size, int) else size
 
 

@@ -31,7 +31,7 @@ _REQUIRED_HINTS = {"data": ": set data.root", "train": ": set train.epochs or tr
 def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
     """Return one line per error.
 
-    origins: maps a key to the file line or argument that sets it. source: the config file.
+    origins: maps a key to the line or argument that sets it. source: the config file.
     """
     lines: list[str] = []
     wrong_values = set[str]()
@@ -110,7 +110,7 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
 
 
 def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
-    """Return the dotted key, followed by the index of the wrong element if the value is a list."""
+    """Return the key, with the index of the wrong element of a list."""
     dotted = ".".join(path)
     if kind == "missing" or not rest:
         return dotted

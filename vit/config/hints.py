@@ -139,8 +139,8 @@ def setting_for(option: str, value: str) -> str:
     if advice := ADVICE.get(_word(name)):
         return advice
     keys = all_keys()
-    # An option without a section is compared with the last part of each key. `name` is excluded,
-    # because several sections have this key.
+    # Without a section, an option is compared with the last part of each key, except `name`, which
+    # several sections have.
     named = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
     named |= _FROM_OTHER_NAME if "." not in name else {key: key for key in keys}
     similar = difflib.get_close_matches(name, named, n=1, cutoff=0.85)

@@ -183,7 +183,7 @@ class GuardConfig(Section):
     """Maximum number of rewinds; one more stops the run."""
 
     def rewinds(self) -> bool:
-        """Return whether any guard setting allows the run to rewind."""
+        """Return whether a guard setting allows rewinds."""
         return "rewind" in (self.on_nonfinite, self.on_spike)
 
 

@@ -92,7 +92,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def remember_only(self) -> None:
-        """Make signals only set `received`, which the training loop checks after each step."""
+        """Make signals only set `received`, which each step checks."""
         self._ends_at_once = False
 
     def release_interrupt(self) -> None:
@@ -193,7 +193,7 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
 
 
 def leave_hung(verdict: Verdict) -> NoReturn:
-    """Exit because a rank hangs, as described by `verdict`. May be called on any thread.
+    """Exit because a rank hangs (`verdict`). May be called on any thread.
 
     The lowest rank that does not hang prints the message. On a host that has lost its network, the
     host's first rank prints it. A rank that may hang prints the stack of its main thread. This

@@ -1,11 +1,11 @@
 """Write the outcome of an attempt to a file for its launcher, and read it.
 
-torchrun exits with status 1 after every SIGTERM, and also if a rank exits with 2. The exit status
-of torchrun therefore does not show whether a retry makes sense. A launcher sets VIT_OUTCOME_FILE to
-a path. The ranks on its host create a symbolic link at this path whose target is one word, and
-launch/job.py reads the word. After a crash the link is missing, because a killed process cannot
-write. A mistake is written only on the host whose rank reports the mistake. This module does not
-import torch, so that launchers start quickly.
+torchrun exits with status 1 after every SIGTERM, and also if a rank exits with 2. Its exit status
+therefore does not show whether a retry makes sense. A launcher sets VIT_OUTCOME_FILE to a path. The
+ranks on its host create a symbolic link there whose target is one word, which launch/job.py reads.
+After a crash the link is missing, because a killed process cannot write. A mistake is written only
+on the host whose rank reports it. This module does not import torch, so that launchers start
+quickly.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ LEAVES_WITHIN_S = 10.0
 """The time that the last message to the store may take."""
 NAMED = 4
 VERDICT = "watch verdict"
-"""The key in the store for the reason of the end and the ranks that caused it."""
+"""The key in the store for the reason for the end and the ranks that caused it."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ def collective_timeout(limit_s: float | None) -> timedelta:
 class Watch:
     """A watchdog that ends all ranks if one of them makes no progress for `limit_s`.
 
-    It does nothing with a single rank or without a limit.
+    The watchdog does nothing with a single rank or without a limit.
 
     Args:
         limit_s: maximum time between two marks of a rank, and between two beats.

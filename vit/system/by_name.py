@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load(name: str, needed_for: str) -> Any:
-    """Return the module `name`, or its attribute if `name` is `module:attribute`.
+    """Return the module `name`, or an attribute for `module:attribute`.
 
     Raises ValueError if a parent package of the module is not installed.
 

@@ -14,7 +14,7 @@ from vit.system.redact import guard_console
 LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 LOOK_EACH_S = 1.0
-"""The interval in seconds at which a worker checks whether its parent is alive."""
+"""The interval in seconds at which workers check their parent."""
 
 
 @contextmanager

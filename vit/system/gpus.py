@@ -21,8 +21,7 @@ class Gpu:
     """Dense bf16 or fp16 TFLOP/s (10**12 operations per second) with fp32 accumulation. V100 and T4
     lack bf16, so their values are for fp16."""
     fp32_tflops: float
-    """fp32 TFLOP/s without tensor cores. torch uses tensor cores for fp32 only if TF32 is
-    allowed."""
+    """fp32 TFLOP/s without tensor cores, which torch avoids for fp32 unless TF32 is allowed."""
     memory_gib: float
     """The total memory that torch reports, slightly less than the advertised size."""
     bandwidth_gbs: float

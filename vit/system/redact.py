@@ -125,7 +125,7 @@ def _masked(match: re.Match[str]) -> str:
 def _of_environment() -> dict[str, str]:
     """Return a dict that maps each secret in the environment to its replacement.
 
-    The name of a variable decides whether its value is a secret. A path is never a secret.
+    Variable names determine which values are secrets. A path is never a secret.
     """
     replacements = dict[str, str]()
     for name, value in os.environ.items():

@@ -55,7 +55,7 @@ class RetryableError(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The time limit and the pauses of retries. A policy can be pickled and has no state."""
+    """The limit and pauses of retries. Instances can be pickled and have no state."""
 
     limit_s: float = 480.0
     """Time since the first failure, or since the last byte from the same server; 0: no retries."""

@@ -74,8 +74,7 @@ class TarMember(NamedTuple):
 
 
 Read = Callable[[int, int], bytes]
-"""A function of (size, position) that returns the bytes at the position, or fewer bytes at the end
-of the file.
+"""A function of (size, position) that returns the bytes at the position, or fewer at the end.
 
 Positions never decrease."""
 

@@ -249,8 +249,7 @@ def _find(path: Path) -> Path:
 def _step_of(path: Path) -> int:
     """Return the step of a checkpoint folder (from its name) or of a run's weights file.
 
-    If the step of a file cannot be read, the file counts as the newest, so that reading it reports
-    the reason.
+    A file without a readable step counts as the newest, so that reading it reports the reason.
     """
     try:
         if path.is_dir():

@@ -23,7 +23,7 @@ from vit.system.spelling import did_you_mean
 from vit.weights.published_models import KNOWN
 
 WEIGHTS_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""The weights files that are supported. A repository must have one of them."""
+"""The supported weights files, of which a repository must have one."""
 FETCHED = (*WEIGHTS_FILES, "model-*-of-*.safetensors", "config.json", "preprocessor_config.json")
 """The patterns of the files to download."""
 _NAME = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")

@@ -73,7 +73,7 @@ def identify(path: str | Path, name: str | None = None, arch: str = "") -> Known
 
 
 def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
-    """Return the model with the name `full_name`.
+    """Return the model `full_name`.
 
     or_defaults: if a name without a tag is shared by several weights, use timm's default settings.
     """
@@ -280,11 +280,10 @@ def _nearest(name: str) -> str:
 def to_config(
     model: KnownModel, data_root: str, val_split: str = "val", num_classes: int = 1000
 ) -> dict[str, Any]:
-    """Return a complete config (`config_io.to_dict`) that reproduces the published accuracy of
-    `model`.
+    """Return a complete config (`config_io.to_dict`) for `model`'s published accuracy.
 
     The config uses fp32, because rounding to bf16 changes the predictions for a few of 50,000
-    images. It uses Pillow's resize, because the published accuracies were measured with it.
+    images, and Pillow's resize, with which the published accuracies were measured.
     """
     height, width = model.image_size
     size = height if height == width else [height, width]

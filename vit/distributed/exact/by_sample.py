@@ -133,8 +133,7 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
 
 
 def _rate(module: nn.Module) -> float | None:
-    """Return the rate of a module to replace; None for other modules and for dropout with rate
-    0."""
+    """Return the rate of a module to replace, or None to keep the module."""
     if isinstance(module, nn.Dropout):
         return module.p or None  # Do not replace dropout modules with rate 0.
     if isinstance(module, DropPath):

@@ -159,8 +159,8 @@ class TreeSum:
             nodes_of(leaves_of(rank, world.size, num_leaves), num_leaves)
             for rank in range(world.size)
         ]
-        """The nodes that remain on each rank after its leaves are added."""
-        # Backward passes compute gradients from the last layer to the first, so reverse the order.
+        """The nodes that remain on each rank."""
+        # Backward passes compute gradients from the last layer to the first.
         self._parameters = list(reversed(parameters))
         self._places: list[int] = []
         self._buckets: list[_Bucket] = []
@@ -231,7 +231,7 @@ class TreeSum:
             self._held[right - 1][part] += self._held[right][part]
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Count a computed gradient, and send complete buckets in the same order on all ranks."""
+        """Send complete buckets, in the same order on all ranks."""
         if not self._is_last:
             return
         self._bucket_of[parameter].waits_for -= 1
