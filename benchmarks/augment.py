@@ -76,7 +76,6 @@ class Version:
         return digest
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
 
 
@@ -124,7 +123,6 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run the benchmark."""
     assert __doc__ is not None
     parser = create_parser(__doc__, "augment")
     parser.add_argument("--against", default="HEAD~1", metavar="COMMIT", help="default: HEAD~1")

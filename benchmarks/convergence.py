@@ -69,7 +69,6 @@ LINES = {"ours": (BLUE, "-"), "timm": (ORANGE, ":")}
 
 
 def main() -> None:
-    """Run the benchmark."""
     assert __doc__ is not None
     parser, args = read_command_line(__doc__, num_seeds=3)
     torch.set_num_threads(1)

@@ -60,7 +60,6 @@ CONTESTANTS = {"DDP": "false", "exact over ranks": "true"}
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,8 +112,6 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """The measurements of one training."""
-
     images_per_cpu_s: float
     images_per_s: float
     peak_mib: float

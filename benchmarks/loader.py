@@ -367,7 +367,6 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = create_parser(__doc__ or "", "loader")
     parser.add_argument(
         "--only",

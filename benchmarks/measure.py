@@ -111,7 +111,7 @@ def show(title: str, rows: Sequence[Sequence[str]]) -> None:
     for row in rows[1:]:
         table.add_row(*row)
     console = Console()
-    # A narrow terminal then wraps lines instead of cutting them.
+    # Let narrow terminals wrap lines instead of cutting them.
     console.width = max(console.width, 140)
     console.print(table)
 

@@ -62,8 +62,6 @@ TUNING_PART = 5
 
 
 class Arm(NamedTuple):
-    """One side of a comparison."""
-
     settings: tuple[str, ...]
     lrs: tuple[float, ...] = ()
     """The learning rates to try. Without any, the arm uses the rate of `like`."""
@@ -158,7 +156,6 @@ class Bench:
 
 
 def main() -> None:
-    """Run the benchmark."""
     assert __doc__ is not None
     parser, args = read_command_line(__doc__, num_seeds=5)
     torch.set_num_threads(1)

@@ -60,7 +60,6 @@ PACKAGES = ("numpy", "pillow", "simplejpeg", "webdataset")
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the output of commands."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
@@ -405,7 +404,6 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = create_parser(__doc__ or "", "prep")
     parser.add_argument(
         "--rows",

@@ -64,7 +64,6 @@ NOT_OURS = ("launch", "import", "first step")
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

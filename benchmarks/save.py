@@ -91,7 +91,6 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

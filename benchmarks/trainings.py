@@ -42,8 +42,6 @@ RIGHT_FILE = "right.npz"
 
 @dataclass(frozen=True)
 class Figures:
-    """The measurements of a training."""
-
     cpu_s: float
     """The CPU seconds of all threads, including evaluations and excluding imports."""
     wall_s: float
@@ -54,7 +52,6 @@ class Figures:
 
     @property
     def top1(self) -> float:
-        """The final top-1 accuracy in percent."""
         return self.curve[-1][1]
 
 
@@ -88,8 +85,6 @@ class Outcome(NamedTuple):
 
 
 class Training(NamedTuple):
-    """A finished training."""
-
     figures: Figures
     right: dict[str, NDArray[np.bool_]]
 

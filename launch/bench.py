@@ -43,7 +43,6 @@ from vit.system.command_line import Parser
 
 
 def main() -> World:
-    """Run the benchmark."""
     args = read_command_line()
     overrides = list(args.overrides)
     if args.data is not None:

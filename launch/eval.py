@@ -64,7 +64,6 @@ DEFAULT_K = 20
 
 
 def main() -> World:
-    """Run the command."""
     args = read_command_line()
     settings = settings_of(args)
     out = sys.stderr if args.json else sys.stdout

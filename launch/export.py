@@ -36,7 +36,6 @@ from vit.weights.programs import PROGRAMS
 
 
 def main() -> World:
-    """Run the command."""
     args = read_command_line()
     world = join_world("cpu")
     subject, loaded, published = read_subject(args.path, args.model)

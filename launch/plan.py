@@ -37,7 +37,6 @@ from vit.system.gpus import GPUS, parse_gpus
 
 
 def main() -> None:
-    """Run the command."""
     args = read_command_line()
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ValueError(f"--price {args.price}: expected the hourly cost of one GPU, such as 3.5")

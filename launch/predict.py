@@ -47,7 +47,6 @@ NAMED_PROBLEMS = 20
 
 
 def main() -> World:
-    """Run the command."""
     args = read_command_line()
     world = join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)

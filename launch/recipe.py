@@ -40,7 +40,6 @@ from vit.system.files import replacing, told
 
 
 def main() -> World | None:
-    """Run the command."""
     args = read_command_line()
     return args.run(args)
 

@@ -30,7 +30,6 @@ from vit.system.urls import is_url
 
 
 def main() -> World:
-    """Run the command."""
     args = read_command_line()
     # Find the newest run by its metrics.jsonl, because a new run has no weights yet.
     run = args.run or str(newest_run("RUN", METRICS_FILE))

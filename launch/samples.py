@@ -37,7 +37,6 @@ from vit.system.meter import Meter
 
 
 def main() -> World:
-    """Run the command."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = join_world(args.device, "--device ")

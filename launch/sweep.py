@@ -43,7 +43,6 @@ class Row(NamedTuple):
 
 
 def main() -> None:
-    """Run the command."""
     args = read_command_line()
     is_early = args.when_finished is not None
     rows = [read_run(folder) for folder in run_folders(Path(args.folder), may_be_none=is_early)]

@@ -35,7 +35,6 @@ JOIN_TIMES = 3.0
 
 
 def main() -> World | None:
-    """Run the command."""
     args = read_command_line()
     config, origins = load_with_origins(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):

@@ -57,7 +57,6 @@ class Command(NamedTuple):
 
 
 def main() -> World:
-    """Run the command."""
     args = read_command_line()
     world = join_world(args.device, "--device ")
     COMMANDS[args.command].run(args, world)

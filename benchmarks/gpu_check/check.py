@@ -54,7 +54,6 @@ class GpuCheck(NamedTuple):
 
 
 def main() -> None:
-    """Run the check."""
     args = read_command_line()
     devices = _find_devices(args.device)
     if args.out is not None:
@@ -115,7 +114,6 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> list[GpuCheck]:
-    """Return all parts of the check in order."""
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
     settings = [f"train.device={device.type}", f"train.precision={precision}"]

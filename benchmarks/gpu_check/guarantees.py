@@ -94,7 +94,6 @@ class Numbered(Batches):
     layout = BatchLayout(64, ImageFormat((32, 32)), 4)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Fill all tensors with the position."""
         for tensor in (rows.images, rows.labels, rows.weights, rows.table, rows.ids):
             tensor.fill_(position)
         return ()

@@ -109,7 +109,6 @@ def make_shards(folder: Path, out: Path, markers: str) -> None:
 
 
 def make_images(folder: Path, num_images: int) -> None:
-    """Write `num_images` images to class folders."""
     ranges = [range(start, min(start + 100, num_images)) for start in range(0, num_images, 100)]
     run_jobs(
         [(_write_images, (folder, numbers), numbers[0]) for numbers in ranges],

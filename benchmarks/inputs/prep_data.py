@@ -70,8 +70,6 @@ def nested_tar(path: Path, classes: dict[str, dict[str, bytes]]) -> None:
 
 
 class Data(NamedTuple):
-    """The benchmark data."""
-
     folder: Path
     """The folder that contains <wnid>/<wnid>_<number>.JPEG."""
     archive: Path

@@ -121,7 +121,6 @@ class DataSet(Classes):
         return f"run `python -m data_prep.index {quote(self.shown)}` to write it"
 
     def class_name(self, label: int) -> str:
-        """Return a class's name for messages."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:

@@ -68,8 +68,6 @@ class Finding(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The arguments of a worker that checks one shard."""
-
     root: Path
     """The folder that contains the index, `.idx` and sidecar."""
     name: str
@@ -116,8 +114,6 @@ class Shard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The result of checking one shard."""
-
     findings: list[Finding]
     seen: np.ndarray = np.empty(0, SEEN_DTYPE)
     """(num_samples,) SEEN_DTYPE in tar order; empty if the tar could not be read completely."""
@@ -149,7 +145,6 @@ def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def check_shard(shard: Shard) -> Checked:
-    """Check a shard completely."""
     try:
         with _local(shard) as tar:
             return _check_tar(shard, tar)

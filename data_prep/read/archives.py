@@ -119,7 +119,7 @@ def _head(path: Path) -> bytes:
 
 def _check_name(path: Path, name: str) -> None:
     """Raise PrepError for a name that leads outside the archive."""
-    # accepts most names
+    # Most names return here.
     if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:
         return
     parts = re.split(r"[/\\]", name)

@@ -66,7 +66,6 @@ def choose_layout(
 
 
 def _suffix(text: str | None) -> str | None:
-    """Return a suffix without its leading dot."""
     return None if text is None else text.removeprefix(".")
 
 

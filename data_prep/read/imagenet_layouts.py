@@ -222,7 +222,6 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
 
 
 def _parquet_layout(split: str, files: Sequence[Path]) -> Layout:
-    """Return the layout for a split in Hugging Face's parquet files."""
     images = partial(_parquet_images, files)
     return Layout(
         split,

@@ -91,7 +91,6 @@ class Catalogue:
     """A locked file descriptor that keeps other processes from removing the folder."""
 
     def table(self, split: str) -> Table:
-        """Return the samples of a split."""
         return _open_table(self.folder, split, self.files)
 
     def __enter__(self) -> Self:

@@ -264,8 +264,6 @@ def choose_classes(
 
 
 class Shard(NamedTuple):
-    """The arguments of a worker that indexes one shard."""
-
     source: Output | WebShards
     output: Output
     name: str
@@ -276,8 +274,6 @@ class Shard(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """The records of an indexed shard."""
-
     rows: np.ndarray
     sidecar: dict[str, Any]
     keys: np.ndarray

@@ -65,8 +65,6 @@ class Shard(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The arguments of a worker that writes one shard."""
-
     shard: Shard
     catalogue: Catalogue
     read: Callable[[Sample], bytes]

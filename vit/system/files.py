@@ -281,6 +281,5 @@ def flush(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

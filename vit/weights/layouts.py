@@ -188,7 +188,7 @@ def _npz() -> Layout:
         dropped=("opt/", "params/"),
         other_names=(
             (r"^(opt/target/|params/img/|params/)", ""),
-            # names of big_vision
+            # names in big_vision
             (r"^pos_embedding$", "Transformer/posembed_input/pos_embedding"),
             (
                 r"(encoderblock\w*)/MultiHeadDotProductAttention_0/",

@@ -103,8 +103,7 @@ class Leaves:
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
-        # All ranks initialize with the same seed, but library versions may differ between hosts, so
-        # broadcast.
+        # Despite equal seeds, initial weights may differ between hosts with other library versions.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
     def divisor(self, num_rows: int) -> int:
