@@ -37,7 +37,7 @@ def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
 def fold_numbers(
     key_of: Callable[[NDArray[np.integer]], NDArray[np.uint64]], numbers: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Return `key_of(numbers)`, computed in chunks, because `fold` needs much temporary memory."""
+    """Return `key_of(numbers)`, computed in chunks: `fold` needs five times its result's memory."""
     keys = np.empty(len(numbers), U64)
     for start in range(0, len(numbers), CHUNK_NUMBERS):
         chunk = slice(start, start + CHUNK_NUMBERS)
