@@ -45,7 +45,7 @@ SERVE = "--serve"
 
 
 class Version:
-    """A process that augments images with the package in `tree`."""
+    """A process that augments images with the package in the folder `tree`."""
 
     def __init__(self, tree: Path):
         env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -67,21 +67,20 @@ class Version:
         return answer
 
     def images_per_cpu_s(self, policy: str, num_images: int) -> float:
-        """Augment a batch once, and return the rate."""
+        """Augment a batch once, and return images per CPU second."""
         return num_images / json.loads(self._ask(json.dumps([policy, num_images])))[0]
 
     def digest(self, policy: str, num_images: int) -> str:
-        """Return a hash of all bits of the augmented batch."""
+        """Return a hash over all bits of the augmented batch."""
         digest: str = json.loads(self._ask(json.dumps([policy, num_images])))[1]
         return digest
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
 
 
 def serve() -> None:
-    """Answer each line of stdin, using the package on this process's path."""
+    """Answer requests on stdin, one per line, using the package on this process's path."""
     import numpy as np
     import torch
 
@@ -112,7 +111,7 @@ def serve() -> None:
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """Unpack the package of `commit` into a subfolder of `folder`, and return the subfolder."""
+    """Extract the package of `commit` to a subfolder of `folder`; return the subfolder."""
     git = ["git", "-C", str(ROOT)]
     number = subprocess.check_output([*git, "rev-parse", "--short", commit], text=True).strip()
     tree = folder / number
@@ -124,7 +123,6 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run the command line."""
     assert __doc__ is not None
     parser = create_parser(__doc__, "augment")
     parser.add_argument("--against", default="HEAD~1", metavar="COMMIT", help="default: HEAD~1")

@@ -52,9 +52,9 @@ SETTINGS = (
     "model.depth=3",
     "model.num_heads=2",
     "model.drop_path_rate=0.1",
-    "model.weight_init=timm",  # another init differs by ten points at epoch 6 (docs/experiments/)
+    "model.weight_init=timm",  # Another init differs by ten points at epoch 6 (docs/experiments/).
     "augment.randaugment_layers=1",
-    # At magnitude 9, timm may posterize to 0 bits, which newer Pillow versions reject.
+    # At magnitude 9, timm may posterize to 0 bits, which newer versions of Pillow reject.
     "augment.randaugment_magnitude=7",
     "augment.mixup_alpha=0.2",
     "augment.mix_group_size=64",
@@ -69,7 +69,6 @@ LINES = {"ours": (BLUE, "-"), "timm": (ORANGE, ":")}
 
 
 def main() -> None:
-    """Run the command line."""
     assert __doc__ is not None
     parser, args = read_command_line(__doc__, num_seeds=3)
     torch.set_num_threads(1)
@@ -77,7 +76,7 @@ def main() -> None:
     settings = [*SETTINGS, f"data.root={args.data}", "train.device=cpu", *args.overrides]
     try:
         config = load_config(CONFIG, settings)
-        check_known(config)  # fail before the first training
+        check_known(config)  # Fail before the first training.
     except ValueError as error:
         parser.error(str(error))
     done: dict[str, list[Training]] = {name: [] for name in CONTESTANTS}
@@ -106,7 +105,7 @@ def main() -> None:
 
 
 def images_trained(config: Config, data: Path) -> int:
-    """Return the number of images in a training. Both programs use only full batches."""
+    """Return the number of training images processed. Both programs use only full batches."""
     from vit.data.shards.data_set import open_split
 
     batch = config.data.global_batch_size
@@ -117,7 +116,7 @@ def images_trained(config: Config, data: Path) -> int:
 def tables(
     done: Mapping[str, Sequence[Training]], gap: Difference, num_images: int
 ) -> dict[str, list[list[str]]]:
-    """Return tables of accuracy by seed and of images per CPU second."""
+    """Return tables with the accuracy by seed and the images per CPU second."""
     seeds = range(len(done["ours"]))
     accuracy = [["top-1 at the end, %", *(f"seed {seed}" for seed in seeds), "mean, 95 %"]]
     for name, trainings in done.items():
@@ -140,7 +139,7 @@ def tables(
 
 
 def draw(done: Mapping[str, Sequence[Training]], gap: Difference, picture: Path) -> None:
-    """Draw all curves and the final differences: dots for seeds, mean, 95 % interval."""
+    """Plot all curves and the final differences: seeds as dots, mean and 95 % interval."""
     with drawing(picture, 3.4, layout="constrained") as figure:
         curves, beside = figure.subplots(1, 2, width_ratios=[3, 2])
         for name, trainings in done.items():

@@ -31,9 +31,8 @@ from vit.loggers.lines import read_lines, read_metrics
 ROOT = Path(__file__).parents[1]
 LEAF_ROWS = 8
 EVERY_STEPS = 5
-"""The number of steps between two lines of metrics.jsonl."""
 FIRST = 10
-"""The first measured step, after allocators and caches have warmed up."""
+"""The first step to measure, after allocators and caches have warmed up."""
 STEPS = 30
 SMALL = (
     "model.name=vit_ti16",
@@ -61,7 +60,6 @@ CONTESTANTS = {"DDP": "false", "exact over ranks": "true"}
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,8 +112,6 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """The measurements of one training."""
-
     images_per_cpu_s: float
     images_per_s: float
     peak_mib: float
@@ -125,7 +121,7 @@ class Trained:
 def tables_of(
     runs_by_ranks: dict[int, dict[str, list[Trained]]], batch: int
 ) -> dict[str, list[list[str]]]:
-    """Return the tables: rates compared with DDP for each number of ranks, memory and hashes."""
+    """Return tables of rates relative to DDP for each number of ranks, memory and hashes."""
     tables: dict[str, list[list[str]]] = {}
     ends = [["", "peak of a rank, MiB, on " + ", ".join(map(str, runs_by_ranks)), "hashes", "runs"]]
     for ranks, of in runs_by_ranks.items():
@@ -147,7 +143,7 @@ def tables_of(
 
 
 def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Trained:
-    """Train on `ranks` processes, and measure the cost while they run."""
+    """Train on `ranks` processes, and measure their cost."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -165,7 +161,7 @@ def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Train
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    last = STEPS - EVERY_STEPS  # the ranks are still alive when this line is written
+    last = STEPS - EVERY_STEPS  # The ranks are still alive when this line is written.
     began_s, cpu_began_s, _ = cost_at(FIRST, run_dir, process)
     ended_s, cpu_ended_s, peak_mib = cost_at(last, run_dir, process)
     if process.wait():
@@ -179,10 +175,10 @@ def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Train
 
 
 def cost_at(step: int, run_dir: Path, process: subprocess.Popen) -> tuple[float, float, float]:
-    """Wait until metrics.jsonl has `step`, and return the cost up to then.
+    """Wait until metrics.jsonl contains `step`, and return the cost until then.
 
-    The cost is the time, the CPU seconds of all ranks, and the largest resident set of a rank in
-    MiB.
+    The cost consists of the time, the CPU seconds of all ranks, and the largest resident set of a
+    rank in MiB.
     """
     path = run_dir / "metrics.jsonl"
     while not path.exists() or not any(

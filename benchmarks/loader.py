@@ -34,15 +34,15 @@ SCALED = (f"{OURS}, pip only", OURS_MARKED, WHOLE)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WALL = "images/s"
 CPU = "images/CPU-s"
-"""The unit: images per second of CPU time of all processes and threads of a contestant."""
+"""The unit: images per CPU second over all processes and threads of a contestant."""
 
 
 class Failed(Exception):
-    """A contestant failed. The message has the reason."""
+    """An error raised because a contestant failed. The message states the reason."""
 
 
 class Server:
-    """A contestant in a separate process group, which is stopped between turns."""
+    """A contestant that runs in a separate process group, which is stopped between turns."""
 
     def __init__(self, name: str, data: Data, workers: int, batch_size: int):
         self.name = name
@@ -57,8 +57,8 @@ class Server:
             workers,
             batch_size,
         ]
-        # One thread per process, as in a worker. The kernel wakes and ends a stopped process group,
-        # but not a session, if this process dies.
+        # Use one thread per process, as in a worker. If this process dies, the kernel continues and
+        # ends a stopped process group, but not a session.
         environment = (
             os.environ
             | {"OMP_NUM_THREADS": "1"}
@@ -81,12 +81,13 @@ class Server:
     def ask(self, task: str, num_batches: int) -> None:
         os.killpg(self.process.pid, signal.SIGCONT)
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has exited, so `answer` raises
+        # The process has exited, so `answer` raises an error.
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{task} {num_batches}\n")
             self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Return images, seconds, shape and dtype of the last task, and stop the processes."""
+        """Return the images, seconds, shape and dtype of the last task, and stop the processes."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -98,7 +99,7 @@ class Server:
         return json.loads(line)
 
     def turn(self, task: str, num_batches: int) -> tuple[float, float]:
-        """Run a task, and return images per second of CPU time and of wall time."""
+        """Run a task, and return images per CPU second and per second."""
         before = self.cpu_s()
         self.ask(task, num_batches)
         answer = self.answer()
@@ -107,9 +108,10 @@ class Server:
         return answer["images"] / cpu_s, answer["images"] / answer["seconds"]
 
     def processes(self) -> Iterator[tuple[Path, list[str]]]:
-        """Yield each process of the group: its folder in /proc, and `stat` from field 3 on."""
+        """Yield the /proc folder of each process in the group, and `stat` from field 3 on."""
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just exited
+            # The process has just exited.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 stat = (folder / "stat").read_text().rpartition(")")[2].split()
                 if int(stat[2]) == self.process.pid and stat[0] != "Z":
                     yield folder, stat
@@ -118,14 +120,14 @@ class Server:
         """Return the CPU time of all processes, including finished children."""
         total_s = 0.0
         for folder, stat in self.processes():
-            # The clock of clock_getcpuclockid(3) counts nanoseconds, while `stat` counts hundredths
-            # of a second.
+            # The clock of clock_getcpuclockid(3) has nanosecond resolution, while `stat` counts
+            # hundredths of a second.
             clock = (~int(folder.name) << 3) | 2
             total_s += time.clock_gettime(clock) + sum(map(int, stat[13:15])) / TICKS_PER_S
         return total_s
 
     def memory_bytes(self) -> int:
-        """Return the private and shared memory of the processes, excluding file pages."""
+        """Return the private and shared memory of all processes, excluding file pages."""
         total_kib = 0
         for folder, _ in self.processes():
             total_kib += sum(
@@ -141,7 +143,7 @@ class Server:
         return total_kib << 10
 
     def close(self) -> None:
-        """Give the contestant 10 s and its children 5 s to exit, then kill the rest."""
+        """Give the contestant 10 s and its children 5 s to exit, then kill all that remain."""
         with contextlib.suppress(ProcessLookupError, BrokenPipeError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGCONT)
             self.process.communicate(timeout=10)
@@ -157,7 +159,7 @@ class Server:
 
 
 class Benchmark:
-    """A benchmark of contestants on the same images, for `rounds` rounds."""
+    """A benchmark that compares contestants on the same images over several rounds."""
 
     def __init__(self, data: Data, batch_size: int, num_batches: int, rounds: int):
         self.data = data
@@ -165,7 +167,6 @@ class Benchmark:
         self.num_batches = num_batches
         self.rounds = rounds
         self.failures: dict[str, str] = {}
-        """The error message of each failed contestant."""
         self.facts: dict[str, dict[str, str]] = {}
         """The image type and the memory of each contestant."""
 
@@ -205,7 +206,7 @@ class Benchmark:
                 list(pool.map(Server.close, servers))
 
     def turns(self, title: str) -> Iterator[bool]:
-        """Yield for each round whether it counts. The first round is a warm-up."""
+        """Yield once per round, with False for the first round, which is a warm-up."""
         for turn in range(self.rounds + 1):
             print(f"{title}: round {turn} of {self.rounds}", file=sys.stderr, flush=True)
             yield turn > 0
@@ -213,7 +214,7 @@ class Benchmark:
     def measure(
         self, title: str, task: str, servers: Sequence[Server], num_batches: int
     ) -> list[Result]:
-        """Return the results by CPU time and by wall time."""
+        """Measure a task by CPU time and by wall time."""
         running = [server for server in servers if task in CONTESTANTS[server.name].tasks]
         cpu, wall = ({server.name: list[float]() for server in running} for _ in range(2))
         for counts in self.turns(title):
@@ -232,7 +233,8 @@ class Benchmark:
         return [as_result(title, CPU, cpu, bases), as_result(title, WALL, wall, bases)]
 
     def measure_scaling(self, name: str) -> list[Result]:
-        """Compare one of `CORES` independent processes, like the ranks of a host, with one alone.
+        """Compare one of `CORES` independent processes, like the ranks on a host, with a single
+        process.
 
         Returns [] if a process failed.
         """
@@ -261,7 +263,8 @@ class Benchmark:
 def rows_of_both(
     cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str]]
 ) -> list[list[str]]:
-    """Return one table, with CPU time first, because other programs disturb it least."""
+    """Merge both results into one table, with CPU time first, because other programs disturb it
+    least."""
     short = {V1: "x v1", FFCV: "x FFCV", WHOLE: "x limit"}
     rows = [
         [
@@ -281,7 +284,7 @@ def rows_of_both(
             f"{shown(row['min'])} - {shown(row['max'])}",
             *(f"{ratio:.2f}" for ratio in row["ratios"].values()),
         ]
-        # This contestant's processes exit between turns, and their CPU time is lost.
+        # The processes of this contestant exit between turns, so their CPU time is not counted.
         if row["min"] <= 0:
             by_cpu = ["not known"] + ["-"] * (len(by_cpu) - 1)
         by_clock = wall["rows"][name]
@@ -294,7 +297,7 @@ def rows_of_both(
 
 
 def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Return a table of the rate of one of several processes, relative to a single process."""
+    """Return a table with the rate of one of several processes relative to a single process."""
     rows = [["", f"{WALL} alone", f"each of {CORES}", "ratio"]]
     for result in results:
         alone, among = result["rows"].values()
@@ -310,7 +313,7 @@ def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def draw_bars(path: Path, result: Result, named: str) -> None:
-    """Draw a bar for each contestant, with this project in color and limits in pale gray."""
+    """Draw one bar per contestant, with this project in color and the limits in pale gray."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -364,7 +367,6 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = create_parser(__doc__ or "", "loader")
     parser.add_argument(
         "--only",

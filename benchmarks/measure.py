@@ -1,8 +1,8 @@
 """Run the contestants of a benchmark alternately, compare them, and write the figures.
 
-Each round calls all contestants one after the other, so that other load on the machine affects all
-of them. A figure is the median over rounds, and a ratio is the median of the ratios within rounds.
-FILE.json contains every round, and FILE.md the tables.
+In each round, all contestants run one after the other, so that other load on the machine affects
+all of them. Each figure is the median over rounds, and each ratio is the median of the ratios
+within rounds. FILE.json contains every round, and FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 CORES = len(os.sched_getaffinity(0))
 Result = dict[str, Any]
-"""A table: title, unit, bases, rows {contestant: {median, min, max, ratios {base: ratio},
+"""A table with title, unit, bases, and rows {contestant: {median, min, max, ratios {base: ratio},
 rounds}}."""
 
 
@@ -38,7 +38,8 @@ def take_turns(
     rounds: int,
     bases: Sequence[str] = (),
 ) -> Result:
-    """Return each contestant's values, usually rates. A first warm-up round is dropped."""
+    """Return each contestant's values, usually rates. The first round is a warm-up and is
+    dropped."""
     values_by_name: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         print(f"{title}: round {turn} of {rounds}", file=sys.stderr, flush=True)
@@ -52,7 +53,7 @@ def take_turns(
 def as_result(
     title: str, unit: str, values_by_name: Mapping[str, Sequence[float]], bases: Sequence[str] = ()
 ) -> Result:
-    """Return a table. values_by_name: the values by round. bases: contestants to compare with."""
+    """Return a table. values_by_name: one value per round. bases: contestants to compare with."""
     rows = {}
     for name, values in values_by_name.items():
         ratios = {
@@ -67,7 +68,7 @@ def as_result(
 
 
 def machine(place: Path, packages: Sequence[str]) -> dict[str, Any]:
-    """Return hardware and versions for the report. place: the folder of the files."""
+    """Return the hardware and versions for the report. place: the folder with the files."""
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -94,7 +95,7 @@ def shown(value: float) -> str:
 
 
 def rows_of(result: Result) -> list[list[str]]:
-    """Return the header and the rows of a table."""
+    """Return the header and rows of a table."""
     rows = [["", result["unit"], "from", "to", *(f"ratio to {base}" for base in result["bases"])]]
     for name, row in result["rows"].items():
         ratios = [f"{ratio:.2f}" for ratio in row["ratios"].values()]
@@ -103,21 +104,22 @@ def rows_of(result: Result) -> list[list[str]]:
 
 
 def show(title: str, rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, whose first row is the header."""
+    """Print a table whose first row is the header."""
     table = Table(title=title, title_justify="left")
     for column, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if column else "left", no_wrap=not column)
     for row in rows[1:]:
         table.add_row(*row)
     console = Console()
-    console.width = max(console.width, 140)  # lets a narrow terminal wrap lines instead of cutting
+    # Let narrow terminals wrap lines instead of cutting them.
+    console.width = max(console.width, 140)
     console.print(table)
 
 
 def as_markdown(
     title: str, paragraphs: Sequence[str], tables: Mapping[str, Sequence[Sequence[str]]]
 ) -> str:
-    """Return a page of tables, whose first rows are headers."""
+    """Return a Markdown page of tables, whose first rows are headers."""
     parts = [f"# {title}", *paragraphs]
     for heading, rows in tables.items():
         head, *body = [f"| {' | '.join(cells)} |" for cells in rows]
@@ -126,7 +128,8 @@ def as_markdown(
 
 
 def create_parser(description: str, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark: --quick, --rounds, --data, --out."""
+    """Return a parser with the options that all benchmarks share: --quick, --rounds, --data,
+    --out."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,8 +158,8 @@ def keep(
 ) -> Path:
     """Print the tables, and write `out` (.json) and a .md file with the tables.
 
-    report: at least machine, data, rounds and load, which is the load average at the start. Returns
-    `out`, or the default path if `out` is None.
+    report: at least machine, data, rounds and load (the load average at the start). Returns `out`,
+    or the default path if `out` is None.
     """
     for title, rows in tables.items():
         show(title, rows)
@@ -175,7 +178,7 @@ def keep(
 
 
 def default_out(benchmark: str, cpu: str) -> Path:
-    """Return benchmarks/results/<date>-<benchmark>-<processor>.json."""
+    """Return the path benchmarks/results/<date>-<benchmark>-<processor>.json."""
     processor = re.sub(r"\W+", "-", cpu.replace("(R)", "").replace("(TM)", "").lower()).strip("-")
     return (
         Path(__file__).parent

@@ -70,7 +70,7 @@ def train(root: Path, run_dir: Path, overrides: list[str]) -> None:
 
 @torch.no_grad()
 def probabilities(run_dir: Path) -> NDArray[np.float64]:
-    """Return the class probabilities (N, classes) of the run's training split, as evaluated."""
+    """Evaluate the run's training split, and return the class probabilities (N, classes)."""
     source = ReportSource(run_dir, CPU)
     split = open_split(source.config.data.root, source.config.data.train_split)
     batches = []
@@ -82,7 +82,8 @@ def probabilities(run_dir: Path) -> NDArray[np.float64]:
 
 
 def out_of_fold(root: Path, work: Path, folds: int, overrides: list[str]) -> NDArray[np.float64]:
-    """Return probabilities (N, classes) from models that have not seen the image's original."""
+    """Return probabilities (N, classes) from models that were not trained on the image's
+    original."""
     split = open_split(root, "train")
     keys = [split.key(i) for i in range(len(split))]
     fold_of = np.array([int(key[5:9]) % folds for key in keys])
@@ -140,7 +141,7 @@ def compare(
 
 
 def main() -> None:
-    """Print the table, and write it to the working folder."""
+    """Print the table, and write it to the work folder."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)

@@ -34,7 +34,7 @@ from vit.training.model_summary import count_parameters, flops_per_image
 
 NUM_CLASSES = 1000
 PASSES = {"training": 3, "inference": 1}
-"""The operations of a training step and of inference, in units of forward passes."""
+"""The number of operations in a training step and in inference, relative to a forward pass."""
 GEMM_SIDE = {"cpu": 1024, "cuda": 8192}
 OURS = "ours"
 LIMIT = "limit: matrix products"
@@ -42,7 +42,7 @@ LIMIT = "limit: matrix products"
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model sizes of all contestants."""
+    """The model sizes, which are equal for all contestants."""
 
     image_px: int
     patch_px: int
@@ -54,7 +54,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model and its blocks."""
+    """A model to compare, and its blocks."""
 
     model: nn.Module
     blocks: Iterable[nn.Module]
@@ -102,7 +102,8 @@ def from_transformers(sizes: Sizes) -> Contestant:
 
 
 def from_lucidrains(sizes: Sizes) -> Contestant:
-    """Return lucidrains' ViT, which has norms around the patch embedding and no q, k, v biases."""
+    """Return lucidrains' ViT, which has norms around the patch embedding, and no q, k and v
+    biases."""
     from vit_pytorch import ViT
 
     model = ViT(
@@ -125,11 +126,11 @@ PEERS: dict[str, tuple[str, Callable[[Sizes], Contestant]]] = {
     "Hugging Face": ("transformers", from_transformers),
     "lucidrains": ("vit-pytorch", from_lucidrains),
 }
-"""The package of each contestant, and the function that creates its model."""
+"""Maps each contestant to its package and the function that creates its model."""
 
 
 def create_contestants(name: str, fields: dict[str, Any], image_px: int) -> dict[str, Contestant]:
-    """Return this model and all installed peers, with equal sizes and random weights."""
+    """Return this project's model and all installed peers, with equal sizes and random weights."""
     model: Any = create_model(name, image_px, NUM_CLASSES, **fields)
     hidden = model.blocks[0].mlp.fc1.out_features
     heads = model.blocks[0].attn.num_heads
@@ -151,7 +152,7 @@ def create_contestants(name: str, fields: dict[str, Any], image_px: int) -> dict
 
 
 def now_s(device: torch.device) -> float:
-    """Return the current time of the clock that `images_per_s` uses."""
+    """Return the current time on the clock that `images_per_s` uses."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -166,7 +167,7 @@ def logits_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 def images_per_s(
     model: nn.Module, images: torch.Tensor, work: str, precision: str, steps: int
 ) -> float:
-    """Return the rate of `steps` training steps or forward passes, after one warm-up step."""
+    """Return the rate over `steps` training steps or forward passes, after one warm-up step."""
     device = images.device
     labels = torch.arange(len(images), device=device) % NUM_CLASSES
     model.train(work == "training")
@@ -192,7 +193,8 @@ def images_per_s(
 
 
 def gemm_images_per_s(device: torch.device, precision: str, flops: int) -> float:
-    """Return images/s for images of `flops` operations at the speed of a matrix product."""
+    """Return the rate of images that cost `flops` operations each at the speed of a matrix
+    product."""
     side = GEMM_SIDE[device.type]
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
     a = torch.randn(side, side, device=device).to(dtype)
@@ -206,7 +208,7 @@ def gemm_images_per_s(device: torch.device, precision: str, flops: int) -> float
 def measure_cell(
     contestants: dict[str, Contestant], images: torch.Tensor, cell: tuple[str, str, str], args: Any
 ) -> Result:
-    """Return one table with all contestants, and their ratios to peers and limit."""
+    """Measure all contestants; return a table with their ratios to the peers and the limit."""
     mode, precision, work = cell
     flops = PASSES[work] * flops_per_image(contestants[OURS].model)
     turns: dict[str, Callable[[], float]] = {
@@ -237,7 +239,7 @@ def compile_all(contestants: dict[str, Contestant]) -> None:
 
 
 def overview(results: list[Result]) -> list[list[str]]:
-    """Return a row per cell: this model, the best peer, and their fractions of the limit."""
+    """Return one row per cell: this model, the best peer, and both as fractions of the limit."""
     rows = [["", "ours", "best peer", "", "ours / best", "ours / limit", "best / limit"]]
     for result in results:
         ours = result["rows"][OURS]

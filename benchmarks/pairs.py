@@ -56,22 +56,20 @@ SETTINGS = (
     "train.device=cpu",
 )
 TUNING_SEED = 1000
-"""The seed for tuning, far from the seeds of the comparison, which start at 0."""
+"""The seed for tuning. It differs from the seeds of the comparison, which start at 0."""
 TUNING_PART = 5
-"""One of this many training originals is held out for tuning."""
+"""For tuning, one of this many training originals is held out."""
 
 
 class Arm(NamedTuple):
-    """One side of a comparison."""
-
     settings: tuple[str, ...]
     lrs: tuple[float, ...] = ()
-    """The grid of learning rates. Without a grid, the arm uses the rate of `like`."""
+    """The learning rates to try. Without any, the arm uses the rate of `like`."""
     like: str = ""
 
 
 class Pair(NamedTuple):
-    """A comparison of two sides, each with an arm and the type of its weights."""
+    """Two sides to compare, each given by an arm and the type of its weights."""
 
     name: str
     first: tuple[str, str]
@@ -81,8 +79,8 @@ class Pair(NamedTuple):
 ARMS = {
     "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
-    # The bias to which the sigmoids of ten classes converge, like big_vision's for a thousand
-    # classes. Without this bias, such short runs learn little else.
+    # The bias to which the sigmoids of ten classes converge, like big_vision's bias for a thousand
+    # classes. Without it, such short runs learn little else.
     "LAMB + BCE": Arm(
         ("optim.name=lamb", "loss.name=bce", "model.init_head_bias=-2.2"), (1e-2, 2e-2, 4e-2, 8e-2)
     ),
@@ -109,7 +107,7 @@ class Bench:
         self.settings = (*SETTINGS, f"data.root={data}", *overrides)
 
     def train(self, arm: str, lr: float, seed: int, *further: str) -> Training:
-        """Train unless the result exists, and print the result."""
+        """Train unless the result exists already, and print the result."""
         settings = [*self.settings, *ARMS[arm].settings, f"optim.lr={lr:g}", f"train.seed={seed}"]
         name = "".join(letter if letter.isalnum() else "_" for letter in arm)
         folder = self.work / f"{name}_lr{lr:g}_seed{seed}"
@@ -121,7 +119,7 @@ class Bench:
         return done
 
     def tune(self) -> dict[str, dict[float, float]]:
-        """Return the top-1 on held-out originals, by arm and learning rate."""
+        """Return the top-1 accuracy on held-out originals, by arm and learning rate."""
         split = open_split(self.data, "train")
         held_out = originals(self.data, "train") % TUNING_PART == 0
         keys = [split.key(int(i)) for i in np.flatnonzero(held_out)]
@@ -140,7 +138,7 @@ class Bench:
     def compare(
         self, chosen: Mapping[str, float], num_seeds: int
     ) -> tuple[dict[str, list[Training]], list[Difference]]:
-        """Return the trainings of each arm, and the difference of each pair."""
+        """Return the trainings of each arm, and the difference for each pair."""
         done: dict[str, list[Training]] = {name: [] for name in ARMS}
         for seed in range(num_seeds):
             for name in ARMS:
@@ -158,7 +156,6 @@ class Bench:
 
 
 def main() -> None:
-    """Run the command line."""
     assert __doc__ is not None
     parser, args = read_command_line(__doc__, num_seeds=5)
     torch.set_num_threads(1)
@@ -192,7 +189,7 @@ def tables(
     done: Mapping[str, Sequence[Training]],
     gaps: Sequence[Difference],
 ) -> dict[str, list[list[str]]]:
-    """Return the tables of differences, arms and tuning."""
+    """Return tables of differences, arms and tuning."""
     pairs = [["pair", "points, 95 %", *(f"seed {i}" for i in range(len(gaps[0].by_seed)))]]
     for pair, gap in zip(PAIRS, gaps, strict=True):
         pairs.append([pair.name, str(gap), *(f"{each:+.2f}" for each in gap.by_seed)])
@@ -218,7 +215,7 @@ def tables(
 
 
 def draw(gaps: Sequence[Difference], picture: Path) -> None:
-    """Draw the difference of each pair, with seeds as dots, and mean and interval as a bar."""
+    """Draw the difference for each pair: seeds as dots, mean and interval as a bar."""
     with drawing(picture, 1.1 + 0.5 * len(gaps), layout="constrained") as figure:
         axes = figure.subplots()
         axes.axvline(0, color=GREY, linewidth=1)

@@ -46,7 +46,7 @@ def main() -> None:
     for name in args.models:
         torch.manual_seed(0)
         model: Any = create_model(name, args.image_size, 1000).eval()
-        with torch.no_grad():  # a zero head would make all logits equal
+        with torch.no_grad():  # Replace the zero head, which would make all logits equal.
             for parameter in model.parameters():
                 spread = 0.5 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
                 parameter.normal_(0, spread)
@@ -68,7 +68,8 @@ def main() -> None:
 
 
 def send(program: str, model: Any) -> tuple[dict[str, Tensor], str]:
-    """Return the weights under the names of `program`, and the result of converting them back."""
+    """Convert the weights to the names of `program` and back. Return them and whether the bits
+    match."""
     ours = model.state_dict()
     if program == "timm":
         return ours, "the same names"
@@ -80,7 +81,7 @@ def send(program: str, model: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
-    """Return the model of `program` with `weights`, loaded by its own function."""
+    """Create the model of `program`, and load `weights` by its own function."""
     block = model.blocks[0]
     size, patch = model.image_size[0], model.patch_size[0]
     heads, hidden = block.attn.num_heads, block.mlp.fc1.out_features

@@ -1,11 +1,11 @@
-"""The contestants of benchmarks/loader.py, which make 224 px batches as their docs show.
+"""Define the contestants of benchmarks/loader.py, which make 224 px batches as their docs show.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
-A contestant runs in a separate process and waits for requests. A line "train 5" or "eval 5"
-requests 5 batches, and the answer is a JSON line with the number of images, the seconds and the
-type. Training uses a random-resized crop and a flip. Evaluation uses a resize to 256 and a center
-crop, bilinear and antialiased. A contestant's data format is written at the first request.
+Each contestant runs in a separate process and waits for requests. A line "train 5" or "eval 5"
+requests 5 batches. The answer is a JSON line with the number of images, the seconds and the type.
+Training uses a random-resized crop and a flip. Evaluation resizes to 256 and crops the center,
+bilinear and antialiased. A contestant's data format is written on the first request.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ RESIZE = 256
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 Batches = Iterator[tuple[Any, Any]]
-"""An endless iterator over (images, labels)."""
 
 
 class Task(NamedTuple):
-    """The data, the parallelism and the type of batches."""
+    """The data, the number of workers and the kind of batches."""
 
     data: Data
     workers: int
-    """The number of worker processes or threads."""
     batch_size: int
     train: bool
 
@@ -53,9 +51,9 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
 
 
 def ours(task: Task, shards: str, copies: int = 1) -> Batches:
-    """Yield the batches of `vit.train` and `vit.evaluation.evaluate`.
+    """Yield batches as made in training (`vit.train`) or in `vit.evaluation.evaluate`.
 
-    copies: the number of augmented versions of each image in a training batch.
+    copies: the number of augmented versions per image in a training batch.
     """
     from vit.config.schema import AugmentConfig, EvalConfig
     from vit.data.batches import EvalBatches, TrainBatches
@@ -85,7 +83,7 @@ marked = partial(ours, shards="marked")
 marked_copies = partial(ours, shards="marked", copies=2)
 
 
-# ---- torchvision, and loaders based on torchvision -----------------------------------------------
+# ---- torchvision, and loaders that use its transforms --------------------------------------------
 
 
 def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
@@ -100,7 +98,7 @@ def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
 
 
 def crop(transforms: Any, train: bool) -> list[Any]:
-    """Return the crop and flip. transforms: torchvision.transforms, or its v2."""
+    """Return the transforms for crop and flip. transforms: torchvision.transforms, or its v2."""
     if train:
         return [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
     return [transforms.Resize(RESIZE), transforms.CenterCrop(SIZE)]
@@ -133,7 +131,7 @@ def torchvision_v2(task: Task) -> Batches:
 
 
 def torchvision_tensor(task: Task) -> Batches:
-    """Yield uint8 batches decoded by torchvision, which the device would have to normalize."""
+    """Yield uint8 batches decoded by torchvision, which must still be normalized on the device."""
     from torchvision.io import ImageReadMode, decode_jpeg, read_file
     from torchvision.transforms import v2
 
@@ -181,7 +179,7 @@ def opencv(task: Task) -> Batches:
     import torch
     from torchvision.transforms import RandomResizedCrop
 
-    cv2.setNumThreads(0)  # the usual setting in worker processes
+    cv2.setNumThreads(0)  # as is usual in worker processes
 
     def load(path: str) -> Any:
         pixels = cv2.imread(path, cv2.IMREAD_COLOR_RGB)
@@ -190,7 +188,7 @@ def opencv(task: Task) -> Batches:
             top, left, h, w = RandomResizedCrop.get_params(
                 torch.empty(3, height, width), (0.08, 1.0), (3 / 4, 4 / 3)
             )
-            # INTER_AREA is antialiased.
+            # Use INTER_AREA, because it is antialiased.
             pixels = cv2.resize(
                 pixels[top : top + h, left : left + w], (SIZE, SIZE), interpolation=cv2.INTER_AREA
             )
@@ -217,7 +215,7 @@ def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
 
 
 def with_pixels(dataset: type, train: bool) -> type:
-    """Return a data set class of `encoded_samples` that decodes with Pillow and transforms."""
+    """Return a data set class that decodes `encoded_samples` with Pillow and transforms them."""
     from PIL import Image
 
     transform = transform_v1(train)
@@ -252,7 +250,7 @@ def litdata(task: Task) -> Batches:
 
     def write(out: Path) -> None:
         out.mkdir()
-        # `litdata.optimize` uses this writer in its processes.
+        # `litdata.optimize` uses this writer in its worker processes.
         writer = BinaryWriter(str(out), chunk_bytes="64MB")
         for number, sample in enumerate(encoded_samples(task.data)):
             writer[number] = sample
@@ -288,7 +286,7 @@ def ffcv(task: Task) -> Batches:
     loader = Loader(
         str(task.data.made("ffcv.beton", write)),
         task.batch_size,
-        num_workers=max(1, task.workers),  # threads; FFCV needs at least one
+        num_workers=max(1, task.workers),  # threads, of which FFCV needs at least one
         order=OrderOption.RANDOM if task.train else OrderOption.SEQUENTIAL,
         os_cache=True,
         drop_last=True,
@@ -357,7 +355,7 @@ def whole_jpegs(task: Task) -> Batches:
 def windows(task: Task) -> Batches:
     """Yield decoded JPEGs that contain only the blocks of a training window.
 
-    This is the minimum number of bits for a decoder like libjpeg-turbo.
+    For a decoder like libjpeg-turbo, this is the minimum number of bits to decode.
     """
     folder = task.data.made("windows", partial(cut_windows, task.data))
     return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)
@@ -367,17 +365,16 @@ def windows(task: Task) -> Batches:
 
 
 class Contestant(NamedTuple):
-    """A contestant and its package."""
+    """A library to compare, and its package."""
 
     batches: Callable[[Task], Batches]
     module: str
     """The module that must be importable."""
     package: str
-    """The package name on PyPI."""
     tasks: tuple[str, ...] = ("train", "eval")
     only_without_workers: bool = False
     pip_only: bool = False
-    """True if the contestant runs without the native decoder."""
+    """Whether the contestant runs without the native decoder."""
 
 
 V1 = "torchvision v1"
@@ -415,14 +412,14 @@ def version(name: str) -> str | None:
         if importlib.util.find_spec(contestant.module) is None:
             return None
         return importlib.metadata.version(contestant.package)
-    except ImportError:  # from the parent package, or PackageNotFoundError
+    except ImportError:  # The error may come from the parent package, or be PackageNotFoundError.
         return None
 
 
 def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
-    """Answer requests until standard input ends."""
+    """Answer requests on standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps the prints of libraries out of the answers on stdout
+    os.dup2(2, 1)  # Keep text that libraries print out of the answers on stdout.
     running: dict[str, Batches] = {}
     for request in sys.stdin:
         kind, num_batches = request.split()

@@ -32,16 +32,16 @@ WORLD = (
     *("camera", "coins", "page", "clock", "chelsea", "rocket", "hubble_deep_field", "brick"),
     *("cell", "china"),
 )
-"""Pictures for pre-training."""
+"""The pictures for pre-training."""
 OWN = (
     *("astronaut", "moon", "coffee", "retina", "immunohistochemistry", "grass", "gravel"),
     "flower",
 )
-"""Pictures for fine-tuning."""
+"""The pictures for fine-tuning."""
 TRAIN_SHARE = 0.6
-"""The training fraction of a picture's width, from the left."""
+"""The fraction of a picture's width, from the left, used for training."""
 SIDES = (48, 96)
-"""The smallest and largest side of a crop in pixels."""
+"""The minimum and maximum side of a crop in pixels."""
 SETTINGS = {
     "model.name": "vit_ti8",
     "model.image_size": 64,
@@ -73,7 +73,7 @@ def picture(name: str) -> NDArray[np.uint8]:
 
 
 def write_crops(names: tuple[str, ...], folder: Path, num_train: int, num_val: int) -> None:
-    """Write `folder`/train and `folder`/val with one folder of crops per picture."""
+    """Write `folder`/train and `folder`/val, each with one folder of crops per picture."""
     rng = np.random.default_rng(0)
     for name in names:
         pixels = picture(name)
@@ -92,14 +92,14 @@ def write_crops(names: tuple[str, ...], folder: Path, num_train: int, num_val: i
 
 
 def run(*words: object) -> None:
-    """Run a command of this project on one core. Raises CalledProcessError if it fails."""
+    """Run a command of this project on one core. Raises CalledProcessError if the command fails."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, *map(str, words)]
     subprocess.run(line, check=True, env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def prepared(names: tuple[str, ...], folder: Path, num_train: int, num_val: int) -> Path:
-    """Return the folder of shards with crops of the pictures `names`, created on the first call."""
+    """Return a folder of shards with crops of the pictures `names`. The first call creates it."""
     shards = folder / "shards"
     if not shards.exists():
         write_crops(names, folder / "images", num_train, num_val)
@@ -108,7 +108,7 @@ def prepared(names: tuple[str, ...], folder: Path, num_train: int, num_val: int)
 
 
 def train(folder: Path, settings: dict[str, object]) -> dict[str, float]:
-    """Train by configs/photos.yaml with `settings`, and return top-1 in percent and CPU seconds."""
+    """Train by configs/photos.yaml with `settings`; return top-1 in percent and CPU seconds."""
     file = folder / "found.json"
     if not file.exists():
         words = [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]

@@ -57,7 +57,7 @@ PREDICT = "predict"
 
 
 def create_trained(model: dict[str, object], device: torch.device) -> Trained:
-    """Return a model with random weights, which is as fast as a trained one."""
+    """Return a model with random weights, which is as fast as a trained model."""
     values = {"model": model, "data": {"root": "."}, "train": {"steps": 1, "precision": "fp32"}}
     config = config_io.from_dict(values, "benchmark")
     network = create_model(config.model, num_classes=NUM_CLASSES).to(device).eval()
@@ -70,13 +70,13 @@ def create_trained(model: dict[str, object], device: torch.device) -> Trained:
 
 
 def processor_s() -> float:
-    """Return the CPU seconds of this process and of its finished children."""
+    """Return the CPU seconds of this process and its finished children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def load_only(trained: Trained, places: list[Place], batch_size: int, workers: int) -> None:
-    """Make all batches and discard them."""
+    """Load all batches and discard them."""
     preprocess = trained.preprocess
     batches = PlaceBatches(places, preprocess.image_format, preprocess.view, batch_size)
     with Loader(batches, 0, len(batches), num_workers=workers, device=trained.device) as loader:
@@ -85,7 +85,7 @@ def load_only(trained: Trained, places: list[Place], batch_size: int, workers: i
 
 
 def compute_only(trained: Trained, num_images: int, batch_size: int) -> None:
-    """Run forward passes on one batch, and read the last result."""
+    """Run forward passes on a single batch, and read only the last result."""
     inputs = torch.zeros(
         batch_size, 3, *trained.preprocess.image_format.size, device=trained.device
     )
@@ -95,7 +95,7 @@ def compute_only(trained: Trained, num_images: int, batch_size: int) -> None:
 
 
 def predict_all(trained: Trained, places: list[Place], batch_size: int, workers: int) -> None:
-    """Predict all files like the command, and write the CSV."""
+    """Predict all files like launch/predict.py, and write the CSV file."""
     with tempfile.TemporaryDirectory() as folder:
         with csv_file(Path(folder, "out.csv"), 5) as writer:
             for predictions in predict(
@@ -107,7 +107,7 @@ def predict_all(trained: Trained, places: list[Place], batch_size: int, workers:
 def measured(
     title: str, contestants: Mapping[str, Callable[[], None]], num_images: int, rounds: int
 ) -> list[Result]:
-    """Return images per second and per CPU second of contestants that take turns."""
+    """Run contestants alternately; return their images per second and per CPU second."""
     per_s: dict[str, list[float]] = {name: [] for name in contestants}
     per_cpu_s: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
@@ -115,7 +115,7 @@ def measured(
             began_s = time.perf_counter()
             used_s = processor_s()
             contestant()
-            if turn:  # skip the warm-up round
+            if turn:  # Skip the warm-up round.
                 per_s[name].append(num_images / (time.perf_counter() - began_s))
                 per_cpu_s[name].append(num_images / (processor_s() - used_s))
     pairs = zip(per_cpu_s[LOADER], per_cpu_s[MODEL], strict=True)
@@ -152,7 +152,7 @@ def main() -> None:
     device = torch.device(args.device)
     for title, model in MODELS.items():
         trained = create_trained(dict(model), device)
-        # Use fewer images for a model that is a thousand times slower than the loader.
+        # Use fewer images for models that are a thousand times slower than the loader.
         chosen = places if device.type == "cuda" or model["image_size"] == 32 else places[:160]
         batch_size = 32 if device.type == "cpu" else 256
         contestants = {

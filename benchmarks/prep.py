@@ -46,9 +46,8 @@ from data_prep.write.shard import Work, write_shard
 ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)
 IN_MEMORY = Path("/dev/shm")
-"""A file system in memory, on which writing costs only CPU time."""
 STARTING_S = 4.0
-"""The time that a worker process needs to start and warm up."""
+"""The seconds that a worker process needs to start and warm up."""
 WARM_UP = 100
 DD = "dd of the same bytes"
 SHARD_WRITER = "webdataset ShardWriter <- nested tar"
@@ -56,21 +55,20 @@ HASHING = "sha256 of the same bytes, nothing written"
 PACKAGES = ("numpy", "pillow", "simplejpeg", "webdataset")
 
 
-# ---- contestants: each reads the data and writes into an empty folder ----------------------------
+# ---- contestants: each reads the data, and writes to an empty folder -----------------------------
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the output of commands."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 def span(function: Callable[[Any], tuple[float, float]], parts: Sequence[Any]) -> float:
-    """Return the seconds that one worker process per part needs for all parts, without startup.
+    """Run one worker process per part; return the seconds for all parts, without startup.
 
-    function: called with (part, begin time), returns start and end on a clock that all processes
-    share.
+    function: called with (part, begin time). It returns the start and end on a clock that all
+    processes share.
     """
     begin_at = time.monotonic() + STARTING_S
     jobs = [(function, (part, begin_at), number) for number, part in enumerate(parts)]
@@ -87,19 +85,21 @@ def warm_memory(num_bytes: int) -> None:
     """Allocate and free `num_bytes`, so that the next contestant does not wait for memory.
 
     A virtual machine returns free memory to its host within seconds. The next use then waits for
-    each page, which takes several times longer than writing and depends on the previous contestant.
+    each page. This wait takes several times longer than writing, and depends on the previous
+    contestant.
     """
     np.ones(num_bytes, np.uint8)
 
 
 def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
-    """Write a few images to warm up, then these shards, in a worker process."""
+    """Write a few images to warm up, then the given shards, in a worker process."""
     works, begin_at = job
     first = works[0]
     write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
     num_bytes = sum(sample.size for work in works for sample in work.samples())
     wait_until(begin_at)
-    warm_memory(num_bytes)  # after the wait, during which the host would reclaim the memory
+    # Allocate after the wait, during which the host would reclaim the memory.
+    warm_memory(num_bytes)
     start = time.monotonic()
     for work in works:
         write_shard(work)
@@ -130,14 +130,14 @@ def timed(function: Callable[[Path], object], out: Path) -> float:
 
 
 def our_command(data: Data, workers: int, out: Path) -> None:
-    """Run the complete command, from Python's start to the data set's card."""
+    """Run the complete command, from the start of Python to the data set's card."""
     options = f"--partial --check headers --workers {workers} --num-shards {NUM_SHARDS}".split()
     command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out)]
     subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
 
 
 def samples_of_folder(data: Data) -> Iterator[tuple[str, bytes, str]]:
-    """Yield name, JPEG and class of each image."""
+    """Yield the name, JPEG and class of each image."""
     for file in data.files:
         yield file.stem, file.read_bytes(), file.parent.name
 
@@ -153,7 +153,7 @@ def samples_of_tar(data: Data) -> Iterator[tuple[str, bytes, str]]:
 
 
 def shard_writer(samples: Iterator[tuple[str, bytes, str]], num_images: int, out: Path) -> None:
-    import webdataset  # also imports torch, which workers do not need
+    import webdataset  # This also imports torch, which the workers do not need.
 
     pattern = f"{out}/train-%06d.tar"
     per_shard = math.ceil(num_images / NUM_SHARDS)
@@ -173,7 +173,7 @@ def dd(data: Data, out: Path) -> None:
 
 
 def hashing(data: Data, out: Path) -> None:
-    """Hash the archive, which is the work of the writer's second thread: one sha256 per shard."""
+    """Hash the archive. The writer's second thread does the same work: one sha256 per shard."""
     with open(data.archive, "rb") as file:
         hashlib.file_digest(file, "sha256")
 
@@ -232,13 +232,13 @@ def bring_to_disk(folder: Path) -> None:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Make the next read of `path` come from disk."""
+    """Drop `path` from the page cache."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
-    """Measure writing shards: from the page cache to memory and to disk, and from disk to disk."""
+    """Measure writing shards: page cache to memory, page cache to disk, and disk to disk."""
     num_images = len(data.files)
     contestants: dict[str, Callable[[Path], float]] = {
         DD: partial(timed, partial(dd, data)),
@@ -277,7 +277,7 @@ def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
     }
     results = []
     for title, measure in kinds.items():
-        # Measure only archives from disk, because folders stay in the page cache.
+        # Measure only archives from disk, because folders remain in the page cache.
         taking_part = {
             name: partial(measure, write)
             for name, write in contestants.items()
@@ -314,7 +314,7 @@ def measure_command(data: Data, place: Path, rounds: int) -> Result:
 
 
 def measure_decoding(data: Data, rounds: int) -> Result:
-    """Measure images per second with all cores."""
+    """Measure images decoded per second on all cores."""
 
     def bare(decoder: str) -> float:
         return len(data.files) / span(
@@ -335,7 +335,7 @@ def measure_decoding(data: Data, rounds: int) -> Result:
 
 
 def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
-    """Measure archive members per second."""
+    """Measure archive members listed per second."""
 
     def listed() -> float:
         with empty_folder(place) as out:
@@ -355,7 +355,7 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
 
 
 def memory_of(job: tuple[int, Path]) -> dict[str, float]:
-    """Return time and memory of creating a catalogue of this many rows, in a new process."""
+    """Return the time and memory for creating a catalogue of this many rows, in a new process."""
     num_rows, place = job
     filled_at = 0.0
     own_mb = list[float]()
@@ -387,7 +387,7 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
         began = time.monotonic()
         made = open_catalogue(Source("simulated", {}, fill, read_range), out / "_catalogue", seed=0)
         finished = time.monotonic()
-        # Read the samples of one shard.
+        # Look up as many samples as one shard has.
         made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))
         num_bytes = sum(path.stat().st_size for path in made.folder.iterdir())
     ended.set()
@@ -404,7 +404,6 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = create_parser(__doc__ or "", "prep")
     parser.add_argument(
         "--rows",

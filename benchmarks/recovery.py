@@ -64,7 +64,6 @@ NOT_OURS = ("launch", "import", "first step")
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -127,7 +126,7 @@ def main() -> None:
 
 
 class Killable:
-    """A training in the background under torchrun."""
+    """A training that runs in the background under torchrun."""
 
     def __init__(self, line: list[Any], folder: Path):
         self._record = folder / "metrics.jsonl"
@@ -140,13 +139,13 @@ class Killable:
         return read_lines(self._record)[0][first:]
 
     def ranks(self) -> list[int]:
-        """Return the process IDs of the ranks that torchrun has started."""
+        """Return the process ids of the ranks that torchrun has started."""
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         return [int(child) for child in children.split()]
 
     def wait_for(self, kind: str) -> dict[str, Any]:
-        """Return the first metrics.jsonl line of this kind in the current attempt."""
+        """Return the first metrics.jsonl line of the given kind in the current attempt."""
         deadline = time.monotonic() + LONGEST_S
         while time.monotonic() < deadline and self._process.poll() is None:
             for line in self._lines(self._num_old_lines):
@@ -166,7 +165,7 @@ class Killable:
         return killed_at
 
     def parts(self, killed_at: float) -> dict[str, float]:
-        """Return the seconds of each part, from the last kill to the end of the first step."""
+        """Return the seconds of each part between the last kill and the end of the first step."""
         while not self.ranks() and self._process.poll() is None:
             time.sleep(POLL_S)
         launched_at = time.time()

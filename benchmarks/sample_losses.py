@@ -48,7 +48,7 @@ CASES = {
 
 @contextmanager
 def without_losses() -> Iterator[None]:
-    """Make steps return only sums, without the loss of each image."""
+    """Make steps return only sums, without the losses of single images."""
     plain = StepResult.__init__
 
     def sums_only(result: StepResult, sums, norm, size=1, rows=()) -> None:  # type: ignore[no-untyped-def]
@@ -64,7 +64,6 @@ def without_losses() -> Iterator[None]:
 def measure(
     step: TrainStep, batch: Batch, steps: int, samples: SampleLosses | None, first: int
 ) -> float:
-    """Return the CPU seconds per step."""
     began = time.process_time()
     for number in range(first, first + steps):
         values = step(batch, number).read()
@@ -76,7 +75,6 @@ def measure(
 
 
 def main() -> None:
-    """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=6)

@@ -44,7 +44,8 @@ from vit.training.reduce import DataParallel
 
 
 def create_train_step(config: Config) -> TrainStep:
-    """Return a CPU step with everything that is saved, without parts needed only for training."""
+    """Return a CPU step with everything that is saved, but without parts needed only for
+    training."""
     device = torch.device("cpu")
     model = create_model(config.model, num_classes=1000)
     decay = config.train.ema_decay
@@ -61,20 +62,20 @@ def create_train_step(config: Config) -> TrainStep:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return the seconds of a call of `function`."""
+    """Return the seconds that a call of `function` takes."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
 def copy(tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
-    """Copy every tensor, which every save must do."""
+    """Copy every tensor, as every save must."""
     for name, tensor in tensors.items():
         copies[name].copy_(tensor)
 
 
 def write_at_once(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write weights, average and state, flush each to disk, and hash the state's file."""
+    """Write weights, average and state, flush each file to disk, and hash the state file."""
     for prefix in ("model.", "ema."):
         part = {name: value for name, value in tensors.items() if name.startswith(prefix)}
         _write(part, folder / f"{prefix}safetensors")
@@ -90,7 +91,6 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

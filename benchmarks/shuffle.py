@@ -28,7 +28,7 @@ BUFFERS = (1000, 5000)
 
 
 def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> list[str]:
-    """Write shards whose samples are named by storage position, and return the paths."""
+    """Write shards whose samples are named by their storage position; return the paths."""
     folder.mkdir()
     paths = []
     for first in range(0, len(labels), per_shard):
@@ -46,9 +46,9 @@ def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> lis
 def webdataset_batches(
     paths: list[str], buffer: int, shuffle_shards: bool, batch_size: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the sample IDs of the full batches of one epoch.
+    """Yield the sample ids of each full batch in one epoch.
 
-    shuffle_shards: shuffle all shards, which is more than webdataset's usual buffer of 100.
+    shuffle_shards: shuffle all shards together. webdataset's usual buffer is only 100 shards.
     """
     options = {
         "shardshuffle": len(paths) if shuffle_shards else False,
@@ -66,7 +66,7 @@ def webdataset_batches(
 def webdataset_quality(
     paths: list[str], labels: NDArray[np.int64], buffer: int, shuffle_shards: bool, batch_size: int
 ) -> ShuffleQuality:
-    """Return the two figures over all batches of an epoch."""
+    """Return the shuffle quality over all batches of an epoch."""
     batches = list(webdataset_batches(paths, buffer, shuffle_shards, batch_size))
     of_labels = [(labels[ids], ids) for ids in batches]
     return quality_of(

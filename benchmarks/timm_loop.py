@@ -1,11 +1,11 @@
-"""A plain training loop of timm's parts, for the settings of this project's configs.
+"""Train with a plain loop of timm's parts that reads this project's configs.
 
     tars -> torch's DataLoader with timm's transforms -> timm's Mixup -> timm's model and loss
          -> timm's optimizer and schedule; after each epoch all images are evaluated
 
 The loop combines timm's parts like timm's train.py on a CPU (`--no-prefetcher`, schedule by
-updates), with the config's values. This project's code computes nothing. Settings that the loop
-does not support must have their default.
+updates), with the config's values. It uses none of this project's code for computation. Settings
+that the loop does not support must have their defaults.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ KNOWN = {
 }
 """The settings that the loop reads, and settings that do not affect training."""
 ONE_WAY = {"train.precision": "fp32", "data.num_workers": 0, "eval.every_epochs": 1}
-"""The settings for which the loop supports only one value."""
+"""The settings for which the loop supports only a single value."""
 
 
 class Place(NamedTuple):
-    """The location of an image in a tar."""
+    """The position of an image in a tar."""
 
     tar: int
     offset: int
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 class TarImages(Dataset[tuple[Tensor, int]]):
-    """The images of tars with `<key>.jpg` and `<key>.cls`, read at their offsets."""
+    """The images in tars with `<key>.jpg` and `<key>.cls`, read by their offsets."""
 
     def __init__(self, tars: list[Path], transform: Callable[[Image.Image], Tensor]):
         self.transform = transform
@@ -196,7 +196,7 @@ def check_known(config: Config) -> None:
 
 
 def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
-    """Return the loaders of training and evaluation, and the number of classes."""
+    """Return the loaders for training and evaluation, and the number of classes."""
     augment = config.augment
     both: dict[str, Any] = {
         "input_size": (3, *config.model.height_width()),
@@ -230,7 +230,7 @@ def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
 
 
 def _model(config: Config, num_classes: int) -> nn.Module:
-    """Create timm's network with the sizes of the config and timm's random weights."""
+    """Create timm's model with the sizes in the config and timm's random initialization."""
     sizes = config.model
     model: nn.Module = create_model(
         "vit_tiny_patch16_224",
@@ -250,7 +250,7 @@ def _model(config: Config, num_classes: int) -> nn.Module:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: DataLoader[Any]) -> NDArray[np.bool_]:
-    """Return whether each image is classified correctly, (N,), in shard order."""
+    """Return a mask (N,) of the images that are classified correctly, in shard order."""
     model.eval()
     is_right = [model(images).argmax(1) == labels for images, labels in loader]
     return torch.cat(is_right).numpy()

@@ -1,12 +1,12 @@
-"""Run trainings as processes, and compare them with paired intervals.
+"""Run trainings in processes, and compare them with paired intervals.
 
     config, settings -> a forked process trains -> its folder: `found.json` (curve, CPU seconds),
     `right.npz` (correct images)
     right of A, right of B, over seeds -> `Difference`
 
-A folder with both files is finished, and a repeated command skips it. An interrupted training
-resumes from its checkpoint, or restarts without one. Its CPU seconds are then incomplete, and
-median times exclude it.
+If a folder contains both files, its training is finished, and a repeated command skips it. An
+interrupted training resumes from its checkpoint, or restarts if there is none. Its CPU seconds are
+then incomplete, so median times exclude it.
 """
 
 from __future__ import annotations
@@ -42,26 +42,23 @@ RIGHT_FILE = "right.npz"
 
 @dataclass(frozen=True)
 class Figures:
-    """The measurements of a training."""
-
     cpu_s: float
     """The CPU seconds of all threads, including evaluations and excluding imports."""
     wall_s: float
     was_cut: bool
-    """True if the training was resumed, so that `cpu_s` covers only the last part."""
+    """Whether the training was resumed, so that `cpu_s` covers only its last part."""
     curve: list[tuple[float, float]]
-    """(epoch, top-1 in percent) of each evaluation."""
+    """A pair (epoch, top-1 in percent) for each evaluation."""
 
     @property
     def top1(self) -> float:
-        """The final top-1 in percent."""
         return self.curve[-1][1]
 
 
 def read_command_line(
     description: str, num_seeds: int
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Return the parser, which can report later errors, and the flags of a comparison."""
+    """Return the parser, which can report later errors, and the flags shared by all comparisons."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,27 +76,25 @@ def read_command_line(
 
 
 class Outcome(NamedTuple):
-    """The result of a contestant's training function."""
+    """The result of training one contestant."""
 
     curve: list[tuple[float, float]]
     right: dict[str, NDArray[np.bool_]]
-    """The correct evaluation images, by weights: `model`, and `ema` if there is an average."""
+    """A mask of correct evaluation images for `model`, and for `ema` if there is an average."""
     was_cut: bool
 
 
 class Training(NamedTuple):
-    """A finished training."""
-
     figures: Figures
     right: dict[str, NDArray[np.bool_]]
 
 
 def ours(config: Config) -> Outcome:
-    """Train with this project's loop in this process."""
+    """Train in this process with this project's loop."""
     world = join_world(config.train.device)
     run = build_run(config, world)
     if train(run) != "finished":
-        raise SystemExit(1)  # stopped by a signal; the same command resumes
+        raise SystemExit(1)  # A signal stopped the run; the same command resumes it.
     results = run.evaluators[0].evaluate(run.models())["val"]
     run.evaluators[0].close()
     labels = np.load(run.folder / "predictions.npz")["labels"]
@@ -117,16 +112,16 @@ def trained(
     folder: Path,
     contestant: Callable[[Config], Outcome] = ours,
 ) -> Training:
-    """Train in a separate process unless `folder` has the result.
+    """Train in a separate process, unless `folder` contains the result.
 
-    The process writes its output to `folder`.log. Raises SystemExit if the process fails.
+    The output of the process goes to `folder`.log. Raises SystemExit if the process fails.
     """
     overrides = [*settings, f"run.dir={folder}", "log.wandb=off", "log.report=false"]
     if not (folder / RIGHT_FILE).exists():
         config = load_config(config_file, overrides)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Import before the fork, because imports take seconds and a training takes a minute.
-        # Creating optimizers would import these two modules in each process.
+        # Import before the fork, because imports take seconds and a training only a minute.
+        # Otherwise each process would import these two modules when it creates an optimizer.
         importlib.import_module("torch._dynamo")
         importlib.import_module("timm.optim")
         process = multiprocessing.get_context("fork").Process(
@@ -154,7 +149,7 @@ def _in_child(contestant: Callable[[Config], Outcome], config: Config, folder: P
     folder.mkdir(exist_ok=True)
     (folder / FOUND_FILE).write_text(json.dumps(asdict(figures)))
     np.savez(folder / "unfinished.npz", allow_pickle=False, **right)
-    (folder / "unfinished.npz").rename(folder / RIGHT_FILE)  # written last, to mark completion
+    (folder / "unfinished.npz").rename(folder / RIGHT_FILE)  # Written last, to mark completion.
 
 
 # ---- intervals -----------------------------------------------------------------------------------
@@ -174,22 +169,21 @@ class Difference:
 
 
 def rights(trainings: Sequence[Training], weights: str = "model") -> NDArray[np.bool_]:
-    """Return each training's correct images, (S, N), with its last weights or `ema`."""
+    """Return masks (S, N) of each training's correct images, for its last weights or its `ema`."""
     return np.stack([each.right[weights] for each in trainings])
 
 
 def difference(
     first: NDArray[np.bool_], second: NDArray[np.bool_], groups: NDArray[np.int64]
 ) -> Difference:
-    """Compare two sides over seeds and images. first, second: (S, N), whether an image is right.
+    """Compare two sides over seeds and images. first, second: (S, N) masks of correct images.
 
     groups: (N,) the original of each image. Seeds and originals are both random samples, because
-    other seeds and other digits would give another mean. The differences are therefore a table of
-    seeds by originals with two random effects (Cornfield & Tukey 1956, Annals of Mathematical
-    Statistics 27, 907-949). The mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O),
-    with Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2, 110-114). This estimate
-    can fall below the variance of seeds alone or of originals alone, so the largest of the three is
-    used.
+    other seeds and other digits would give another mean. The differences form a table of seeds by
+    originals with two random effects (Cornfield & Tukey 1956, Annals of Mathematical Statistics 27,
+    907-949). The mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O), with
+    Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2, 110-114). This estimate can be
+    below the variance of seeds or of originals. The largest of the three is used.
     """
     table = second.astype(np.float64) - first
     num_seeds, num_images = table.shape
@@ -198,7 +192,7 @@ def difference(
     sums = np.zeros((num_seeds, num_groups))
     for row, values in zip(sums, table, strict=True):
         np.add.at(row, group, values)
-    # Scaled so that the mean over originals equals the mean over images, because originals may have
+    # Scale so that the mean over originals equals the mean over images, because originals may have
     # different numbers of images.
     cells = sums * num_groups / num_images
     mean = cells.mean()
@@ -229,7 +223,7 @@ def difference(
 
 
 def originals(root: str | Path, split_name: str) -> NDArray[np.int64]:
-    """Return the number of each image's original, (N,). `digit0012_03` is part of `digit0012`.
+    """Return the index (N,) of each image's original. `digit0012_03` belongs to `digit0012`.
 
     A key without such an ending is its own original.
     """

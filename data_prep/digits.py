@@ -33,11 +33,10 @@ JPEG_QUALITY = 90
 LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
 """The Rec. 709 weights of red, green and blue."""
 SIDE = 8
-"""The side of an original in pixels."""
 WHITE = 16
-"""The largest pixel value of an original."""
+"""The maximum pixel value of an original."""
 DIGIT_HEIGHT = 8
-"""The usual height of a digit in an original, in pixels."""
+"""The typical height of a digit in an original, in pixels."""
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ DIGIT_HEIGHT = 8
 class Uniform:
     """A uniform random number generator: SplitMix64 (Steele, Lea & Flood 2014) in counter mode.
 
-    Libraries do not guarantee that their random streams stay the same between versions.
+    Libraries do not guarantee the same random streams in all versions.
     """
 
     def __init__(self, key: bytes):
@@ -57,13 +56,13 @@ class Uniform:
         """Draw float64 numbers in [0, 1)."""
         counter = np.arange(self.count + 1, self.count + 1 + int(np.prod(shape)), dtype=np.uint64)
         self.count += len(counter)
-        z = self.key + counter * np.uint64(0x9E3779B97F4A7C15)  # wraps at 2**64 by design
+        z = self.key + counter * np.uint64(0x9E3779B97F4A7C15)  # wraps modulo 2**64 as intended
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).reshape(shape) * 2.0**-53
 
     def between(self, low: float, high: float) -> float:
-        """Draw a number in [low, high)."""
+        """Draw a float in [low, high)."""
         return low + (high - low) * float(self.array(1)[0])
 
 
@@ -75,7 +74,8 @@ def _resize(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
-    """Draw a smooth pattern, (size, size) float in [0, 1], with details of 1/10 of the image."""
+    """Draw a smooth pattern, (size, size) float in [0, 1], with details a tenth of the image
+    wide."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
@@ -96,7 +96,7 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
-    """Return a color, (3,) RGB in [0, 1], with the given hue and Rec. 709 luminance."""
+    """Return a color, (3,) RGB in [0, 1], of the given hue, saturation and Rec. 709 luminance."""
     rgb = np.array(colorsys.hsv_to_rgb(hue, saturation, 1.0))
     bright = float(rgb @ LUMINANCE)
     if luminance < bright:
@@ -110,9 +110,9 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     The digit is rotated by up to 8 degrees and slightly scaled and shifted.
     """
     side = len(image)
-    padded = np.pad(image, side // 2)  # keeps the rotated digit inside the image
+    padded = np.pad(image, side // 2)  # Keep the rotated digit inside the image.
     angle = np.radians(uniform.between(-8, 8))
-    # padded pixels per output pixel; the random factor is the digit's fraction of the height
+    # Compute padded pixels per output pixel. The random factor is the digit's share of the height.
     scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
     cos = np.cos(angle) * scale
     sin = np.sin(angle) * scale
@@ -128,10 +128,10 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than the background."""
+    """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than its background."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    # Digits are always lighter than the background. With both polarities, a small ViT needs twice
-    # the epochs, too long for a first example.
+    # Digits are always lighter than the background. If some were darker, a small ViT would need
+    # twice the epochs, too many for a first example.
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
@@ -147,7 +147,8 @@ def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def read(sample: Sample, image_size: int, seed: int) -> bytes:
-    """Render one JPEG. `sample.name` is the original, and the key ends in the rendering number."""
+    """Render one JPEG. `sample.name` is the original, and the key ends with the rendering
+    number."""
     digit = np.frombuffer(read_range(sample), np.uint8).reshape(SIDE, SIDE)
     uniform = Uniform(stable_hash(seed, sample.name, int(sample.key.rpartition("_")[2])))
     encoded = io.BytesIO()
@@ -163,14 +164,15 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
 def source(
     image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0
 ) -> Source:
-    """Return the source. (val_)renderings: the number of renderings per original in each split."""
+    """Return the source of digits. (val_)renderings: renderings per original in each split."""
     options = {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings}
     fill = partial(_fill, {"train": renderings, "val": val_renderings}, seed)
     return Source("digits", options, fill, partial(read, image_size=image_size, seed=seed))
 
 
 def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
-    from sklearn.datasets import load_digits  # slow to import, and workers do not need it
+    # Import here, because the import is slow and workers do not need it.
+    from sklearn.datasets import load_digits
 
     builder.classes([str(label) for label in range(10)])
     loaded = load_digits()

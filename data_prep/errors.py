@@ -1,4 +1,4 @@
-"""PrepError, the exception for mistakes that the user can correct, and helpers for messages."""
+"""Define PrepError, the exception for mistakes that the user can correct, and message helpers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,18 +8,17 @@ from pathlib import Path
 from vit.system.files import unreadable
 
 NEXT_LINE = "\n  "
-"""The separator between the lines of a message."""
 
 
 class PrepError(ValueError):
-    """An error in the source or the output folder. The message has the problem and a remedy."""
+    """An error in the source or the output folder. The message states the problem and a remedy."""
 
 
 @contextmanager
 def readable(
     path: Path, damage: tuple[type[Exception], ...] = (), problem: str = ""
 ) -> Iterator[None]:
-    """Convert an OSError for `path`, or an exception in `damage`, to a PrepError."""
+    """Convert an OSError about `path`, or an exception in `damage`, to a PrepError."""
     try:
         yield
     except damage as error:
@@ -29,12 +28,12 @@ def readable(
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun in the right form, such as 1 image or 2 images."""
+    """Format a number with its noun in singular or plural, such as 1 image or 2 images."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def some(items: Sequence[str], most: int = 5, between: str = ", ") -> str:
-    """Return the first items as text for a message, and the number of omitted ones."""
+    """Join the first items for a message, followed by the number of omitted items."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return between.join(items[:most]) + more
 

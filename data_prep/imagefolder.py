@@ -59,36 +59,36 @@ CLASS_ORDERS = ("text", "number")
 
 @dataclass(frozen=True)
 class Asked:
-    """The command-line options of this source."""
+    """The command-line options for this source."""
 
     val_fraction: float | None = None
-    """The fraction of each class that becomes val, in [0, 1). The default is 0.1."""
+    """The fraction of each class to use as val, in [0, 1). The default is 0.1."""
     class_order: str | None = None
-    """One of CLASS_ORDERS, required only if the class names are numbers in an unclear order."""
+    """One of CLASS_ORDERS. Required only if the class names are numbers whose order is unclear."""
     label_column: str | None = None
-    """The column of class names in metadata.csv, if several are possible."""
+    """The metadata.csv column with the class names, if several columns are possible."""
     no_classes: bool = False
-    """Take all images without labels."""
+    """Whether to use all images without labels."""
     max_unreadable: float = Settings().max_unreadable
-    """The maximum fraction of images in unsupported formats."""
+    """The maximum fraction of images that may be in unsupported formats."""
 
 
 class Layout(NamedTuple):
-    """The folder trees of the splits."""
+    """The folder tree of each split."""
 
     root: Tree
     train: Tree
     """The training images: `root` itself if `root` contains the class folders."""
     val: Tree | None
-    """The validation images, or None if val is split off from train."""
+    """The validation images, or None to split val off from train."""
 
 
 def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> Source:
-    """Return the source of a folder or an archive, with or without class folders.
+    """Return a `Source` for a folder or archive, with or without class folders.
 
     Raises PrepError if `path` is missing, is not an archive, or has a val folder but no train
-    folder. Listing the images raises it for missing or conflicting classes, an unclear class order,
-    and too many images in unsupported formats.
+    folder. Listing the images raises PrepError for missing or conflicting classes, an unclear class
+    order, and too many images in unsupported formats.
     """
     flags = flags or Asked()
     layout = _layout(_open(path, flags))
@@ -103,7 +103,8 @@ def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> S
         default = 0.0 if flags.no_classes else VAL_FRACTION
         val_fraction = default if flags.val_fraction is None else flags.val_fraction
         options["val_fraction"] = val_fraction
-    if flags.class_order == "number":  # "text" is omitted to match the records of older data sets
+    # Omit the default "text", as in the records of older data sets.
+    if flags.class_order == "number":
         options["class_order"] = "number"
     if flags.no_classes:
         options["label"] = NO_LABEL
@@ -136,7 +137,7 @@ def _layout(root: Tree) -> Layout:
             f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
             " or <class>/* alone"
         )
-    return Layout(root, root, None)  # without train/, `test` is an ordinary class
+    return Layout(root, root, None)  # Without train/, a folder called `test` is an ordinary class.
 
 
 def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
@@ -144,7 +145,7 @@ def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -
     names = _in_order(train, train.folders(), flags.class_order)
     used = {"train"} if val is None else {"train", val.name}
     if train is not root and (unused := [name for name in root.folders() if name not in used]):
-        # _info.json records this text, so rewording it changes the output bytes
+        # _info.json records this text, so rewording it would change the output bytes.
         builder.report(f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
@@ -182,7 +183,7 @@ def _fractions(val_fraction: float) -> dict[str, float]:
 
 
 def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
-    """Add all images in the folders without labels."""
+    """Add all images of the folders without labels."""
     ignored = Ignored()
     for tree, fractions in ((layout.train, _fractions(val_fraction)), (layout.val, {"val": 1.0})):
         if tree is not None:
@@ -196,7 +197,7 @@ def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Asked, builder:
 
 
 def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder) -> None:
-    """Add the images of the val folder. labels: normalized names of train's classes -> labels."""
+    """Add the images of the val folder. labels: maps normalized class names to labels."""
     names = val.folders()
     _labels(val, names)
     if unknown := [
@@ -216,7 +217,7 @@ def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Buil
 
 
 def _check_ignored(ignored: Ignored, flags: Asked, builder: Builder) -> None:
-    """Report skipped files. Raises PrepError if too many of them are images."""
+    """Report skipped files. Raises PrepError if too many skipped files are images."""
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
     if ignored.num_images > (allowed := allowed_unreadable(flags.max_unreadable, total)):
@@ -236,7 +237,7 @@ def _normalized(name: str) -> str:
 
 
 def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
-    """Return the label of each class by its normalized name.
+    """Return the label of each class, by normalized name.
 
     Raises PrepError if two folders have the same normalized name.
     """
@@ -258,7 +259,7 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
 def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> list[str]:
     """Return the class names in label order.
 
-    Raises PrepError if text order and number order differ, unless `class_order` is given.
+    Raises PrepError if alphabetical and numerical order differ, unless `class_order` is given.
     """
     by_text = sorted(names)
     are_numbers = bool(names) and all(name.isascii() and name.isdecimal() for name in names)
@@ -290,7 +291,7 @@ def _add_split(
     fractions: Mapping[str, float],
     ignored: Ignored,
 ) -> None:
-    """Add the images of some classes. fractions: the fraction of each class per split."""
+    """Add the images of some classes. fractions: the fraction of each class for each split."""
     file = builder.file(tree.file)
     if "" not in labels:
         tree.count_stray(ignored)
@@ -308,7 +309,7 @@ def _add_split(
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of classes that can have equal keys, such as a/b_c.jpg and a_b/c.jpg."""
+    """Yield groups of classes whose images may have equal keys, such as a/b_c.jpg and a_b/c.jpg."""
     group: list[str] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):

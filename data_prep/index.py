@@ -76,7 +76,7 @@ def index(
     flags: Asked = NOTHING_ASKED,
     max_unreadable: float = Settings().max_unreadable,
 ) -> None:
-    """Write missing files next to the tars of a folder, or to `out`.
+    """Index the tars of a folder: write all missing files next to the tars, or to `out`.
 
     roots: one folder, one folder URL, or tar URLs, which may contain braces. split: the split of
     all shards, if their names do not contain one. max_unreadable: the maximum fraction of invalid
@@ -114,7 +114,8 @@ def index(
     indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
     sidecars = {name: indexed[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
-    invalid = [entry for entry in entries if "tar_offset" in entry]  # our writer has no offsets
+    # Entries of this project's writer have no offsets.
+    invalid = [entry for entry in entries if "tar_offset" in entry]
     _refuse_invalid(sidecars, invalid, max_unreadable)
     for info in (given_info, own_info):
         if info is not None:
@@ -151,10 +152,10 @@ def index(
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
-    """Remove the temporary row files and the leftovers of a killed process."""
+    """Remove temporary row files, and files left behind by a killed process."""
     for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
         output.remove(name)
-    if output.local and is_ours:  # other programs may be writing to a folder of foreign tars
+    if output.local and is_ours:  # Other programs may be writing to a folder of foreign tars.
         remove_leftovers(output.local)
 
 
@@ -165,7 +166,7 @@ def _print_notes(
     indexed: dict[str, Indexed],
     num_classes: int,
 ) -> None:
-    """Print notes about skipped samples, repeated samples and classes without images."""
+    """Print notes about skipped samples, repeated samples, and classes without images."""
     if invalid:
         count = "1 invalid sample" if len(invalid) == 1 else f"{len(invalid):,} invalid samples"
         print(
@@ -188,7 +189,7 @@ def _print_notes(
 def _print_repeated(
     output: Output, splits: dict[str, list[str]], indexed: dict[str, Indexed]
 ) -> None:
-    """Print shards with equal bytes, and the number of keys that several samples share."""
+    """Print shards with identical bytes, and the number of keys that occur more than once."""
     by_sha256 = defaultdict[str, list[str]](list)
     for name, each in indexed.items():
         by_sha256[each.sidecar["sha256"] or name].append(name)
@@ -215,7 +216,7 @@ def _describe(entry: dict[str, Any]) -> str:
 def _refuse_invalid(
     sidecars: dict[str, dict[str, Any]], invalid: list[dict[str, Any]], max_unreadable: float
 ) -> None:
-    """Raise PrepError if too many samples are invalid, and name the fraction that would pass."""
+    """Raise PrepError if too many samples are invalid. Name the fraction that would be accepted."""
     total = sum(sidecar["num_samples"] for sidecar in sidecars.values()) + len(invalid)
     allowed = allowed_unreadable(max_unreadable, total)
     if len(invalid) <= allowed:
@@ -230,7 +231,7 @@ def _refuse_invalid(
 
 
 def _settings(output: Output, splits: list[str]) -> str:
-    """Return the settings that a training run on this data set needs."""
+    """Return the settings that training on this data set requires."""
     train = next((name for name in splits if name.lower().startswith("train")), splits[0])
     val = next((name for name in splits if name != train), None)
     settings = quote(f"data.root={output}")

@@ -45,9 +45,8 @@ SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Words in file and folder names, and the split that each word means."""
 NO_LABEL = (None, -1)
-"""The values of a missing label. Data sets on Hugging Face use -1 for secret labels."""
+"""The values that mean a missing label. Data sets on Hugging Face use -1 for secret labels."""
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ def _split_of(path: Path, source: Path) -> str | None:
 
 
 def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str | None) -> Columns:
-    """Choose the columns from a file's schema. image, label: the names that the user gave.
+    """Choose the columns by a file's schema. image, label: column names given by the user.
 
     Raises PrepError.
     """
@@ -122,7 +121,7 @@ def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str 
 
 
 def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, str]:
-    """Return the class name of each value in the label column, in label order."""
+    """Map each value of the label column to its class name, in label order."""
     values = set[Any]().union(*counts.values()).difference(NO_LABEL)
     if names := columns.class_names:
         are_names = all(isinstance(value, str) for value in values)
@@ -132,7 +131,6 @@ def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, 
 
 
 def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) -> list[str]:
-    """Return the problems with the labels, one per line."""
     problems = []
     for split, values in counts.items():
         if lacking := sum(values[value] for value in NO_LABEL):
@@ -164,12 +162,12 @@ def source(
     val_fraction: float | None = None,
     allow_partial: bool = False,
 ) -> Source:
-    """Return the source of parquet files.
+    """Return a `Source` for parquet files.
 
-    image, label: columns, if several are possible. val_fraction: the fraction of each class for
-    val, allowed only without a val split. allow_partial: accept missing files and classes without
-    images. Raises PrepError for missing files and unclear columns. Listing the images raises it for
-    missing or unknown labels.
+    image, label: columns, if several are possible. val_fraction: the fraction of each class to use
+    as val, allowed only if there is no val split. allow_partial: accept missing files and classes
+    without images. Raises PrepError for missing files and ambiguous columns. Listing the images
+    raises PrepError for missing or unknown labels.
     """
     files = find_files(path)
     refuse_val_fraction(val_fraction, *files.get("val", ()))

@@ -43,14 +43,13 @@ from vit.system.command_line import Parser
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     overrides = list(args.overrides)
     if args.data is not None:
         overrides.append(f"data.root={json.dumps(args.data)}")
     config = load_config(args.config, overrides)
     if config.train.exact_over_ranks:
-        # Exact sums fix the micro-batch size, but this benchmark also measures other sizes.
+        # Exact sums require a fixed micro-batch size, but this benchmark measures several sizes.
         config = with_settings(config, {"train.exact_over_ranks": False})
         if process_group.is_main_process():
             print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)
@@ -73,7 +72,7 @@ def main() -> World:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/bench.py", __doc__, setting_for)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
     parser.add_argument(
@@ -109,7 +108,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def show(result: dict[str, Any], as_json: bool) -> None:
-    """Print the measurements as one JSON object or as tables."""
+    """Print the measurements as tables, or as a JSON object if `as_json`."""
     if as_json:
         print(json.dumps(result, indent=1))
         return

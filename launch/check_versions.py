@@ -1,8 +1,8 @@
 """Exit with one line if Python or torch is too old, or a package is not installed.
 
-Every command in launch/ imports this file first, because later imports would fail with an unclear
-error on an old release. The file imports nothing from this project and runs on Python 3.7. A test
-compares the versions with pyproject.toml. Only rank 0 prints.
+Every command in launch/ imports this file first, because later imports would fail with a confusing
+error on an old Python or torch. This file imports nothing from this project and runs on Python 3.7.
+A test compares its versions with pyproject.toml. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import time
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
-OTHER_RANKS_WAIT_S = 3  # torchrun ends all ranks at the first exit, so rank 0 must print first
+OTHER_RANKS_WAIT_S = 3  # torchrun ends all ranks when one exits, so rank 0 must print first.
 
 
 def _refuse(problem: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print("error: " + problem, file=sys.stderr)
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # shown at the end of torchrun's report
+        # torchrun prints this file at the end of its report.
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": "error: " + problem, "timestamp": str(int(time.time()))}
             with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
                 json.dump({"message": {"message": problem, "extraInfo": extra}}, file)

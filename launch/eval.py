@@ -60,18 +60,17 @@ from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
 
 DEFAULT_K = 20
-"""The best number of neighbors in DINO, out of 10, 20, 100 and 200."""
+"""The best number of neighbors in the DINO paper, out of 10, 20, 100 and 200."""
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     settings = settings_of(args)
     out = sys.stderr if args.json else sys.stdout
     tuned = None
     device = args.device or "auto"
     deterministic = False
-    if args.finetune:  # read first, to report mistakes in the config immediately
+    if args.finetune:  # Read the config first, so that mistakes are reported immediately.
         flags = {**settings, "init.checkpoint": args.checkpoints[0]}
         overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items()]
         tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides])
@@ -102,7 +101,7 @@ def main() -> World:
         subject = _read(path, args, root, split, world)
         assert subject.config is not None, "without --finetune a missing config is an error"
         config = config_io.with_settings(subject.config, settings)
-        if not results:  # evaluate all checkpoints on the images of the first one
+        if not results:  # Evaluate all checkpoints on the images of the first checkpoint.
             root = config.data.root
             split = config.data.val_split
             sets = config.eval.model_dump(mode="json")["sets"]
@@ -130,7 +129,7 @@ def main() -> World:
 
 
 def _try_to_read(paths: Sequence[str]) -> None:
-    """Raise one ValueError for all unreadable files before hours of evaluation."""
+    """Raise one ValueError that names all unreadable files, before hours of evaluation."""
     problems = []
     for path in paths:
         try:
@@ -142,22 +141,22 @@ def _try_to_read(paths: Sequence[str]) -> None:
 
 
 class _Subject(NamedTuple):
-    """The weights to evaluate, equal on all ranks."""
+    """The weights to evaluate. They are equal on all ranks."""
 
     loaded: LoadedWeights
     config: Config | None
     published: KnownModel | None
-    """The published model of these weights, on the main rank only."""
+    """The published model of these weights, known only on rank 0."""
     problem: str
-    """The reason why a fine-tuning has no config."""
+    """The reason why there is no config, which is an error unless fine-tuning."""
 
 
 def _read(
     path: str, args: argparse.Namespace, root: str | None, split: str, world: World
 ) -> _Subject:
-    """Read weights of a run or of another program for evaluation on `split` of `root`.
+    """Read the weights of a run or another program, to be evaluated on `split` of `root`.
 
-    path: "" for the newest run. Raises ValueError if the config is missing without --finetune.
+    path: "" for the newest run. Raises ValueError if there is no config and --finetune is not set.
     """
     published: KnownModel | None = None
     problem = ""
@@ -179,7 +178,8 @@ def _read(
         except ValueError as error:
             if not args.finetune:
                 raise
-            # Weights without a head can be fine-tuned, but not evaluated before fine-tuning.
+            # Weights without a head can be fine-tuned, but they have no accuracy before
+            # fine-tuning.
             problem = str(error)
         return loaded
 
@@ -200,7 +200,6 @@ def _read(
 def _print_published(
     subject: _Subject, config: Config, result: Result, is_selected: bool, out: TextIO
 ) -> None:
-    """Compare the result with the published accuracy and print both."""
     assert subject.published is not None, "the caller checks"
     num_classes = result.sets[VAL][0].split.num_classes
     head_classes = (0 if is_selected else subject.loaded.num_classes) or num_classes
@@ -285,14 +284,14 @@ def _create_parser() -> Parser:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line into flags, `checkpoints` and `overrides` (the settings).
+    """Parse the command line into flags, `checkpoints` and `overrides` (settings).
 
     Raises ValueError for mistakes.
     """
     parser = _create_parser()
     args = parser.parse_intermixed_args(arguments)
     positionals = [*args.words, *args.checkpoint]
-    # An existing file with "=" in its name is not a setting.
+    # An argument with "=" is a setting unless a file of that name exists.
     args.checkpoints = [word for word in positionals if "=" not in word or Path(word).exists()]
     args.overrides = [word for word in positionals if word not in args.checkpoints]
     named = " and ".join(args.checkpoints)
@@ -316,7 +315,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
 
 
 def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
-    """Return the probes to run, or None. Exits for invalid flags."""
+    """Return the probes that the flags request, or None. Exits if a flag is invalid."""
     problems = []
     flags = [
         flag for flag, is_on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if is_on
@@ -342,7 +341,7 @@ def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags as settings: dotted key -> value, without unset flags."""
+    """Return the settings that the flags change: dotted key -> value."""
     flags = {
         "data.root": args.data,
         "data.val_split": args.split,
@@ -354,7 +353,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in flags.items() if value is not None}
     if args.finetune:
         return settings
-    if args.data or args.split:  # the run's sets may only fit its own data
+    if args.data or args.split:  # The run's sets may apply only to the run's own data.
         settings |= {"eval.sets": {}, "eval.best_by": VAL}
     return settings | config_io.read_overrides(args.overrides)
 

@@ -21,11 +21,11 @@ from vit.config.reference import Setting, as_yaml, recipes, settings
 from vit.system.command_line import Parser
 
 MOST_VALUES = 6
-"""The maximum number of listed recipe values, the most frequent first."""
+"""The maximum number of recipe values to list, most frequent first."""
 
 
 def main() -> None:
-    """Run the command line. Raises ValueError for words that no key contains."""
+    """Run the command. Raises ValueError for a word that no key contains."""
     parser = Parser("python launch/explain.py", __doc__)
     parser.add_argument("keys", nargs="+", metavar="KEY", help="a setting, a section or a word")
     unknown = []
@@ -40,7 +40,8 @@ def main() -> None:
 
 
 def matching(word: str) -> list[Setting]:
-    """Return the setting `word`, else the settings of section `word`, else keys containing it."""
+    """Return the setting `word`, else all settings of section `word`, else all keys containing
+    `word`."""
     every = settings()
     if word in every:
         return [every[word]]
@@ -49,7 +50,7 @@ def matching(word: str) -> list[Setting]:
 
 
 def explain(setting: Setting, is_alone: bool) -> str:
-    """Return the lines about a setting, with its recipes if it `is_alone`."""
+    """Return the lines that explain a setting. If it `is_alone`, include its recipes."""
     lines = [
         f"{setting.key}: {setting.type}; default {setting.default}",
         *textwrap.wrap(setting.sentence, 88, initial_indent="    ", subsequent_indent="    "),
@@ -68,7 +69,7 @@ def explain(setting: Setting, is_alone: bool) -> str:
 
 
 def recipe_lines(key: str) -> Sequence[str]:
-    """Return the recipes' values of `key`, each with the recipes that use the value."""
+    """Return the values that recipes give to `key`, each with the names of these recipes."""
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for name, values in recipes().items():
         if key in values:
@@ -87,6 +88,6 @@ def recipe_lines(key: str) -> Sequence[str]:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:  # `run_command` would import torch, which takes seconds
+    except ValueError as error:  # `run_command` would import torch, which takes seconds.
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

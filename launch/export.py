@@ -36,7 +36,6 @@ from vit.weights.programs import PROGRAMS
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     world = join_world("cpu")
     subject, loaded, published = read_subject(args.path, args.model)
@@ -64,13 +63,14 @@ def main() -> World:
 
 
 def _run_of(loaded: LoadedWeights) -> Path | None:
-    """Return the run folder of the weights, or None."""
-    folder = loaded.path.parent.parent  # for weights/last.safetensors and checkpoints/step_...
+    """Return the run folder that contains the weights, or None."""
+    # Weights are in weights/last.safetensors or checkpoints/step_...
+    folder = loaded.path.parent.parent
     return folder if (folder / METRICS_FILE).is_file() else None
 
 
 def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Origin:
-    """Return the origin of the weights for the model card."""
+    """Describe where the weights come from, for the model card."""
     lines: list[dict[str, Any]] = read_metrics(run_dir / METRICS_FILE) if run_dir else []
     starts = [line for line in lines if line["kind"] == "start"]
     evaluations = [line for line in lines if line["kind"] == "eval" and line["step"] == loaded.step]

@@ -42,25 +42,24 @@ FINISHED = 0
 ACCIDENT = 1
 MISTAKE = 2
 AGAIN = 75
-"""EX_TEMPFAIL of sysexits.h, which the files in deploy/ also use."""
+"""EX_TEMPFAIL in sysexits.h. The files in deploy/ use the same value."""
 SHUTDOWN_S = 110
-"""The time that torchrun gives its ranks to save after SIGTERM (default: 30 s)."""
+"""The seconds that torchrun gives its ranks to save after SIGTERM (default: 30)."""
 MEET_S = 3600
-"""The time that torchrun waits for other hosts, which may be scheduled one by one (default: 10
-minutes)."""
+"""The seconds that torchrun waits for other hosts, which may start one by one (default: 600)."""
 
 LEAVE_S = 10.0
-"""The time that torchrun may take to exit after its ranks finish."""
+"""The seconds that torchrun may take to exit after its ranks finish."""
 POLL_S = 1.0
 PATIENCE_S = 60.0
-"""The retry limit for an unreachable run store."""
+"""The seconds for which an unreachable run store is retried."""
 
 
 class Torchrun:
-    """A torchrun child process that receives forwarded signals.
+    """A torchrun child process that receives this process's signals.
 
-    Kubernetes sends SIGTERM to the first process of a container, which ignores the signal without a
-    handler. This process is the first one, so it installs a handler.
+    Kubernetes sends SIGTERM to a container's first process. Linux ignores it there unless the
+    process has a handler, so this process installs one.
     """
 
     def __init__(self) -> None:
@@ -75,9 +74,9 @@ class Torchrun:
         self._forward()
 
     def _forward(self) -> None:
-        """Forward SIGTERM once, because a second one would end torchrun before its ranks save.
+        """Forward SIGTERM once, because a second SIGTERM would end torchrun before its ranks save.
 
-        The terminal sends Ctrl-C to torchrun directly.
+        Ctrl-C is not forwarded, because the terminal sends it to torchrun directly.
         """
         if self._process is not None and self.signal_name == "SIGTERM" and not self._is_forwarded:
             self._is_forwarded = True
@@ -86,15 +85,16 @@ class Torchrun:
     def run(self, arguments: Sequence[str], environment: dict[str, str], outcome_file: Path) -> int:
         """Run launch/train.py with `arguments` and return torchrun's exit status.
 
-        `outcome_file` exists once the ranks of all hosts finish. torchrun then waits for torchrun
-        on other hosts. If SIGTERM ended one of them, the wait takes five minutes and ignores
-        SIGTERM, so the process is killed after `LEAVE_S`.
+        `outcome_file` exists after the ranks on all hosts finish. torchrun then waits for torchrun
+        on other hosts. If SIGTERM ended one of them, this wait takes five minutes and ignores
+        SIGTERM, so torchrun is killed after `LEAVE_S`.
         """
-        python = environment.get("PYTHON_EXEC", sys.executable)  # torchrun's ranks also use it
+        # torchrun starts its ranks with this Python.
+        python = environment.get("PYTHON_EXEC", sys.executable)
         launcher = [python, "-m", "torch.distributed.run", "--max-restarts=0"]
         script = str(Path(__file__).with_name("train.py"))
         self._process = subprocess.Popen([*launcher, script, *arguments], env=environment)
-        self._forward()  # handles a signal that arrived before the process started
+        self._forward()  # Handle a signal that arrived before the process started.
         done_s: float | None = None
         while True:
             try:
@@ -108,7 +108,7 @@ class Torchrun:
 
 
 def main() -> int:
-    """Run one attempt and return its exit status."""
+    """Run one attempt of the job, and return its exit status."""
     torchrun = Torchrun()
     arguments = sys.argv[1:]
     args = read_command_line(arguments)
@@ -141,11 +141,11 @@ def main() -> int:
 def judge(
     outcome: Outcome | None, signal_name: str, before: str | None, after: str | None
 ) -> tuple[int, str]:
-    """Return the exit status of an attempt, and the reason.
+    """Return the exit status for an attempt, and the reason.
 
-    outcome: the outcome that the ranks wrote. signal_name: the received signal, or "". before,
-    after: the newest checkpoint at start and end, "" without one, or None if the store is
-    unreachable.
+    outcome: the outcome written by the ranks. signal_name: the received signal, or "". before,
+    after: the newest checkpoint at the start and at the end; "" if there is none, None if the store
+    is unreachable.
     """
     checkpoint = "the store is unreachable" if after is None else after or "no checkpoint"
     if outcome == "finished":
@@ -153,7 +153,7 @@ def judge(
     if outcome == "stopped":
         return AGAIN, f"stopped and saved ({checkpoint})"
     if after is None or before is None:
-        # Ranks report an unreachable store as a mistake, which would prevent a retry.
+        # Ranks report an unreachable store as a user's mistake, which would prevent a retry.
         text = "the store does not show whether a newer checkpoint exists"
         if signal_name:
             return AGAIN, f"ended by {signal_name}; {text}"
@@ -168,7 +168,7 @@ def judge(
 
 
 def judge_check(launcher_status: int, signal_name: str) -> tuple[int, str]:
-    """Return the exit status of a check, and the reason. signal_name: see `judge`."""
+    """Return the exit status for a check, and the reason. signal_name: see `judge`."""
     if launcher_status == 0:
         return FINISHED, "checked, and nothing was started"
     if signal_name:
@@ -180,7 +180,7 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
     """Return the name of the newest checkpoint in a run folder or URL, or "".
 
     Returns None if the store is unreachable. may_refuse: also return None if the store refuses
-    access, for example because of expired keys. Otherwise that error is raised.
+    access, for example because of expired keys. Otherwise raise that error.
     """
     if is_url(run_dir):
         needed_for = f"run.dir={run_dir}"
@@ -196,14 +196,15 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
             return None
     file = Path(run_dir) / LATEST_FILE
     try:
-        os.listdir(file.parent)  # makes new files of other hosts visible over NFS
+        # Listing the folder makes new files of other hosts visible over NFS.
+        os.listdir(file.parent)
         return file.read_text().strip()
     except FileNotFoundError:
         return ""
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = training_parser("python launch/job.py", __doc__)
     parser.add_argument("--check", action="store_true", help="see launch/train.py")
     parser.add_argument("--check-limit-s", type=float, metavar="S", help="see launch/train.py")
@@ -216,7 +217,7 @@ if __name__ == "__main__":
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
-    except OSError as error:  # such as a full temporary disk, which another host may not have
+    except OSError as error:  # for example a full temporary disk, which another host may not have
         place = f"{error.filename}: " if error.filename else ""
         print(f"error: {place}{error.strerror}", file=sys.stderr)
         sys.exit(ACCIDENT)

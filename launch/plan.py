@@ -37,13 +37,12 @@ from vit.system.gpus import GPUS, parse_gpus
 
 
 def main() -> None:
-    """Run the command line."""
     args = read_command_line()
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ValueError(f"--price {args.price}: expected the hourly cost of one GPU, such as 3.5")
     num_gpus, gpu = parse_gpus(args.gpus)
     config = load_config(args.config, args.overrides)
-    # The status line is shown only in a terminal, and disappears at the end.
+    # The status line appears only in a terminal, and is removed at the end.
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("counting the memory of steps"):
         forecast = make_forecast(config, num_gpus, gpu)
     if args.json:
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/plan.py", __doc__, setting_for)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
     parser.add_argument(
@@ -73,7 +72,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
-    """Return the forecast as text, one line per quantity."""
+    """Format the forecast as text with one line per quantity."""
     plan = forecast.plan
     gpu = forecast.gpu
     num_gpus = forecast.num_gpus
@@ -116,7 +115,7 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
 
 
 def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
-    """Return the forecast as numbers, with ranges as [least, most]."""
+    """Convert the forecast to a dict of numbers, with ranges as [least, most]."""
     gpu_hours = [forecast.num_gpus * hours for hours in forecast.hours]
     host = forecast.host_memory
     return {
@@ -210,14 +209,15 @@ def _gib(num_bytes: int) -> str:
 
 
 def _range(ends: Sequence[float]) -> str:
-    """Format a range with three digits: `3.56 to 7.13`, or one number if both ends are equal."""
+    """Format a range with three digits as `3.56 to 7.13`, or as one number if both ends are
+    equal."""
     rounded = [float(f"{end:.3g}") for end in ends]
     texts = [f"{end:,.0f}" if abs(end) >= 100 else f"{end:.3g}" for end in rounded]
     return " to ".join(dict.fromkeys(texts))
 
 
 def _duration(hours: Sequence[float]) -> str:
-    """Format hours, or minutes or seconds if the smallest value is below one."""
+    """Format a range of hours, in minutes or seconds if the smallest value is below one."""
     unit, in_an_hour = next(
         (each for each in (("h", 1), ("min", 60)) if hours[0] * each[1] >= 1), ("s", 3600)
     )

@@ -39,15 +39,14 @@ from vit.system.meter import Meter
 from vit.system.redact import escape_unprinted
 
 TABLE_IMAGES = 20
-"""The maximum number of images listed in the table. For more, it counts images by class."""
+"""The maximum number of images to list in the table. If there are more, count images by class."""
 SHEET_IMAGES = 48
-"""The number of images on the sheet, which shows the first readable ones."""
+"""The maximum number of images on the sheet, which shows the first readable images."""
 NAMED_PROBLEMS = 20
-"""The maximum number of unreadable images named on the console."""
+"""The maximum number of unreadable images to name on the console."""
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     world = join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
@@ -61,7 +60,7 @@ def main() -> World:
         if note:
             print(f"note: {note}", file=sys.stderr)
     if args.sheet:
-        check_place(args.sheet, "--sheet ")  # fail before the predictions
+        check_place(args.sheet, "--sheet ")  # Fail before the predictions are computed.
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
     if summary.num_problems:
@@ -70,7 +69,7 @@ def main() -> World:
 
 
 def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
-    """Predict all `inputs`, write the CSV, and report unreadable images."""
+    """Predict all `inputs`, write the CSV file, and report unreadable images."""
     places = inputs.places
     top = min(args.top, len(trained.class_names))
     num_examples = SHEET_IMAGES if args.sheet else TABLE_IMAGES
@@ -100,7 +99,7 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
 
 
 def show(summary: Summary, trained: Trained, args: Namespace) -> None:
-    """Print the table, draw the sheet and print the paths of written files."""
+    """Print the table, draw the sheet, and print the paths of all written files."""
     num_good = summary.num_done - summary.num_problems
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if num_good > 0:
@@ -124,7 +123,7 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
 
 
 def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
-    """Draw the examples, with attention if `--attention` is set."""
+    """Draw the example images, with attention maps if `--attention` is set."""
     plots = by_name.load("vit.extras.report.model_plots", "--sheet")
     pixels = torch.stack(summary.pixels)
     overlays = None
@@ -200,7 +199,7 @@ def _create_parser() -> Parser:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Raises ValueError that lists all mistakes."""
+    """Parse the command line. Raises a ValueError that lists all mistakes."""
     args = _create_parser().parse_intermixed_args(arguments)
     problems = [f"--top {args.top}: expected a positive number"] if args.top < 1 else []
     problems += model_flag_problems(args)

@@ -40,15 +40,14 @@ from vit.system.files import replacing, told
 
 
 def main() -> World | None:
-    """Run the command line and return the joined process group, or None."""
     args = read_command_line()
     return args.run(args)
 
 
 def import_(args: Namespace) -> None:
-    """Write another program's recipe as YAML, and print the mapping of each setting."""
+    """Write another program's recipe as YAML, and print how each setting was converted."""
     imported = import_recipe(args.recipe, args.program, args.gpus)
-    imported.config()  # raises before writing a file if the settings are invalid
+    imported.config()  # Raise before a file is written if the settings are invalid.
     text = yaml_text(imported, args.out)
     if args.out is None:
         print(account(imported), file=sys.stderr)
@@ -63,13 +62,13 @@ def import_(args: Namespace) -> None:
 
 
 def diff(args: Namespace) -> None:
-    """Print the settings that differ between two recipes, and their effects."""
+    """Print the settings that differ between two recipes, with their effects."""
     first, second = (read_recipe(path) for path in args.recipes)
     print(in_words(first, second, (str(args.recipes[0]), str(args.recipes[1]))))
 
 
 def show(args: Namespace) -> World:
-    """Print parameter groups, draw learning rates, and draw augmented images if data exist."""
+    """Print parameter groups, draw learning rates, and draw augmented images if the data exist."""
     config = read_recipe(args.recipe, args.overrides)
     world = process_group.join_world("cpu")
     print(steps_line(config, args.images_per_epoch))
@@ -166,7 +165,7 @@ def _read_show(arguments: Sequence[str]) -> Namespace:
     parser.add_argument(
         "overrides",
         nargs="*",
-        default=[],  # otherwise argparse reports the argument as required
+        default=[],  # Without a default, argparse would report the argument as required.
         metavar="section.key=value",
         help="settings that override the file",
     )
@@ -183,9 +182,10 @@ COMMANDS = {
     "diff": (_read_diff, diff),
     "show": (_read_show, show),
 }
-"""The functions that read the flags of a command and run it."""
+"""Maps each command to functions that add its flags and run it."""
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # lets `| head` end it without a traceback
+    # Let `| head` end the process without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     run_command(main)

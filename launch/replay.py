@@ -30,7 +30,6 @@ TABLE_ROWS = 12
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = join_world(args.device, "--device ")
@@ -47,7 +46,7 @@ def main() -> World:
 
 
 def table(replay: Replay) -> list[str]:
-    """Return the first rows as table lines."""
+    """Format the first rows as lines of a table."""
     num_rows = len(replay.rows)
     height, width = replay.image_size
     lines = [
@@ -83,7 +82,7 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/replay.py", __doc__, setting_for)
     add_run_words(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step, starting at 1")

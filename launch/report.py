@@ -30,15 +30,14 @@ from vit.system.urls import is_url
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
-    # find the newest run by metrics.jsonl, because a new run has no weights yet
+    # Find the newest run by its metrics.jsonl, because a new run has no weights yet.
     run = args.run or str(newest_run("RUN", METRICS_FILE))
     run_dir = local_copy(run)
     reading = load("vit.extras.remote_runs.reading", run) if is_url(run) else None
     in_use = is_in_use(run_dir) if reading is None else reading.is_in_use(run)
     to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
-    # A running training may use all memory of the GPU.
+    # A training that is still running may use all GPU memory.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = join_world(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:

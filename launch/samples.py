@@ -37,7 +37,6 @@ from vit.system.meter import Meter
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = join_world(args.device, "--device ")
@@ -75,7 +74,7 @@ def main() -> World:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/samples.py", __doc__, setting_for)
     add_run_words(parser)
     parser.add_argument(

@@ -28,22 +28,21 @@ NOT_COMPARED = ("run.dir",)
 
 
 class Row(NamedTuple):
-    """The settings of a run by full name, and its metrics."""
+    """One run of the sweep: its settings, by full name, and its metrics."""
 
     name: str
     settings: dict[str, Any]
     step: int
     outcome: str
-    """`finished`, `stopped`, or `running`, which includes killed runs."""
+    """`finished`, `stopped` or `running`. A killed run counts as running."""
     top1: float | None
-    """The top-1 accuracy of the newest evaluation in percent."""
+    """The top-1 accuracy in percent at the newest evaluation."""
     best: float | None
     loss: float | None
     hours: float
 
 
 def main() -> None:
-    """Run the command line."""
     args = read_command_line()
     is_early = args.when_finished is not None
     rows = [read_run(folder) for folder in run_folders(Path(args.folder), may_be_none=is_early)]
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
-    """Return the run folders in `folder`, in numeric order. Raises ValueError."""
+    """Return the run folders in `folder`, in numeric order. Raises ValueError if there are none."""
     folders = [path.parent for path in folder.glob(f"*/{METRICS_FILE}")]
     if not folders and not may_be_none:
         raise ValueError(
@@ -66,7 +65,7 @@ def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
 
 
 def read_run(folder: Path) -> Row:
-    """Read the settings and the metrics of a run."""
+    """Read the settings and metrics of a run."""
     tree = yaml.safe_load((folder / CONFIG_FILE).read_text())
     settings = {key: value for key, (_, value) in differences({}, tree).items()}
     lines = read_metrics(folder / METRICS_FILE)
@@ -86,7 +85,7 @@ def read_run(folder: Path) -> Row:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table and of the means over seeds."""
+    """Return the table, followed by the means over seeds, as lines."""
     every_key = dict.fromkeys(key for row in rows for key in row.settings)
     differ = [key for key in every_key if len({repr(row.settings.get(key)) for row in rows}) > 1]
     header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]
@@ -109,7 +108,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:
-    """Return mean and standard deviation of top-1 over seeds, for each setting of `differ`."""
+    """Return the mean and standard deviation of top-1 over seeds, for each combination of
+    `differ`."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         name = ", ".join(f"{key}={row.settings.get(key, '-')}" for key in differ)

@@ -35,14 +35,13 @@ JOIN_TIMES = 3.0
 
 
 def main() -> World | None:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     config, origins = load_with_origins(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
         raise ValueError(f"--allow-change {key}: no such setting{nearest(key, all_keys())}")
     if args.print_config:
         if config.eval.reference is not None:
-            # Report a wrong name before the run starts.
+            # Report an invalid reference name before the run starts.
             load("vit.extras.recipes.reference:read_reference", "eval.reference")(
                 config.eval.reference
             )
@@ -65,7 +64,7 @@ def main() -> World | None:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = training_parser("python launch/train.py", __doc__)
     parser.add_argument(
         "--print-config",

@@ -46,18 +46,17 @@ from vit.weights.files import read_weights
 
 
 class Command(NamedTuple):
-    """A command of visualize.py."""
+    """One of the subcommands of visualize.py."""
 
     run: Callable[[Namespace, World], None]
     description: str
     flags: tuple[str, ...]
-    """The arguments of the command, out of `FLAGS`."""
+    """The arguments that the subcommand accepts, from `FLAGS`."""
     num_samples: int | None = None
-    """The default number of images, or None for a command without images."""
+    """The default number of images, or None if the subcommand uses no images."""
 
 
 def main() -> World:
-    """Run the command line and return the joined process group."""
     args = read_command_line()
     world = join_world(args.device, "--device ")
     COMMANDS[args.command].run(args, world)
@@ -68,31 +67,33 @@ def main() -> World:
 
 
 def augment(args: Namespace, world: World) -> None:
-    """Draw some training images, their augmented versions with operations, and a mixed version."""
+    """Draw some training images, each with augmented versions, their operations and a mixed
+    version."""
     config = load_config(args.config, args.overrides)
     out = args.out or Path(f"augment_{Path(args.config).stem}.png")
     print(make_contact_sheet(config, args.images, args.draws, out, world.device))
 
 
 def curves(args: Namespace, world: World) -> None:
-    """Draw loss and accuracy over the epochs."""
+    """Plot the loss and accuracy over the epochs."""
     runs = [Path(run) for run in args.runs] or [newest_run("RUN", METRICS_FILE)]
     names = "_".join(run.resolve().name for run in runs)
     print(plot_learning_curves(runs, args.out or Path(f"curves_{names}.png"), args.smooth))
 
 
 def shapes(args: Namespace, world: World) -> None:
-    """Print the tensor shapes at each stage."""
+    """Print the tensor shapes at each stage of the model."""
     by_name.load("vit.extras.planner.by_layer:print_network", args.command)(*_config_of(args))
 
 
 def summary(args: Namespace, world: World) -> None:
-    """Print parameters and operations of each layer, and the memory."""
+    """Print the parameters and operations of each layer, and the memory."""
     by_name.load("vit.extras.planner.by_layer:print_costs", args.command)(*_config_of(args))
 
 
 def _config_of(args: Namespace) -> tuple[Config, int]:
-    """Return settings and number of classes for a run, weights file, config or model name."""
+    """Return the settings and the number of classes for a run, weights file, config or model
+    name."""
     source = str(args.runs[0]) if args.runs else str(_newest())
     settings = settings_of(args)
     if args.num_classes:
@@ -128,7 +129,7 @@ def patches(args: Namespace, world: World) -> None:
 
 
 def figure(args: Namespace, world: World) -> None:
-    """Draw a figure of `vit.extras.report.model_figures`, and print its caption and its path."""
+    """Draw a figure of `vit.extras.report.model_figures`. Print its caption and path."""
     trained = _load(args, world)
     draw = getattr(model_figures, f"draw_{args.command}")
     images = []
@@ -143,7 +144,8 @@ def figure(args: Namespace, world: World) -> None:
 
 
 def attention(args: Namespace, world: World) -> None:
-    """Draw the attention of each layer and head, and rollout. --separate writes single files."""
+    """Draw the attention of each layer and head, and the rollout. --separate writes one file per
+    map."""
     trained = _load(args, world)
     samples = _samples(args, trained)
     pixels = samples.pixels(trained)
@@ -170,7 +172,7 @@ def attention(args: Namespace, world: World) -> None:
 
 
 def confusion(args: Namespace, world: World) -> None:
-    """Draw the confusion matrix of the newest evaluation of a run."""
+    """Draw the confusion matrix from the newest evaluation of a run."""
     run_dir = Path(args.runs[0]) if args.runs else _newest()
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: not a run folder: `confusion` requires a run's evaluation")
@@ -180,7 +182,7 @@ def confusion(args: Namespace, world: World) -> None:
 
 
 def compared(args: Namespace, world: World) -> None:
-    """Compare two runs image by image, and draw where they differ."""
+    """Compare two runs image by image, and draw the images on which they differ."""
     models = (_load(args, world, 0), _load(args, world, 1))
     samples = samples_of_split(models[0], args.samples, args.data, args.split)
     with Meter("predicting", 2 * len(samples.encoded), "images") as meter:
@@ -221,7 +223,7 @@ def _name_of(trained: Trained) -> str:
 
 
 def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
-    """Return each image with its path: `out` for one image, otherwise out_1, out_2 and so on."""
+    """Return each image with its path: `out` for a single image, otherwise out_1, out_2, ..."""
     if len(pixels) == 1:
         return [(out, pixels[0])]
     return [
@@ -290,7 +292,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--device": {"choices": ["auto", "cpu", "cuda"], "default": "auto"},
 }
 UNSET: dict[str, Any] = {"device": "cpu", "out": None, "image_size": None, "smooth": None}
-"""The values of arguments that a command does not have."""
+"""The default values of arguments that a subcommand does not have."""
 OF_NAME = ("runs", "--image-size", "--num-classes", "--device")
 OF_WEIGHTS = ("runs", "--image-size", "--model", "--out", "--device")
 OF_DATA = (*OF_WEIGHTS, "--samples", "--data", "--split")
@@ -323,7 +325,7 @@ COMMANDS = {
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the flags as settings: dotted key -> value, without unset flags."""
+    """Return the settings that the flags change: dotted key -> value."""
     size = args.image_size
     if size and len(size) == 1:
         size = size[0]
@@ -331,7 +333,7 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command and its flags. `augment` also takes settings. Raises ValueError."""
+    """Parse the subcommand and its flags. `augment` accepts settings too. Raises ValueError."""
     remaining = list(sys.argv[1:] if arguments is None else arguments)
     if not remaining or remaining[0] not in COMMANDS:
         listed = [f"  {name:10} {command.description}" for name, command in COMMANDS.items()]

@@ -36,17 +36,16 @@ from vit.system.host import cpu_name
 RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("vit_b16", "vit_l16", "vit_h14")
 FLOOR_MFU = 0.25
-"""The minimum MFU, as a fraction of the data sheet's peak. Published ViT training reaches 22 to
-29 % on Hopper. This code has not been measured on a GPU yet."""
+"""The minimum MFU as a fraction of the data-sheet peak. Published ViT training reaches 22 to 29 %
+on Hopper. This code has not been measured on a GPU yet."""
 TINY_MODEL = ("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false")
 TINY_STEP = (*TINY_MODEL, "data.global_batch_size=16")
-"""Settings that make a recipe small enough for a CPU."""
 TINY_RUN = ("model.depth=2", "model.image_size=32", "data.num_workers=0")
-"""Settings for the training runs that the check kills."""
+"""The settings for training runs that the check kills."""
 
 
 class GpuCheck(NamedTuple):
-    """A part of the check, with its time limit in seconds on an H200."""
+    """One part of the check, with its time limit in seconds on an H200."""
 
     name: str
     title: str
@@ -55,7 +54,6 @@ class GpuCheck(NamedTuple):
 
 
 def main() -> None:
-    """Run the command line."""
     args = read_command_line()
     devices = _find_devices(args.device)
     if args.out is not None:
@@ -116,7 +114,6 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> list[GpuCheck]:
-    """Return the parts of the check in order."""
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
     settings = [f"train.device={device.type}", f"train.precision={precision}"]
@@ -160,7 +157,7 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
 
 
 def _on_device(device: torch.device, run: Callable[[], Iterable[Line]]) -> Iterable[Line]:
-    """Return the lines of `run` after setting up the process as for training."""
+    """Set up the process as for training, then return the lines of `run`."""
     join_world(device.type)
     return run()
 
@@ -208,14 +205,14 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
 
 
 def _find_devices(device: str) -> dict[str, Any]:
-    """Return name and number of the GPUs. Raises ValueError if `device` needs a missing GPU."""
+    """Return the GPUs' name and number. Raises ValueError if `device` requires a missing GPU."""
 
     def look() -> Iterator[Line]:
         devices = find_devices()
         name = torch.cuda.get_device_name() if devices.gpus else ""
         yield Line("devices", True, devices.said, {"gpus": devices.gpus, "name": name})
 
-    # Query in a child process, because forked parts cannot use CUDA if this process started it.
+    # Query in a child process: if this process initialized CUDA, forked parts could not use CUDA.
     [line] = run_part("devices", look, 120.0)
     if device == "cpu":
         return {"gpus": 0, "name": f"{cpu_name()} ({torch.get_num_threads()} thread(s))"}
@@ -228,7 +225,7 @@ def _find_devices(device: str) -> dict[str, Any]:
 
 
 def show(line: Line) -> None:
-    """Print a line immediately, because a part can take minutes."""
+    """Print a line immediately, because the next part may take minutes."""
     print(line, flush=True)
 
 

@@ -1,8 +1,8 @@
 """Run each check of `benchmarks/gpu_check/check.py` in a separate process with a time budget.
 
-A check yields `Line`s. Its memory, compiled graphs and CUDA errors end with its process. A check
-that exceeds its budget is killed with all processes that it started. Lines that were sent earlier
-are kept.
+Each check yields `Line`s. Its memory, compiled graphs and CUDA errors disappear with its process. A
+check that exceeds its budget is killed together with all processes that it started. Lines that it
+sent before are kept.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class Line:
 
     what: str
     passed: bool | None
-    """Whether the check passed. None means a measurement without a limit, or a check that cannot
+    """Whether the check passed; None for a measurement without a limit, or a check that cannot
     run."""
     said: str
-    """The result as text."""
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -36,7 +35,7 @@ class Line:
         return f"{verdict}  {self.what}: {self.said}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
+        """Return the fields as a dict."""
         return asdict(self)
 
 
@@ -48,9 +47,9 @@ def run_part(
 ) -> list[Line]:
     """Run `part` for at most `budget_s` seconds and return its lines.
 
-    An error or an exceeded budget becomes a failed line. `on_line` is called with each line when it
-    arrives. The caller must not have initialized CUDA, because the forked process could not use
-    CUDA.
+    An error or an exceeded budget becomes a failed line. `on_line` is called with each line as soon
+    as it arrives. The caller must not have initialized CUDA. Otherwise the forked process could not
+    use CUDA.
     """
     lines: list[Line] = []
 
@@ -81,8 +80,8 @@ def run_part(
 
 
 def _serve(part: Callable[[], Iterable[Line]], receiver: Connection, sender: Connection) -> None:
-    """Send the lines of `part`, or its error message. Runs in the new process."""
-    os.setsid()  # the process and its children can then be killed as a group
+    """Send the lines of `part`, or its error message. Runs in the child process."""
+    os.setsid()  # Then the process and its children can be killed as a group.
     receiver.close()
     try:
         for line in part():
@@ -97,5 +96,5 @@ def _end(process: Any) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        process.kill()  # `setsid` has not created the group yet
+        process.kill()  # `setsid` has not yet created the group.
     process.join()

@@ -1,7 +1,7 @@
-"""Check that training on a device meets its guarantees, with a small model.
+"""Check with a small model that training on a device meets its guarantees.
 
-Each function yields `Line`s. The reference is a CPU. Most checks also run on a CPU, so the tests of
-this module need no GPU.
+Each function yields `Line`s. Results are compared with a CPU. Most checks also run on a CPU, so
+this module is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ SMALL = (
     "data.micro_batch_size=16",
     "optim.clip_grad_norm=1.0",
 )
-"""The settings that make a recipe small. Augmentation, mixing and weight averaging are
-unchanged."""
+"""The settings that shrink a recipe. Augmentation, mixing and weight averaging are kept."""
 EXACT = (
     "train.precision=fp32",
     "model.drop_path_rate=0.0",
@@ -57,28 +56,28 @@ EXACT = (
     "train.compile=false",
 )
 """The settings with which a GPU and a CPU compute equal numbers. The device draws no random
-numbers. The large eps hides rounding noise in the zero gradients of key biases, which AdamW would
-otherwise scale up."""
+numbers. AdamW would scale up rounding noise in the zero gradients of key biases. The large eps
+prevents that."""
 STEPS = 20
 WEIGHTS_TOLERANCE = 1e-3
-"""The largest allowed distance between weights, as a share of their change in training. A CPU's
-kernels with and without vector instructions differ by 1e-5."""
+"""The maximum distance between weights, as a fraction of their change in training. On CPUs, kernels
+with and without vector instructions differ by 1e-5."""
 LOGITS_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
-"""The largest allowed difference between logits, as a share of their standard deviation. Each sum
-is rounded by 2**-24 (fp32) or 2**-9 (bf16), in 12 blocks."""
+"""The maximum difference between logits, as a fraction of their standard deviation. Each sum is
+rounded by 2**-24 (fp32) or 2**-9 (bf16) in 12 blocks."""
 LEVELS_TOLERANCE = 1e-3
-"""The largest allowed share of pixel values that differ."""
+"""The maximum fraction of pixel values that may differ."""
 MEMORY_TOLERANCE = 0.1
 
 
 def recipe(*overrides: str, name: str = "vit_b16") -> Config:
-    """Load a recipe without a dataset."""
+    """Load a recipe that needs no data set."""
     path = recipes_folder() / f"{name}.yaml"
     return load_config(path, ["data.root=none", *overrides])
 
 
 def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Batch]]:
-    """Return the training step of `config` and four batches, on `device`."""
+    """Return the training step of `config`, and four batches on `device`."""
     world = World(0, 1, device)
     plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
     step = create_step(config, plan, CLASSES, world)
@@ -90,12 +89,11 @@ def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Bat
 
 
 class Numbered(Batches):
-    """The batches of a test dataset in which every value is the position of the batch."""
+    """Test batches in which every value is the position of the batch."""
 
     layout = BatchLayout(64, ImageFormat((32, 32)), 4)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write the position into all tensors."""
         for tensor in (rows.images, rows.labels, rows.weights, rows.table, rows.ids):
             tensor.fill_(position)
         return ()
@@ -127,7 +125,7 @@ def page_locked_slots(device: torch.device) -> Iterator[Line]:
 
 
 def distance(ours: nn.Module, theirs: nn.Module) -> float:
-    """Return the Euclidean distance between all weights of two models."""
+    """Return the Euclidean distance between the weights of two models."""
 
     def weights(model: nn.Module) -> Tensor:
         return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
@@ -136,7 +134,7 @@ def distance(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def equals_the_cpu(device: torch.device) -> Iterator[Line]:
-    """Check that fp32 training, augmentation and evaluation equal those on a CPU."""
+    """Check that fp32 training, augmentation and evaluation give the same results as on a CPU."""
     config = recipe(*SMALL, *EXACT)
     cpu = torch.device("cpu")
     reference, batches = make_step(config, cpu)
@@ -159,7 +157,7 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
     yield from _equal_levels(device)
     reference.model.eval()
     images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    # The head starts at zero, so all logits would be nearly equal after a few steps.
+    # Initialize the head, which starts at zero, because otherwise all logits would be nearly equal.
     nn.init.normal_(reference.model.get_parameter("head.weight"), std=0.1)
     tried.model.load_state_dict(reference.model.state_dict())
     tried.model.eval()
@@ -179,7 +177,7 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
 
 
 def _equal_levels(device: torch.device) -> Iterator[Line]:
-    """Check that augmented pixel values equal those of a CPU."""
+    """Check that augmented pixel values equal those computed on a CPU."""
     config = recipe(*SMALL)
     cpu = torch.device("cpu")
     [batch] = synthetic_batches(config, 256, CLASSES, cpu, count=1)
@@ -199,11 +197,11 @@ def _equal_levels(device: torch.device) -> Iterator[Line]:
     )
 
 
-# --- no wait, no late graph, no more memory than planned ------------------------------------------
+# --- no waits, no late graphs, no more memory than planned ---------------------------------------
 
 
 def no_waits(device: torch.device) -> Iterator[Line]:
-    """Check that the host never waits for the GPU in a step or in augmentation.
+    """Check that the host never waits for the GPU during a step or augmentation.
 
     The first steps are not checked, because they create constants and allocate memory.
     """
@@ -223,7 +221,7 @@ def no_waits(device: torch.device) -> Iterator[Line]:
 
 @contextmanager
 def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Make torch raise an error if an operation makes the host wait for the GPU."""
+    """Make torch raise an error for any operation that makes the host wait for the GPU."""
     if device.type != "cuda":
         yield
         return
@@ -235,7 +233,7 @@ def _waits_are_errors(device: torch.device) -> Iterator[None]:
 
 
 def graphs_as_planned(device: torch.device) -> Iterator[Line]:
-    """Check that all blocks share one compiled graph in training and one in evaluation."""
+    """Check that all blocks share one compiled graph in training, and one in evaluation."""
     config = recipe(*SMALL, "train.compile=true")
     torch._dynamo.reset()
     step, batches = make_step(config, device)
@@ -258,7 +256,7 @@ def graphs_as_planned(device: torch.device) -> Iterator[Line]:
         result.read()
     evaluate()
     later = _num_graphs() - before - training - evaluation
-    # On GPUs, the last part of augmentation has its own graph.
+    # On GPUs, the last part of augmentation is compiled to a separate graph.
     planned = 2 if device.type == "cuda" else 1
     yield Line(
         "graphs are compiled as planned, none later",
@@ -274,7 +272,7 @@ def _num_graphs() -> int:
 
 
 def planned_memory(device: torch.device) -> Iterator[Line]:
-    """Check that the peak memory of a step matches the planner's count."""
+    """Check that the measured peak memory of a step matches the planner's estimate."""
     promise = "peak memory is the planner's"
     if device.type == "cpu" and sys.platform != "linux":
         yield Line(promise, None, "peak memory of a process is measured only on Linux")
@@ -295,7 +293,7 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     measured = peak - before
     counted = step_memory(config, plan, CLASSES).in_turn
     off = measured / counted - 1
-    # Most memory of a CPU process is not in the tensors of this small step.
+    # On a CPU, most memory of the process is not used by the tensors of this small step.
     on_gpu = device.type == "cuda"
     limit = f"at most {MEMORY_TOLERANCE:.0%}" if on_gpu else "of the whole process, no promise"
     yield Line(
@@ -306,12 +304,12 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     )
 
 
-# --- what determinism costs -----------------------------------------------------------------------
+# --- the cost of determinism ---------------------------------------------------------------------
 
 
 def cost_of_determinism(device: torch.device, *overrides: str, seconds: float) -> Iterator[Line]:
-    """Measure how much slower a step is with `train.deterministic`."""
-    # cuBLAS reads this variable only when it starts, so both measurements use it.
+    """Measure by how much `train.deterministic` slows down a step."""
+    # cuBLAS reads this variable only at startup, so set it for both measurements.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     step, batches = make_step(recipe("train.compile=false", *overrides), device)
     plain = time_step(step, batches, seconds=seconds).images_per_s

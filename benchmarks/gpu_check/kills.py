@@ -1,6 +1,6 @@
-"""Kill training runs, compare resumed with uninterrupted runs, and time the detection.
+"""Kill training runs, compare resumed with uninterrupted runs, and time the detection of kills.
 
-The runs train on a few generated images, with the same commands that users run.
+The runs train on a few generated images, and use the same commands as users.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 NUM_STEPS = 24
 SAVE_EVERY_STEPS = 8
 KILL_AT_STEP = 13
-"""The step at which the run is killed, between two checkpoints."""
+"""The step, between two checkpoints, at which the run is killed."""
 NOTICED_S = 60.0
-"""The time limit for detecting a killed rank. torchrun checks its ranks ten times a second, and
-kills ranks that do not exit within 30 s."""
+"""The time limit for the detection of a killed rank. torchrun checks its ranks ten times per
+second, and kills ranks that do not exit within 30 s."""
 POLL_S = 0.05
 CONFIG = """
 model: {name: vit_ti16, image_size: 64, drop_path_rate: 0.1}
@@ -50,7 +50,7 @@ log: {every_steps: 1, wandb: "off", report: false}
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with shards and a config, and the settings of its training commands."""
+    """A folder with shards and a config, and the settings for training on them."""
 
     folder: Path
     settings: tuple[str, ...]
@@ -60,14 +60,14 @@ class Place:
         return self.folder / "check.yaml"
 
     def command(self, run_dir: Path, *overrides: str, ranks: int = 0) -> list[str]:
-        """Return the training command for `run_dir`, with torchrun if `ranks` is given."""
+        """Return the command that trains in `run_dir`. It uses torchrun if `ranks` is given."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         options = ["--config", str(self.config), f"run.dir={run_dir}", *self.settings, *overrides]
         return [sys.executable, *(torchrun if ranks else []), str(LAUNCH / "train.py"), *options]
 
 
 def make_place(folder: Path, *settings: str) -> Place:
-    """Write shards of 96 noise images in three classes, and a config for training on them."""
+    """Write shards with 96 noise images in three classes, and a config for training on them."""
     generator = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 8)):
         for label in range(3):
@@ -93,7 +93,6 @@ def _run(line: Sequence[str]) -> str:
 
 
 def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    """Wait until metrics.jsonl contains a line of `step` or a later step."""
     path = run_dir / METRICS_FILE
     while not path.is_file() or not any(line["step"] >= step for line in read_metrics(path)):
         if process.poll() is not None:
@@ -104,7 +103,7 @@ def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -
 
 
 def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> Iterator[Line]:
-    """Check that a killed and resumed run ends with the weights of an uninterrupted run."""
+    """Check that a killed and resumed run reaches the same weights as an uninterrupted run."""
     name = "with" if deterministic else "without"
     setting = f"train.deterministic={str(deterministic).lower()}"
     whole = place.folder / f"whole_{name}"
@@ -145,16 +144,16 @@ def _different_tensors(first: Path, second: Path) -> list[str]:
 
 
 def pauses(place: Place, *overrides: str) -> Iterator[Line]:
-    """Measure how many seconds of training time a checkpoint and an evaluation cost."""
+    """Measure by how many seconds a checkpoint and an evaluation delay training."""
     for event, every in (("a save", "checkpoint"), ("an evaluation", "eval")):
         other = {"checkpoint": "eval", "eval": "checkpoint"}[every]
         run_dir = place.folder / f"paused_by_{every}"
         steps = ("train.steps=16", f"{every}.every_steps=5", f"{other}.every_steps=1000")
         _run(place.command(run_dir, *steps, *overrides))
         at_s = {line["step"]: line["elapsed_s"] for line in _train_lines(run_dir)}
-        # A step is logged only after the next step is queued, so a pause also shifts the next line.
+        # A step is logged only after the next step is queued, so a pause also delays the next line.
         plain_s = statistics.median(at_s[step] - at_s[step - 1] for step in (8, 9, 13, 14))
-        # The first pause also allocates memory, so the second pause is measured.
+        # The first pause includes memory allocation, so measure the second pause.
         paused_s = max(at_s[13] - at_s[8] - 5 * plain_s, 0.0)
         yield Line(
             f"{event} stops training",
@@ -182,7 +181,7 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
             noticed_s = time.monotonic() - began_s
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun then stops its ranks
+                process.terminate()  # torchrun then stops its ranks.
     shutil.rmtree(run_dir)
     yield Line(
         f"a killed rank ends the {ranks - 1} other(s)",
@@ -205,7 +204,7 @@ def _rank_process(launcher: int, rank: int) -> int:
 
 
 def bench(seconds: float, *overrides: str, ranks: int = 0, config: str = "vit_b16") -> Any:
-    """Run launch/bench.py in a new process, or with torchrun, and return its results."""
+    """Run launch/bench.py in a new process or under torchrun, and return its results."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     options = ["--config", str(recipes_folder() / f"{config}.yaml"), "--json", *overrides]
     script = [str(LAUNCH / "bench.py"), "--seconds", f"{seconds:g}"]
@@ -217,7 +216,7 @@ def _batch(rows: int, ranks: int) -> tuple[str, str]:
 
 
 def one_and_two_ranks(rows: int, *overrides: str) -> Iterator[Line]:
-    """Measure the speedup of two ranks, and the share of the all-reduce that backward hides."""
+    """Measure the speedup of two ranks, and how much of the all-reduce overlaps with backward."""
     results = [bench(3.0, *overrides, *_batch(rows, ranks), ranks=ranks) for ranks in (1, 2)]
     one, two = (result["training"][-1] for result in results)
     factor = two["images_per_s"] / one["images_per_s"]

@@ -1,9 +1,10 @@
-"""Create JPEGs like ImageNet's, and their shards, for benchmarks/loader.py.
+"""Create ImageNet-like JPEGs and shards of them for benchmarks/loader.py.
 
-Windows of two scikit-learn photos get ImageNet's sizes, JPEG qualities and chroma subsampling, and
-grain up to 5 bits per pixel, because decoding cost depends on the bits. (ILSVRC 2012 has 110 kB per
-image, about 469 x 387 pixels and 4.9 bits per pixel.) The real commands write two sets of shards,
-without and with restart markers. Everything is created once.
+Windows cut from two scikit-learn photos get ImageNet's sizes, JPEG qualities and chroma
+subsampling. Because decoding cost depends on the number of bits, grain is added up to 5 bits per
+pixel. (ILSVRC 2012 has 110 kB per image, about 469 x 387 pixels and 4.9 bits per pixel.) The
+data_prep commands write two sets of shards, without and with restart markers. Everything is created
+only once.
 
     <place>/
       jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
@@ -34,17 +35,16 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_CLASSES = 20
 NUM_SHARDS = 8
 GRAIN = 15.0
-"""The mean standard deviation of the noise."""
 SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
 SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
-"""The fractions of the sizes. The last one is for other sizes, a tenth of which are large."""
+"""The probabilities of the sizes. The last is for all other sizes, a tenth of which are large."""
 QUALITIES = ((75, 80, 85, 90, 92, 94, 95, 96), (0.12, 0.08, 0.12, 0.15, 0.10, 0.13, 0.15, 0.15))
 """The JPEG qualities and their probabilities."""
 NUM_WINDOWS = 320
 
 
 class Data(NamedTuple):
-    """The data of the contestants in `place`."""
+    """The benchmark data in the folder `place`."""
 
     place: Path
     num_images: int
@@ -66,7 +66,8 @@ class Data(NamedTuple):
         return self.place / "marked"
 
     def made(self, name: str, make: Callable[[Path], object]) -> Path:
-        """Return the file or folder `name`, which `make` creates once, completely or not at all."""
+        """Return the path of `name`. `make` creates the file or folder once, completely or not at
+        all."""
         path = self.place / name
         unfinished = self.place / f"unfinished-{name}"
         if not path.exists():
@@ -78,7 +79,7 @@ class Data(NamedTuple):
 
 
 def make_data(place: Path, num_images: int) -> Data:
-    """Return the images and shards in `place`, creating missing ones."""
+    """Return the images and shards in `place`. Create those that are missing."""
     data = Data(place / f"images-{num_images}", num_images)
     data.place.mkdir(parents=True, exist_ok=True)
     data.made("jpegs", lambda folder: make_images(folder, num_images))
@@ -88,7 +89,7 @@ def make_data(place: Path, num_images: int) -> Data:
 
 
 def make_shards(folder: Path, out: Path, markers: str) -> None:
-    """Write shards of class folders with the public command. markers: off or auto."""
+    """Write shards of the class folders by the public command. markers: off or auto."""
     options = [
         "--out",
         str(out),
@@ -108,7 +109,6 @@ def make_shards(folder: Path, out: Path, markers: str) -> None:
 
 
 def make_images(folder: Path, num_images: int) -> None:
-    """Write class folders with `num_images` images."""
     ranges = [range(start, min(start + 100, num_images)) for start in range(0, num_images, 100)]
     run_jobs(
         [(_write_images, (folder, numbers), numbers[0]) for numbers in ranges],
@@ -131,7 +131,7 @@ def _write_images(job: tuple[Path, range]) -> None:
 
 
 def make_image(number: int, photos: list[Image.Image]) -> bytes:
-    """Return a JPEG of a photo's window with new contrast, brightness, colors and grain."""
+    """Return a JPEG of a photo window with changed contrast, brightness, colors and added grain."""
     rng = np.random.default_rng(number)
     width, height = _size(rng)
     photo = photos[number % len(photos)]
@@ -161,7 +161,6 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
 
 
 def _size(rng: np.random.Generator) -> tuple[int, int]:
-    """Return a random (width, height) in pixels."""
     choice = rng.choice(len(SHARES), p=SHARES)
     if choice < len(SIZES):
         return SIZES[choice]
@@ -171,9 +170,9 @@ def _size(rng: np.random.Generator) -> tuple[int, int]:
 
 
 def cut_windows(data: Data, out: Path) -> None:
-    """Cut a random training window out of each of the first images.
+    """Cut one random training window out of each of the first images.
 
-    jpegtran cuts at block borders.
+    jpegtran cuts at block boundaries.
     """
     from vit.config.schema import AugmentConfig
     from vit.data.augment.draw import draw_crops, sample_keys
@@ -192,7 +191,7 @@ def cut_windows(data: Data, out: Path) -> None:
 
 
 def describe(data: Data) -> str:
-    """Return one line with the number of images, their bytes, and the bits per pixel."""
+    """Describe in one line the number of images, their bytes, and the bits per pixel."""
     sizes_bytes = []
     pixels = []
     for file in data.files:
@@ -209,7 +208,7 @@ def describe(data: Data) -> str:
 
 
 def bytes_rows(data: Data) -> list[list[str]]:
-    """Return a table with the disk size of the images in each format."""
+    """Return a table of the disk space that the images take in each format."""
     forms = {
         "jpegs/*/*.JPEG": "JPEGs in class folders",
         "shards/*.tar": "our shards",

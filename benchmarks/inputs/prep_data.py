@@ -1,7 +1,6 @@
-"""Create images and archives like ImageNet's for benchmarks/prep.py.
+"""Create ImageNet-like images and archives for benchmarks/prep.py.
 
-Windows of two scikit-learn photos get ImageNet's sizes, and grain until JPEGs have 110 kB on
-average.
+Windows cut from two scikit-learn photos get ImageNet's sizes, and grain until JPEGs average 110 kB.
 
     <place>/
       images-3000/<wnid>/<wnid>_<number>.JPEG     class folders
@@ -23,11 +22,10 @@ from PIL import Image
 
 NUM_CLASSES = 100
 GRAIN = 20.5
-"""The mean standard deviation of the noise."""
 
 
 def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
-    """Return a JPEG of a grainy photo window, 500 x 375 in half of the cases."""
+    """Return a JPEG of a grainy photo window, which is 500 x 375 in half of all cases."""
     rng = np.random.default_rng(number)
     odd = (int(rng.integers(200, 520)), int(rng.integers(180, 460)))
     width, height = ((500, 375), (375, 500), (500, 333), (640, 480), odd)[
@@ -54,7 +52,8 @@ def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
 
 
 def nested_tar(path: Path, classes: dict[str, dict[str, bytes]]) -> None:
-    """Write a tar of one tar per class ({wnid: {name: data}}), completely or not at all."""
+    """Write a tar that contains one tar per class ({wnid: {name: data}}), completely or not at
+    all."""
     with tarfile.open(f"{path}.tmp", "w", format=tarfile.USTAR_FORMAT) as outer:
         for wnid, members in classes.items():
             inner_bytes = io.BytesIO()
@@ -71,10 +70,8 @@ def nested_tar(path: Path, classes: dict[str, dict[str, bytes]]) -> None:
 
 
 class Data(NamedTuple):
-    """The data of the contestants."""
-
     folder: Path
-    """The folder of <wnid>/<wnid>_<number>.JPEG."""
+    """The folder that contains <wnid>/<wnid>_<number>.JPEG."""
     archive: Path
     tiny: Path
     """A tar of tars with many tiny members."""
@@ -83,7 +80,7 @@ class Data(NamedTuple):
 
 
 def make_data(place: Path, num_images: int, num_tiny: int) -> Data:
-    """Return the images and archives in `place`, creating missing ones."""
+    """Return the images and archives in `place`. Create those that are missing."""
     folder = place / f"images-{num_images}"
     archive = place / f"nested-{num_images}.tar"
     tiny = place / f"tiny-{num_tiny}.tar"

@@ -1,8 +1,8 @@
-"""Checks of a whole data set: its records, and the samples of all shards together.
+"""Check a whole data set: its records, and the samples of all shards together.
 
-The folder, sidecars, index files and quarantine are compared with `_info.json`. After the shards
-are read (data_prep/check/shard_checks.py), the class names, labels, keys and equal images of all
-shards are checked together.
+The folder, sidecars, index files and quarantine are compared with `_info.json`. After all shards
+are read (data_prep/check/shard_checks.py), their class names, labels, keys and equal images are
+checked together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
     Sets `sidecars`, `present` and `index` of each split.
     """
     listed = Counter(tars_of(data.info))
-    # earlier versions did not record hashes
+    # Earlier versions did not record hashes.
     if "info_sha256" in data.info or any(
         "sidecars_sha256" in part.described for part in data.parts
     ):
@@ -83,7 +83,7 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
 
 
 def _check_sealed(data: DataSet) -> Iterator[Finding]:
-    """Compare the hashes of `_info.json` and the card."""
+    """Compare `_info.json` and the card with their recorded hashes."""
     if data.info.get("info_sha256") != info_sha256(data.info):
         yield Finding(
             "files",
@@ -100,10 +100,10 @@ def _check_sealed(data: DataSet) -> Iterator[Finding]:
 
 
 def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
-    """Check the hash and the plan of a split's sidecars, and the number of listed images."""
+    """Check the hash and plan of a split's sidecars, and the number of listed images."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
-        return  # reported already
+        return  # already reported
     if part.described.get("sidecars_sha256") not in (None, sidecars_sha256(sidecars)):
         yield Finding(
             "files",
@@ -143,7 +143,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
 def _check_recorded(
     data: DataSet, part: SplitFiles, number: int, size: int | str
 ) -> Iterator[Finding]:
-    """Compare one shard's size and sidecar with `_info.json`."""
+    """Compare the size and sidecar of one shard with `_info.json`."""
     name = part.filenames[number]
     recorded: dict[str, Any] = {"filename": name, "num_samples": part.lengths[number]}
     for key in ("bytes", "sha256"):
@@ -204,7 +204,7 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
 
 
 def check_quarantine(data: DataSet) -> Iterator[Finding]:
-    """Compare `quarantine.jsonl` and the totals in `_info.json` with the sidecars."""
+    """Compare `quarantine.jsonl`, and the totals in `_info.json`, with the sidecars."""
     path = data.root / "quarantine.jsonl"
     entries = [entry for part in data.parts for entry in part.quarantined]
     listed = path.read_bytes() if path.exists() else b""
@@ -251,7 +251,7 @@ def check_catalogue(data: DataSet) -> Iterator[Finding]:
 
 
 def check_labels(data: DataSet) -> Iterator[Finding]:
-    """Check the class names, the range of labels, and that every class has a training image."""
+    """Check class names and label range, and that every class has a training image."""
     info = data.info
     if data.class_names and info.get("num_classes") not in (None, len(data.class_names)):
         yield Finding(
@@ -259,7 +259,7 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
             "_info.json",
             f"num_classes is {info['num_classes']}, but class_names has {len(data.class_names)}",
         )
-    if not data.recorded_classes:  # unknown, or without labels
+    if not data.recorded_classes:  # The classes are unknown, or there are no labels.
         return
     for part in data.parts:
         labels = part.labels()
@@ -288,12 +288,12 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
 
 
 def images_per_class(data: DataSet, part: SplitFiles) -> np.ndarray:
-    """Count the samples that were read per class, or return () if the classes are unknown."""
+    """Count the samples read for each class, or return () if the classes are unknown."""
     return count_classes(part.labels(), data.recorded_classes or 0)
 
 
 def _incomplete(data: DataSet, part: SplitFiles) -> bool:
-    """Return whether some samples were not read because a shard is missing or damaged."""
+    """Return whether samples were not read because a shard is missing or damaged."""
     return len(part.labels()) != part.num_samples
 
 
@@ -301,9 +301,9 @@ def _incomplete(data: DataSet, part: SplitFiles) -> bool:
 
 
 def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
-    """Return the samples whose value in `column` occurs at least twice, sorted.
+    """Return a sorted array of samples whose value in `column` occurs at least twice.
 
-    Each row of (n, 5) int64 has the number of the value, split, shard, row and label.
+    The columns of (n, 5) int64 are value number, split, shard, row and label.
     """
     every = [(p, shard, rows) for p, part in enumerate(parts) for shard, rows in part.seen.items()]
     values = np.concatenate([np.empty(0, "<u8"), *(rows[column] for *_, rows in every)])
@@ -321,9 +321,9 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
 
 
 def check_repeated(data: DataSet) -> Iterator[Finding]:
-    """Report keys that occur twice in a split, and images with equal bytes.
+    """Report keys that occur twice in a split, and images with identical bytes.
 
-    Equal images are only notes, because published data sets have them. Images in two splits or
+    Identical images are only notes, because published data sets have them. Images in two splits or
     under two labels come first.
     """
     for part in data.parts:
@@ -362,5 +362,5 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
 
 
 def _groups(rows: np.ndarray) -> list[list[list[int]]]:
-    """Group the rows of `_repeated` by value."""
+    """Group the rows returned by `_repeated` by value."""
     return [list(group) for _, group in itertools.groupby(rows.tolist(), itemgetter(0))]

@@ -1,10 +1,10 @@
-"""Checks of one shard of a finished data set: bytes, tar, `.idx`, index rows and images.
+"""Check one shard of a finished data set: bytes, tar, `.idx`, index rows and images.
 
-A worker process gets the name of a shard and its record in `_info.json`. A shard at a URL is first
-downloaded. The worker reads the file once for its sha256, then reads the headers from the page
-cache and decodes every image completely. It compares `.idx` and index rows with new ones made from
-the tar. The result has the problems as messages, and three numbers per sample that let the main
-process compare keys, images and labels over all shards.
+A worker process receives the name of a shard and its record in `_info.json`. A shard at a URL is
+downloaded first. The worker reads the file once to compute its sha256, then reads the headers from
+the page cache and decodes every image completely. It compares `.idx` and the index rows with new
+ones computed from the tar. The result contains the problems as messages, and three numbers per
+sample, with which the main process compares keys, images and labels over all shards.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from vit.system.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes per sample
-        # as in the catalogue; one in 3,000 data sets of 100 million samples has a collision
+        # Hash as in the catalogue. One in 3,000 data sets of 100 million samples has a collision.
         ("key", "<u8"),
-        ("image", "<u8"),  # first 8 bytes of a BLAKE2 hash of the encoded bytes
+        ("image", "<u8"),  # first 8 bytes of a BLAKE2 hash over the encoded image
         ("label", "<i4"),
     ]
 )
 WRITE_AGAIN = "copy it again, or delete it and repeat the command that wrote it"
 UNCLEAR_WHEN_QUICK = "shard or index is wrong: run without --quick to find out which"
 MOST_LINES = 10
-"""The maximum number of lines per subject and shard. Further lines are only counted."""
+"""The maximum number of lines to print per subject and shard. Further lines are counted."""
 
 
 class Finding(NamedTuple):
@@ -61,42 +61,37 @@ class Finding(NamedTuple):
     subject: str
     """The heading in the report, a key of `verify.SUBJECTS`."""
     place: str
-    """The file or split."""
     text: str
     fails: bool = True
-    """False for a note, which may have its cause in the source."""
+    """True for a problem. False for a note, whose cause may be in the source."""
     details: tuple[str, ...] = ()
-    """Examples, one per line."""
 
 
 class Shard(NamedTuple):
-    """The input of a worker that checks one shard."""
-
     root: Path
-    """The folder of the index, `.idx` and sidecar."""
+    """The folder that contains the index, `.idx` and sidecar."""
     name: str
     shown: str
-    """The name of the data set in messages."""
+    """The name used for the data set in messages."""
     tars_at: str | None
-    """The URL of the tars' folder, or None if they are in `root`."""
+    """The URL of the folder with the tars, or None if they are in `root`."""
     index_path: Path | None
-    """The split's index file, or None if the index does not match."""
+    """The split's index file, or None if the index does not match the shards."""
     first: int
-    """The number of the shard's first sample in the split's index."""
+    """The index of the shard's first sample in the split."""
     num_samples: int
     sha256: str | None
     ours: bool
-    """True if this package wrote the shard, so every image is an RGB or gray JPEG."""
+    """True if this package wrote the shard, so that every image is an RGB or gray JPEG."""
     seed: int
-    """The seed of the catalogue's hashes."""
     num_sampled: int
-    """The number of images that a quick check decodes."""
+    """The number of images to decode in a quick check."""
     layout: SampleLayout = DEFAULT_LAYOUT
-    """The members of a sample that contain image and label."""
+    """The layout that names the image and label members of a sample."""
 
     @property
     def local_tar(self) -> Path:
-        """The tar of a local data set, next to its `.idx`."""
+        """The path of the tar, next to its `.idx`, if the data set is local."""
         return self.root / self.name
 
     @property
@@ -111,7 +106,7 @@ class Shard(NamedTuple):
         return np.array(open_index(self.index_path)[self.first : self.first + self.num_samples])
 
     def rebuild(self, *names: str) -> str:
-        """Return the remedy for a wrong index or `.idx` file."""
+        """Return the command that repairs a wrong index or `.idx` file."""
         return (
             f"delete {' and '.join(names)} and run `python -m data_prep.index"
             f" {quote(self.shown)}` to make new ones from the tars"
@@ -119,14 +114,12 @@ class Shard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The result of checking a shard."""
-
     findings: list[Finding]
     seen: np.ndarray = np.empty(0, SEEN_DTYPE)
-    """(num_samples,) SEEN_DTYPE in tar order, or empty if the tar was not read completely."""
+    """(num_samples,) SEEN_DTYPE in tar order; empty if the tar could not be read completely."""
     num_checked: int = 0
     hashed: bool = False
-    """True if the shard's sha256 was compared with a recorded one."""
+    """True if the shard's sha256 was compared with a recorded value."""
 
 
 def read_failure(shard: Shard, error: OSError) -> Checked:
@@ -136,7 +129,7 @@ def read_failure(shard: Shard, error: OSError) -> Checked:
 
 
 def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the first findings and the number of omitted ones, counting notes separately."""
+    """Yield the first findings, then the number omitted. Notes are counted separately."""
     count: Counter[bool] = Counter()
     for finding in findings:
         count[finding.fails] += 1
@@ -152,7 +145,6 @@ def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def check_shard(shard: Shard) -> Checked:
-    """Check everything about one shard."""
     try:
         with _local(shard) as tar:
             return _check_tar(shard, tar)
@@ -168,7 +160,7 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
         text = f"its sha256 is {sha256[:12]}..., but {str(shard.sha256)[:12]}... is recorded"
         findings.append(Finding("files", shard.name, f"altered or replaced: {text}; {WRITE_AGAIN}"))
     skipped = set[int]()
-    with suppress(ShardError):  # a damaged sidecar is reported elsewhere
+    with suppress(ShardError):  # A damaged sidecar is reported by another check.
         skipped = left_out(shard.local_tar)
     try:
         samples = scan_tar(tar, shard.layout, skipped)
@@ -186,7 +178,8 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
 
 @contextmanager
 def _local(shard: Shard) -> Iterator[Path]:
-    """Provide the tar as a local file. A tar at a URL is fetched and removed afterwards."""
+    """Yield the path of a local copy of the tar. A copy fetched from a URL is removed
+    afterwards."""
     if shard.tars_at is None:
         yield shard.local_tar
         return
@@ -199,7 +192,7 @@ def _local(shard: Shard) -> Iterator[Path]:
 def _check_idx(
     shard: Shard, samples: list[ScannedSample], numbers: Iterable[int] | None = None
 ) -> Iterator[Finding]:
-    """Compare `.idx` with lines made from the tar. numbers: the samples to compare, or None."""
+    """Compare `.idx` with lines computed from the tar. numbers: the samples to compare, or None."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
         remedy = f"run `python -m data_prep.index {quote(shard.shown)}` to write it"
@@ -224,7 +217,7 @@ def _check_idx(
 
 
 def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) -> Iterator[Finding]:
-    """Compare the shard's rows of `<split>.index.npy` with rows made from the tar.
+    """Compare the shard's rows of `<split>.index.npy` with rows computed from the tar.
 
     is_intact: whether the tar matches its recorded sha256.
     """
@@ -247,10 +240,10 @@ def compare_rows(
     is_intact: bool = False,
     numbers: Iterable[int] | None = None,
 ) -> Iterator[Finding]:
-    """Compare rows of the index with samples of the tar.
+    """Compare index rows with samples of the tar.
 
     numbers: the samples to compare, or None for all. is_intact: whether the tar matches its
-    recorded sha256, so that any difference is an error of the index.
+    recorded sha256. If so, any difference is an error in the index.
     """
     expected = index_rows(samples)
     fields = ("size", "offset", "label", "width", "height")
@@ -307,7 +300,7 @@ def _check_images(
 
 
 def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared | Finding:
-    """Return the decoded image, or the problem with it."""
+    """Return the decoded image, or a finding if decoding fails."""
     try:
         image = prepare(data, ImagePolicy(check="decode"))
     except Unreadable as error:
@@ -326,9 +319,9 @@ def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared 
 
 
 def check_shard_quickly(shard: Shard) -> Checked:
-    """Fetch and decode some samples through the index, as the loader does.
+    """Fetch and decode some samples through the index, like the loader.
 
-    No shard is read completely. Each sample is checked with the tar headers around it.
+    No shard is read completely. Each sample is compared with the surrounding tar headers.
     """
     rows = shard.rows
     if rows is None:
@@ -356,7 +349,7 @@ def check_shard_quickly(shard: Shard) -> Checked:
 def _check_rows(
     shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: list[int]
 ) -> Iterator[Finding]:
-    """Decode the chosen samples, and compare their index rows with the tar headers around them."""
+    """Decode the chosen samples, and compare their index rows with the surrounding tar headers."""
     samples = []
     good = []
     for number in chosen:
@@ -387,7 +380,7 @@ def _check_rows(
 def _sample_around(
     shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
-    """Return the sample of a row from the members between the previous and the next image.
+    """Return the sample for a row, read from the members between its neighboring images.
 
     Raises TarDamaged and InvalidSample.
     """

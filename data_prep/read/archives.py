@@ -1,9 +1,9 @@
-"""Archives read in place: their members, and the positions of the members' bytes.
+"""Read archives in place: list their members and the byte positions of the members.
 
-A tar is walked from header to header, without reading the data. A tar inside a tar is a byte range
-of the outer tar. A zip has a central directory at its end. Both give batches of names, offsets and
-sizes for the catalogue, from which `read_zip_member` or `read_range` later reads one image. An
-archive with absolute names, `..` or links is rejected because it cannot be the official archive.
+A tar is read from header to header, skipping the data. A tar inside a tar is a byte range of the
+outer tar. A zip has a central directory at its end. Both yield batches of names, offsets and sizes
+for the catalogue, with which `read_zip_member` or `read_range` later reads single images. An
+archive with absolute names, `..` or links is rejected, because it cannot be the official archive.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ from vit.system.meter import Meter
 from vit.system.tar_walk import FILE, FOLDER, TarDamaged, TarMember, describe_content, pread, walk
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
-"""The exceptions that reading damaged compressed data raises."""
+"""The exceptions raised while reading damaged compressed data."""
 OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
 }
-"""The reader of a compressed file, by its first bytes."""
+"""Maps first bytes to the function that opens a compressed file."""
 BATCH = 4096
-"""The number of members in a batch."""
 
 
 class Members(NamedTuple):
-    """Regular files of an archive, in archive order.
+    """A batch of regular files, in archive order.
 
     offsets: (len(names),) int64, the position of the data in a tar, or of the member's local header
         in a zip.
@@ -59,10 +58,10 @@ class Members(NamedTuple):
 
 
 def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], bytes]]:
-    """Return the files of a zip or a tar, and the function that reads one of them.
+    """Return the files of a zip or tar, and a function that reads a single file.
 
-    The first bytes decide the type. Raises PrepError for other files, and like `walk_zip` and
-    `walk_tar`.
+    The first bytes determine the type. Raises PrepError for other types, and in the cases of
+    `walk_zip` and `walk_tar`.
     """
     head = _head(path)
     if head.startswith(b"PK") or path.suffix.lower() == ".zip":
@@ -73,19 +72,19 @@ def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], byte
 
 
 def is_compressed_tar(path: Path) -> bool:
-    """Return whether a file is a compressed tar, which cannot be read in place."""
+    """Return whether a file is a compressed tar, which must be decompressed before reading."""
     return any(_head(path).startswith(magic) for magic in OPENERS)
 
 
 def inflate_tar(path: Path) -> Path:
-    """Decompress a .tar.gz, .tar.bz2 or .tar.xz next to itself and return the tar's path.
+    """Decompress a .tar.gz, .tar.bz2 or .tar.xz into the same folder, and return the tar's path.
 
-    An existing tar is reused, and progress goes to stderr. Raises PrepError for damage, and for an
-    existing tar with another modification time.
+    An existing tar is reused. Progress goes to stderr. Raises PrepError if the archive is damaged,
+    and for an existing tar with another modification time.
     """
     stem = path.name.removesuffix(path.suffix)
     tar = path.with_name(stem if stem.endswith(".tar") else f"{stem}.tar")
-    # The tar gets the archive's modification time, like gzip does, to detect a different archive.
+    # Copy the modification time of the archive, like gzip, to detect a different archive later.
     modified_ns = path.stat().st_mtime_ns
     if tar.exists():
         if tar.stat().st_mtime_ns != modified_ns:
@@ -103,7 +102,7 @@ def inflate_tar(path: Path) -> Path:
         Meter(f"inflating {path.name}", total, "MB") as meter,
     ):
         while True:
-            with readable(path, DAMAGE, "damaged, or cut off"):  # a full disk is not damage
+            with readable(path, DAMAGE, "damaged, or cut off"):  # A full disk is not damage.
                 data = inflated.read(1 << 22)
             if not data:
                 out.flush()
@@ -119,8 +118,9 @@ def _head(path: Path) -> bytes:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Raise PrepError for a name that leads out of the archive."""
-    if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:  # most names
+    """Raise PrepError for a name that leads outside the archive."""
+    # Most names return here.
+    if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:
         return
     parts = re.split(r"[/\\]", name)
     if not parts[0] or re.match(r"[A-Za-z]:", name) or ".." in parts:
@@ -138,12 +138,12 @@ def _refused(path: Path, name: str, problem: str) -> PrepError:
 
 
 def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Members]:
-    """Yield batches of the regular files of a tar, reading only headers.
+    """Yield the regular files of a tar in batches, reading only headers.
 
-    start, stop: the byte range of the tar in `path`. Long names of GNU and pax are supported, and
-    folders are skipped. Raises PrepError with file and byte position for a file that is not a tar,
-    is damaged, is cut off (even if only the end marker is missing) or has data after its end. A
-    link, a device, an absolute name or `..` also raises it.
+    start, stop: the byte range of the tar in `path`. Long GNU and pax names are supported, and
+    folders are skipped. Raises PrepError with the file and byte position for a file that is not a
+    tar, is damaged, is truncated (even if only the end marker is missing) or has data after its
+    end. Links, devices, absolute names and `..` raise PrepError too.
     """
     with readable(path), open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size if stop is None else stop
@@ -161,7 +161,7 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
 
 
 def _is_file(path: Path, member: TarMember) -> bool:
-    """Return True for a file, False for a folder. Raises PrepError for links and bad names."""
+    """Return True for a file, False for a folder. Raises PrepError for links and invalid names."""
     name, *_, kind = member
     if kind not in (FILE, FOLDER):
         raise _refused(path, name, f"is {kind}")
@@ -172,10 +172,10 @@ def _is_file(path: Path, member: TarMember) -> bool:
 def small_members(
     path: Path, needed: Container[str], most_members: int, most_bytes: int, expected: str
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield (bare name, content) of the files of a tar or tar.gz, with b"" for files not `needed`.
+    """Yield (bare name, content) for each file of a tar or tar.gz; b"" for files not in `needed`.
 
-    Raises PrepError for a damaged archive, and for more or larger members than `expected`, such as
-    "a CIFAR archive", has.
+    Raises PrepError for a damaged archive, and if members are more numerous or larger than in the
+    `expected` archive, such as "a CIFAR archive".
     """
     kind = describe_content(_head(path))
     problem = "not a tar or tar.gz, damaged or cut off"
@@ -203,12 +203,12 @@ DEFLATED = 8
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
-    """Yield batches of the files in a zip's central directory.
+    """Yield the files in the central directory of a zip in batches.
 
-    The directory is loaded whole and takes 0.7 kB of memory per member. If no name has a slash,
+    The whole directory is loaded, which takes 0.7 kB of memory per member. If no name has a slash,
     backslashes separate folders, because some Windows tools write them. Raises PrepError for a file
-    that is not a zip, is cut off, damaged or split. Encrypted members, links, absolute names and
-    `..` also raise it. `read_zip_member` checks the compression method.
+    that is not a zip, is truncated, damaged or split. Encrypted members, links, absolute names and
+    `..` raise PrepError too. `read_zip_member` checks the compression method.
     """
     with readable(path), open(path, "rb") as file:
         kind = describe_content(file.read(256))
@@ -245,17 +245,18 @@ def walk_zip(path: Path) -> Iterator[Members]:
 
 
 def read_zip_member(sample: Sample) -> bytes:
-    """Return the decompressed, verified zip member whose local header is at `offset`.
+    """Return the decompressed and verified zip member whose local header is at `offset`.
 
-    Raises OSError, and ValueError for damage, a compression other than deflate, or a member longer
-    than `size`. At most `size` + 1 bytes are decompressed.
+    Raises OSError, and ValueError if the member is damaged, uses a compression other than deflate,
+    or is longer than `size`. At most `size` + 1 bytes are decompressed.
     """
     if sample.size > MAX_IMAGE_BYTES:
         raise ValueError(
             f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken for an image"
         )
     fd = descriptor(sample.file)
-    # enough for most members: deflate adds less than this, and most extra fields are short
+    # This guess is enough for most members: deflate adds fewer bytes, and most extra fields are
+    # short.
     guess = 30 + len(sample.name) + 64 + sample.size + sample.size // 1000 + 256
     head = os.pread(fd, guess, sample.offset)
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
@@ -276,7 +277,7 @@ def read_zip_member(sample: Sample) -> bytes:
         raise ValueError(
             f"compressed by method {method}; expected a zip with deflate (8) or none (0)"
         )
-    if flags & 8:  # sizes and CRC follow the data, after an optional signature
+    if flags & 8:  # The sizes and CRC follow the data, after an optional signature.
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:
         raise ValueError(f"damaged inside {sample.file}: its CRC is not as stated")
@@ -284,7 +285,7 @@ def read_zip_member(sample: Sample) -> bytes:
 
 
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
-    """Return (data, the first bytes after it), decompressing at most `size` + 1 bytes."""
+    """Return the data and the first bytes after it. Decompress at most `size` + 1 bytes."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     position = sample.offset + max(len(head), start)
     compressed = head[start:]

@@ -1,8 +1,8 @@
-"""The sample layout for `data_prep.index`, from flags, a file of class names and `_info.json`.
+"""Choose the sample layout for `data_prep.index` from flags, a class-name file and `_info.json`.
 
-Flags and file define a layout (vit/data/shards/members.py). An existing `_info.json` records the
-layout of its folder, which is reused without flags. Different flags would give other labels, so
-they are an error. (`vit.weights.class_names` compares the classes of data and model.)
+Flags and the file define a layout (vit/data/shards/members.py). An existing `_info.json` records
+the layout of its folder, which is reused without flags. Different flags are an error, because they
+would give other labels. (`vit.weights.class_names` compares the classes of model and data.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vit.data.shards.members import FLAGS, INTEGER, SampleLayout, recorded_layou
 
 
 class Asked(NamedTuple):
-    """The command-line flags that describe samples."""
+    """The command-line flags that describe the layout of samples."""
 
     image: str | None = None
     label: str | None = None
@@ -66,12 +66,11 @@ def choose_layout(
 
 
 def _suffix(text: str | None) -> str | None:
-    """Return a suffix without its leading dot."""
     return None if text is None else text.removeprefix(".")
 
 
 def read_class_names(path: Path) -> list[str]:
-    """Read the class names in label order, one per line. Raises PrepError."""
+    """Read class names in label order, one per line. Raises PrepError."""
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeError) as error:

@@ -1,8 +1,8 @@
-"""Class folders on disk, or inside a zip or tar that is read in place.
+"""Read class folders from disk, or in place from a zip or tar.
 
-`data_prep.imagefolder` lists the folders and images of a tree and adds images to a catalogue by
-path. An image is a file or a byte range of an archive. The tree gives the catalogue the location
-of each image and the function that reads it.
+`data_prep.imagefolder` lists the folders and images of a tree, and adds images to a catalogue by
+path. An image is a file or a byte range of an archive. The tree gives the catalogue the location of
+each image and the function that reads the image.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from vit.data.decode.image_files import EXTENSIONS
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
-"""The path column of these tables, relative to the table's folder."""
+"""The column of these tables with file paths, relative to the folder of the table."""
 
 
 class FolderTree:
-    """A folder on disk that contains folders of images. `str` gives its path for messages."""
+    """A folder on disk that contains folders of images. `str` returns its path for messages."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
-        """The file or folder under which the catalogue lists the images."""
+        """The file or folder to which the catalogue's image paths refer."""
         self.label_column = label_column
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
-        """The function that reads the bytes of an image in any process."""
+        """The function that reads the bytes of an image. It works in any process."""
         self.inputs: Sequence[Path] | None = None
-        """The `Source.inputs` of the images."""
 
     def __str__(self) -> str:
         return str(self.file)
@@ -57,18 +56,18 @@ class FolderTree:
         return self.file.is_dir()
 
     def folders(self) -> list[str]:
-        """Return the sorted names of the visible subfolders."""
+        """Return the sorted names of all subfolders that are not hidden."""
         return listed(self.file)[0]
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        """Yield the paths of the images below `folder`, relative to `folder`.
+        """Yield the paths of images below `folder`, relative to `folder`.
 
         ignored: counts all other files.
         """
         return images_below(self.file / folder, ignored)
 
     def count_stray(self, ignored: Ignored) -> None:
-        """Count the files directly in this folder, next to the class folders."""
+        """Count the files that are directly in this folder, next to the class folders."""
         for name in listed(self.file)[1]:
             path = os.path.join(self.file, name)
             if image_tree.is_image(path):
@@ -77,14 +76,14 @@ class FolderTree:
                 ignored.count(path)
 
     def places(self, paths: Sequence[str]) -> Members:
-        """Return the locations of images, given their paths below this folder."""
-        # files are read completely, so offset and size are not needed
+        """Return the locations of images, given by their paths below this folder."""
+        # Files are read completely, so offsets and sizes are not needed.
         nothing = np.zeros(len(paths), np.int64)
         return Members(list(paths), nothing, nothing)
 
 
 class TableTree(FolderTree):
-    """A folder with a table that gives the class of each image, instead of class folders."""
+    """A folder whose table, instead of class folders, gives the class of each image."""
 
     def __init__(self, path: Path, label_column: str | None, by_class: dict[str, list[str]]):
         super().__init__(path, label_column)
@@ -122,10 +121,10 @@ class TableTree(FolderTree):
 
 
 def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
-    """Open a folder, with the classes in Hugging Face's metadata.csv or .jsonl if it has one.
+    """Open a folder. If it contains Hugging Face's metadata.csv or .jsonl, read classes from there.
 
-    If class folders also exist, only a column with a usual name gives the classes. Raises PrepError
-    for a table that cannot be read, is ambiguous, or names files that do not exist.
+    If the folder also contains class folders, the table's column is used only if it has a usual
+    name. Raises PrepError for a table that cannot be read, is ambiguous, or names missing files.
     """
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
     if table is None:
@@ -164,7 +163,7 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
 
 
 class ArchiveTree:
-    """A folder inside a zip or tar, with the methods of FolderTree."""
+    """A folder inside a zip or tar, with the same methods as FolderTree."""
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class ArchiveTree:
         members: Mapping[str, tuple[str, int, int]],
         folder: str = "",
     ):
-        """List the folder. members: name in the archive, offset and size of each path below it."""
+        """Open the folder. members: maps paths below it to (name in the archive, offset, size)."""
         self.file = file
         self.read = read
         self.inputs: Sequence[Path] | None = [file]
@@ -181,7 +180,7 @@ class ArchiveTree:
         self._folder = folder
         self._members = members
         self._below = defaultdict[str, list[str]](list)
-        """The paths below each subfolder, and below "" the files directly in this folder."""
+        """The paths below each subfolder. The key "" has the files directly in this folder."""
         for path in sorted(members):
             first, _, rest = path.partition("/")
             self._below[first if rest else ""].append(rest or first)
@@ -223,7 +222,7 @@ Tree = FolderTree | ArchiveTree
 
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
-    """Open a folder, a zip or a tar. Raises PrepError like `walk_archive`."""
+    """Open a folder, zip or tar. Raises PrepError like `walk_archive`."""
     if path.is_dir():
         return open_folder(path, label_column)
     batches, read = walk_archive(path)
@@ -237,11 +236,11 @@ def open_tree(path: Path, label_column: str | None = None) -> Tree:
 
 
 def open_archive(path: Path) -> Tree:
-    """Return the folder of a zip or tar that contains class folders, or train/ and val/.
+    """Return the folder in a zip or tar that contains class folders, or train/ and val/.
 
-    Many archives wrap everything in a folder of their own name, so this is the outermost folder
-    with `train` or with images in several subfolders. Raises PrepError for a file that is not a zip
-    or tar, is damaged, or has no images in folders.
+    Many archives contain a single outer folder named like the archive. This function returns the
+    outermost folder that contains `train`, or images in several subfolders. Raises PrepError for a
+    file that is not a zip or tar, is damaged, or has no images in folders.
     """
     tree = open_tree(path)
     while True:
@@ -263,11 +262,11 @@ def open_archive(path: Path) -> Tree:
 def split_by_hash(
     keys: Sequence[str], fractions: Mapping[str, float], *seed: int
 ) -> dict[str, list[str]]:
-    """Divide the keys of a class among splits, by fractions and in the order of a hash.
+    """Split the keys of a class by the given fractions, in the order of their hashes.
 
-    Other splits get a rounded number of keys with the smallest hashes. The first split gets the
-    rest, at least one key. The hash is of seed and key, so adding images does not move an image to
-    another split, and a third split does not change the second.
+    Each other split gets a rounded number of keys with the smallest hashes. The first split gets
+    the rest, at least one key. The hash depends only on the seed and key, so adding images does not
+    move an image to another split, and adding a third split does not change the second.
     """
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)
@@ -287,7 +286,7 @@ def add_images(
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add the images of a class. paths: key -> path below `tree`. shares: split -> keys."""
+    """Add the images of a class. paths: key -> path below `tree`. shares: split -> list of keys."""
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])

@@ -1,8 +1,8 @@
 """Download files completely, verify them, and resume after an interruption.
 
-Bytes are written to `<name>.part`, and `vit.data.storage.http` requests the rest when a connection
-is lost. The file is then compared with its checksum. An archive without a checksum is read up to
-its table of members. Only then is the file renamed.
+Bytes are written to `<name>.part`. If a connection is lost, `vit.data.storage.http` requests the
+rest. The file is renamed only after it has been verified: by its checksum, or, for an archive
+without a checksum, by reading its table of members.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def download(
     """Download `url` (http or https) to `path`, with progress on stderr.
 
     checksum: md5 or sha256 in hex, or "" for no check. accept: raises a PrepError that begins with
-    the path if the file is wrong. A file with this checksum is reused, and `<path>.part` of an
-    earlier call is resumed. Raises PrepError if the file does not exist, has another checksum or is
-    not accepted, and ShardError if the server is unreachable.
+    the path if the file is wrong. A file with this checksum is reused, and an existing
+    `<path>.part` is resumed. Raises PrepError if the file does not exist, has another checksum or
+    is not accepted, and ShardError if the server is unreachable.
     """
     if not on_the_web(url):
         raise PrepError(f"{shown(url)}: expected an address that begins with http:// or https://")
@@ -47,8 +47,8 @@ def download(
     kind = "sha256" if len(checksum) == 64 else "md5"
     with open(part, "a+b") as file:
         try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)  # only one of several processes downloads
+            with suppress(OSError):  # for file systems without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # Of several processes, only one downloads.
             if path.exists():
                 if checksum and (actual := checksum_of(path, kind)) != checksum:
                     raise PrepError(
@@ -80,9 +80,9 @@ def download(
 
 
 def download_archive(url: str, folder: Path, expected: str = "", name: str = "") -> Path:
-    """Download a zip or tar into `folder` as `name` or its own name, and return its path.
+    """Download a zip or tar into `folder` under `name` or its own name, and return its path.
 
-    Other files and incomplete archives are deleted. Raises like `download`.
+    Files of other types and incomplete archives are deleted. Raises like `download`.
     """
     url = resolve(url)
     if folder.exists() and not folder.is_dir():
@@ -97,7 +97,7 @@ def download_archive(url: str, folder: Path, expected: str = "", name: str = "")
 
 
 def _read_table(path: Path) -> None:
-    if is_compressed_tar(path):  # decompressing it later checks it to the end
+    if is_compressed_tar(path):  # Decompression checks the complete archive later.
         return
     members, _ = walk_archive(path)
     for _ in members:
@@ -127,7 +127,7 @@ ARCHIVE_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def fetched(args: argparse.Namespace) -> Path:
-    """Return the source path, after downloading if --download was given.
+    """Return the source path, after downloading it if --download was given.
 
     Raises like `download`.
     """
@@ -140,7 +140,7 @@ def fetched(args: argparse.Namespace) -> Path:
 
 
 def _fetch(url: str, file: BinaryIO) -> None:
-    """Append the missing bytes to `file`."""
+    """Download the missing bytes, and append them to `file`."""
     name = Path(file.name).name.removesuffix(".part")
     num_present = file.seek(0, os.SEEK_END)
     try:
@@ -157,7 +157,7 @@ def _fetch(url: str, file: BinaryIO) -> None:
 
 
 def checksum_of(path: Path, kind: str) -> str:
-    """Return the hex "md5" or "sha256" of a file, with progress on stderr."""
+    """Return a file's "md5" or "sha256" in hex, with progress on stderr."""
     digest = hashlib.new(kind, usedforsecurity=False)
     with (
         readable(path),
@@ -171,7 +171,7 @@ def checksum_of(path: Path, kind: str) -> str:
 
 
 class WebShards(WebFolder):
-    """The files at `<url>/<name>`, for functions run by `run_jobs`. HTTP cannot list them."""
+    """The files at `<url>/<name>`, for functions run by `run_jobs`. HTTP cannot list files."""
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes, or -1. Raises PrepError if it does not exist."""
@@ -181,20 +181,20 @@ class WebShards(WebFolder):
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file, or None if absent. Raises ShardError if not JSON."""
+        """Return the object in a JSON file; None if missing. Raises ShardError if not JSON."""
         try:
             with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None
         except Refused as error:
-            # object stores answer 403 for a missing file if the user may not list files
+            # Object stores answer 403 for a missing file if the user may not list files.
             if error.status == 403:
                 return None
             raise
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """Download a file to `folder`. Raises PrepError if it does not exist."""
+        """Download a file into `folder`. Raises PrepError if the file does not exist."""
         try:
             with (
                 WebFile(self.url, name, self.retry, while_waiting=count_one) as source,

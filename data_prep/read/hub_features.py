@@ -1,6 +1,6 @@
-"""The image and label columns of Hugging Face's data sets, and the class names.
+"""Find the image and label columns and the class names of Hugging Face data sets.
 
-The schema of each parquet file records them as JSON, or the data set's README.md as YAML.
+They are recorded as JSON in the schema of each parquet file, or as YAML in README.md.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ USUAL_NAMES = ("image", "img", "label", "labels", "class", "class_name", "catego
 
 @dataclass
 class Features:
-    """The recorded columns of a data set, empty if nothing is recorded."""
+    """The columns recorded for a data set; empty if nothing is recorded."""
 
     images: list[str] = field(default_factory=list)
     class_names: dict[str, list[str]] = field(default_factory=dict)
-    """The class names of each label column."""
 
 
 def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
-    """Return the features in a parquet schema, or in the first README.md that has them.
+    """Return the features in a parquet schema, or in the first README.md that records them.
 
     Raises PrepError for a README.md that cannot be read.
     """
@@ -48,14 +47,14 @@ def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
             features.images.append(name)
         elif "class_label" in kind:
             names = kind["class_label"].get("names") or []
-            if isinstance(names, dict):  # README.md maps numbers, as text, to names
+            if isinstance(names, dict):  # README.md maps numbers, written as text, to names.
                 names = [names[number] for number in sorted(names, key=int)]
             features.class_names[name] = [str(name) for name in names]
     return features
 
 
 def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the type of each column from the `dataset_info` entry with these columns."""
+    """Return the type of each column in the `dataset_info` entry that has these columns."""
     with readable(path, (UnicodeError, yaml.YAMLError), "its YAML cannot be read"):
         head = re.match(r"---\n(.*?)\n---", path.read_text("utf-8-sig"), re.DOTALL)
         infos = (yaml.safe_load(head[1]) or {}).get("dataset_info") or [] if head else []
@@ -69,9 +68,9 @@ def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
 def choose_column(
     place: object, flag: str, name: str | None, candidates: Sequence[str], columns: Sequence[str]
 ) -> str:
-    """Return the column `name`, else the only candidate, or the only one with a usual name.
+    """Return the column `name`, or the only candidate, or the only candidate with a usual name.
 
-    name: the value of `flag`, if the user gave it. place: the file named in a PrepError.
+    name: the value of `flag`, if the user gave it. place: the file to name in a PrepError.
     """
     usual = [column for column in candidates if column.lower() in USUAL_NAMES]
     possible = usual if len(usual) == 1 else candidates

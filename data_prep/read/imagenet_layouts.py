@@ -1,4 +1,4 @@
-"""The supported layouts of ImageNet's images, and how to list their images.
+"""Recognize the supported layouts of ImageNet, and list their images.
 
     train   ILSVRC2012_img_train.tar            a tar of 1,000 tars
             <wnid>.tar ...                      these 1,000 tars
@@ -8,9 +8,9 @@
     both    *.zip                               Kaggle's zip, or a zip of train/ and val/
             data/train-*.parquet, data/validation-*.parquet     Hugging Face's files
 
-A layout lists the archive or folder, name, WNID, offset and size of each image. Listing reads only
-headers and folders. `find_layouts` identifies each given archive or folder by its name or its first
-image, and also searches the usual subfolders of downloads.
+A layout lists each image with its archive or folder, name, WNID, offset and size. Listing reads
+only headers and folders. `find_layouts` identifies each given archive or folder by its name or its
+first image, and also searches the usual subfolders of downloads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IMAGE = re.compile(
     r"((?:(n\d{8})_\d+|ILSVRC2012_val_\d{8}))(?:_(n\d{8}))?\.(?:jpe?g|png|webp)",
     re.IGNORECASE | re.ASCII,
 )
-"""The parts of an image name: key, WNID of a training image, WNID appended by Hugging Face."""
+"""Matches an image name: key, WNID of a training image, WNID appended by Hugging Face."""
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 VAL_FOLDERS = ("val", "validation")
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
@@ -47,14 +47,15 @@ VAL_TAR = "ILSVRC2012_img_val.tar"
 SEARCHED = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {
     f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")
 }
-"""The names of searched folders, in lower case."""
+"""The names, in lower case, of subfolders to search."""
 VAL_IMAGE = "ILSVRC2012_val_"
 READERS = 4
-"""The number of archives or folders that threads list at once, to hide disk or network latency."""
+"""The number of archives or folders to list in parallel, which hides disk or network latency."""
 
 
 class Images(NamedTuple):
-    """Some images of a layout. `wnid` is "" if the location does not give it; `wnids` may."""
+    """A batch of images in a layout. `wnid` is "" if the location does not determine it. Then
+    `wnids` may."""
 
     file: Path
     wnid: str
@@ -66,29 +67,29 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One split in a recognized layout."""
+    """One split of ImageNet in a supported layout."""
 
     split: str
     title: str
     path: Path
     images: Callable[[Builder], Iterator[Images]]
     wnids: Callable[[Builder], Collection[str]]
-    """A function that returns the WNIDs of the classes, or none if only a label file has them."""
+    """A function that returns the WNIDs of the classes. Empty if only a label file lists them."""
     inputs: tuple[Path, ...]
     """Archives and folders whose modification times show whether the split has changed."""
     flat: bool = False
     lacking: str = ""
-    """A line about missing files, inferred from the names of the others, or ""."""
+    """A line about missing files, inferred from the names of the existing files, or ""."""
 
 
 # ---- tars and folders ----------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """A folder of images, or a tar of images: the bytes [start, stop) of a file."""
+    """A folder of images, or a tar of images in the bytes [start, stop) of a file."""
 
     wnid: str
-    """The WNID of all images, or "" for mixed classes."""
+    """The WNID of all images, or "" for images of several classes."""
     path: Path
     start: int = 0
     stop: int | None = None
@@ -101,7 +102,7 @@ class Place(NamedTuple):
 
 
 def members_of(folder: Path) -> Members:
-    """List the images of a folder with offset 0, ignoring subfolders."""
+    """List the images in a folder with offset 0, without subfolders."""
     names = [name for name in listed(folder)[1] if name.lower().endswith(IMAGE_EXTENSIONS)]
     sizes = [os.stat(folder / name).st_size for name in names]
     return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
@@ -124,7 +125,7 @@ def _in_place(
     inputs: Iterable[Path] = (),
     flat: bool = False,
 ) -> Layout:
-    """Return the layout of tars or folders. inputs: see `Layout`; the default is `path`."""
+    """Return the layout for tars or folders. inputs: see `Layout`; the default is `path`."""
     return Layout(
         split,
         title,
@@ -137,12 +138,12 @@ def _in_place(
 
 
 def _nested_tar(path: Path) -> Layout:
-    """Return the layout of the official training tar, which contains one tar per class."""
+    """Return the layout for the official training tar, which contains one tar per class."""
     return _in_place("train", "a tar of tars, read in place", path, partial(_inner_tars, path))
 
 
 def _flat(path: Path) -> Layout:
-    """Return the layout of validation images of all classes in one tar or folder."""
+    """Return the layout for validation images of all classes in a single tar or folder."""
     title = "a flat folder" if path.is_dir() else "a flat tar, read in place"
     return _in_place("val", title, path, lambda: [Place("", path)], flat=True)
 
@@ -152,7 +153,7 @@ def _inner_tars(path: Path) -> list[Place]:
     for members in walk_tar(path):
         for name, offset, size in zip(*members, strict=True):
             base = name.rpartition("/")[2]
-            if base.startswith("."):  # macOS writes `._x` next to x
+            if base.startswith("."):  # macOS writes a file `._x` next to x.
                 continue
             wnid, _, extension = base.rpartition(".")
             if not WNID.fullmatch(wnid) or extension != "tar":
@@ -171,7 +172,7 @@ IN_ZIP = re.compile(
 
 
 def _place_in_zip(name: str) -> tuple[str, str, str] | None:
-    """Return (split, WNID or "", file name) of an ImageNet image, or None for other members."""
+    """Return (split, WNID or "", file name) for an ImageNet image, or None for other members."""
     match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
     if match is None or name.startswith("__MACOSX/"):
         return None
@@ -193,9 +194,9 @@ def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:
 
 
 def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]:
-    """Yield the images, and check that labels are positions in the sorted list of WNIDs.
+    """Yield the images. Check that labels are positions in the sorted list of WNIDs.
 
-    Some mirrors number the classes differently.
+    Some mirrors number the classes in another way.
     """
     wnid_of: dict[int, str] = {}
     for rows in parquet.spool(files, builder):
@@ -221,7 +222,6 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
 
 
 def _parquet_layout(split: str, files: Sequence[Path]) -> Layout:
-    """Return the layout of a split in Hugging Face's parquet files."""
     images = partial(_parquet_images, files)
     return Layout(
         split,
@@ -239,18 +239,18 @@ def _parquet_layout(split: str, files: Sequence[Path]) -> Layout:
 
 @dataclass
 class Search:
-    """The layouts and label files found in the given paths."""
+    """The layouts and label files that were found in the given paths."""
 
     layouts: list[Layout] = field(default_factory=list)
     labels: list[ValLabels] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Notes for error messages about files that were not used."""
+    """Notes on files that were not used, for error messages."""
     files: dict[tuple[str, Path], list[Path]] = field(default_factory=lambda: defaultdict(list))
-    """The tars of a class ("tar") and the parquet files of a split, by kind and folder."""
+    """The tars of classes ("tar") and the parquet files of splits, by kind and folder."""
 
 
 def _look_at_file(path: Path, search: Search, named: bool) -> None:
-    """Identify a file. named: the user gave its path, so other files are an error."""
+    """Identify a file. named: the user gave this path, so an unknown file is an error."""
     name = path.name.lower()
     if DEVKIT.fullmatch(name):
         read = partial(imagenet_labels.read_devkit, path)
@@ -286,7 +286,7 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
         )
     except (PrepError, StopIteration) as error:
         problem = str(error) or f"{path}: an empty tar; download it again"
-    is_task_3 = "_t3" in path.name.lower()  # 120 dog breeds
+    is_task_3 = "_t3" in path.name.lower()  # Task 3 has 120 dog breeds.
     if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and not is_task_3:
         search.layouts.append(_nested_tar(path))
     elif first.startswith(VAL_IMAGE):
@@ -374,9 +374,9 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
 
 
 def find_layouts(paths: Sequence[Path]) -> Search:
-    """Search files and folders for ImageNet's layouts.
+    """Search the given files and folders for layouts of ImageNet.
 
-    Raises PrepError for missing, unreadable and unknown files, and for a split that occurs twice.
+    Raises PrepError for missing, unreadable or unknown files, and for a split that is found twice.
     """
     search = Search()
     for path in dict.fromkeys(Path(os.path.abspath(path)) for path in paths):

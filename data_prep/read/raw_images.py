@@ -1,4 +1,4 @@
-"""Data sets of small raw images in a few files: the shared code of MNIST and CIFAR."""
+"""Read data sets of small raw images in a few files: code shared by MNIST and CIFAR."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def add_records(
     name_stem: str,
     key_stem: str,
 ) -> None:
-    """Add the images of an uncompressed file, `step` bytes apart from byte `first` on.
+    """Add the images of an uncompressed file, which begin at byte `first` and every `step` bytes.
 
-    labels_from: the label file, for messages. Raises PrepError for a label without a class.
+    labels_from: the label file to name in messages. Raises PrepError for a label without a class.
     """
     count = len(labels)
     num_classes = len(builder.class_names)
@@ -54,7 +54,7 @@ def add_records(
 
 
 def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
-    """Return a raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without subsampling."""
+    """Encode a raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without subsampling."""
     pixels = np.frombuffer(read_range(sample), np.uint8).reshape(shape)
     if pixels.ndim == 3:
         pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0))
@@ -64,7 +64,7 @@ def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
 
 
 def download_flags(files: str, size: str) -> Flags:
-    """Return the flags `--download` and `--url` for `files`, such as "the archive"."""
+    """Return the `--download` and `--url` flags for `files`, such as "the archive"."""
     return {
         "--download": {
             "action": "store_true",
@@ -78,7 +78,7 @@ def download_flags(files: str, size: str) -> Flags:
 
 
 def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: str) -> None:
-    """Download the files that SOURCE lacks, if --download or --url was given."""
+    """Download the files missing from SOURCE if --download or --url was given."""
     if args.download or args.url:
         for name, expected in md5.items():
             url = f"{(args.url or base).rstrip('/')}/{name}"

@@ -1,8 +1,8 @@
-"""A data set's card: dataset.md, its contact sheet, and a README.md for Hugging Face.
+"""Write a data set's card: dataset.md, its contact sheet, and a README.md for Hugging Face.
 
-A hash selects up to 1,000 images spread over the training split. They are decoded for the mean and
-standard deviation of colors. The contact sheet has one image of each of up to 60 classes. Equal
-data sets give equal bytes with the same version of Pillow.
+A hash selects up to 1,000 images from all parts of the training split, which are decoded to compute
+the mean and standard deviation of colors. The contact sheet shows one image from each of up to 60
+classes. Equal data sets give equal bytes with the same version of Pillow.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from vit.system.files import replacing, sha256_of
 SHEET_CELLS = 60
 COLUMNS = 10
 CELL = 128
-"""The side of a cell in pixels. The next three constants are also in pixels."""
+"""The side of a cell in pixels. The next three constants are in pixels too."""
 GAP = 10
 TEXT_HEIGHT = 22
 MARGIN = 16
 INK = "#222222"
 PALE = "#f2f2f2"
 SEAL = b"\n<!-- sha256 of the above: %s; of contact_sheet.png: %s -->\n"
-"""The last line of a card, which lets `verify` detect changes."""
+"""The last line of a card, by which `verify` detects changes."""
 
 
 def write_card(place: Output | Path | str) -> None:
@@ -48,7 +48,8 @@ def write_card(place: Output | Path | str) -> None:
     output = place if isinstance(place, Output) else Output(place)
     with output.staging() as folder:
         card = load_card(output, folder)
-        # Make text and picture before writing, so an undecodable image keeps the old card.
+        # Create text and picture before writing, so that an undecodable image does not destroy the
+        # old card.
         picture = contact_sheet(card)
         text = card_text(card).encode("utf-8", "replace")
         sheet = folder / "contact_sheet.png"
@@ -62,7 +63,7 @@ def write_card(place: Output | Path | str) -> None:
 
 
 def is_as_written(folder: Path) -> bool:
-    """Return whether `dataset.md` and its picture were written together."""
+    """Return whether `dataset.md` and its picture are unchanged since they were written."""
     card = folder / "dataset.md"
     sheet = folder / "contact_sheet.png"
     if not card.exists() or not sheet.exists():
@@ -80,13 +81,13 @@ def _seal(text: bytes, sheet: Path) -> bytes:
 
 
 def write_readme(output: Output, info: Mapping[str, Any]) -> None:
-    """Write `README.md` next to the shards, unless one exists.
+    """Write `README.md` next to the shards, unless it exists.
 
-    Without it, Hugging Face's `load_dataset(ROOT)` reads the sidecars as data.
+    Without this file, Hugging Face's `load_dataset(ROOT)` would read the sidecars as data.
     """
     if "shards_at" in info or output.size("README.md") >= 0:
         return
-    # Hugging Face rejects other split names
+    # Hugging Face rejects all other split names.
     if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
         return
     with output.staging() as folder:
@@ -96,7 +97,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 
 
 def readme(info: Mapping[str, Any]) -> str:
-    """Return README.md: each split's files in Hugging Face's YAML, and one line of text."""
+    """Return the text of README.md: each split's files in Hugging Face's YAML, and one sentence."""
     everything = {name for described in info["splits"].values() for name in described["filenames"]}
     files = []
     for split, described in info["splits"].items():
@@ -111,7 +112,7 @@ def readme(info: Mapping[str, Any]) -> str:
             *(f"    - {json.dumps(path)}" for path in paths),
         ]
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
-    text = (  # rewording this changes the output bytes
+    text = (  # Rewording changes the output bytes.
         "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
         " writes dataset.md, which tells more."
     )
@@ -122,15 +123,15 @@ def readme(info: Mapping[str, Any]) -> str:
 
 
 def contact_sheet(card: Card) -> Image.Image:
-    """Draw images of up to 60 evenly spaced classes with their names.
+    """Draw images of up to 60 evenly spaced classes, with the class names.
 
-    If there are few classes, each gets several images side by side.
+    If there are few classes, several images per class are drawn side by side.
     """
     split = next(iter(card.indexes))
     labels = np.flatnonzero(card.images_per_class(split)).tolist()
     num_shown = min(len(labels), SHEET_CELLS)
     copies = min(COLUMNS, SHEET_CELLS // num_shown)
-    cells: list[tuple[int, int | None]] = []  # (label, row), with None for an empty cell
+    cells: list[tuple[int, int | None]] = []  # (label, row); row is None for an empty cell
     for number in range(num_shown):
         label = labels[number * len(labels) // num_shown]
         rows = np.flatnonzero(card.labels(split) == label)
@@ -163,7 +164,6 @@ def contact_sheet(card: Card) -> Image.Image:
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:
-    """Resize the complete image to fit into a cell."""
     size = (
         max(1, CELL * image.width // max(image.size)),
         max(1, CELL * image.height // max(image.size)),
@@ -172,7 +172,7 @@ def _thumbnail(image: Image.Image) -> Image.Image:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """Return matplotlib's DejaVu Sans, which supports the letters of many languages.
+    """Return DejaVu Sans from matplotlib, which has the letters of many languages.
 
     Pillow's own font has only Latin letters.
     """
@@ -184,7 +184,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def shortened(text: str, fits: Callable[[str], bool]) -> str:
-    """Return `text` in one line, with its middle replaced by an ellipsis until it fits."""
+    """Return `text` on one line, with its middle replaced by an ellipsis if it does not fit."""
     text = re.sub(r"\s+", " ", text)
     for num_dropped in range(max(1, len(text))):
         length = len(text) - num_dropped

@@ -1,4 +1,4 @@
-"""The Markdown text of a data set's card, from its records, its index and some images."""
+"""Write the Markdown text of a data set's card from its records, its index and some images."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from vit.system.files import ShardError
 from vit.system.redact import escape_unprinted
 
 THREADS = 8
-"""The number of images decoded in parallel."""
 QUANTILES = {"smallest": 0, "5 %": 5, "median": 50, "95 %": 95, "largest": 100}
 SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 65536)
-"""The bin edges of the histogram of shorter sides, in pixels."""
+"""The bin edges, in pixels, of the histogram of shorter image sides."""
 BAR = 40
-"""The length of the longest bar in characters."""
+"""The length of the longest histogram bar in characters."""
 MOST_REASONS = 20
 COLOUR_IMAGES = 1000
-"""Images decoded for mean and standard deviation. This takes seconds, with an error below 0.01."""
+"""The number of images decoded to estimate color mean and standard deviation. This takes seconds,
+with an error below 0.01."""
 
 
 class Classes:
@@ -50,29 +50,29 @@ class Classes:
 
     @property
     def recorded_classes(self) -> int | None:
-        """The number of classes, 0 without labels, or None if the number is not recorded."""
+        """The number of classes: 0 without labels, None if the number is not recorded."""
         return len(self.class_names) or self.info.get("num_classes")
 
 
 def count_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Count each class, (num_classes,), ignoring labels out of range."""
+    """Count the labels of each class, (num_classes,), ignoring labels out of range."""
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 
 @dataclass(frozen=True)
 class Card(Classes):
-    """The data set that a card describes."""
+    """The data set that the card describes."""
 
     info: Mapping[str, Any]
     indexes: Mapping[str, np.ndarray]
-    """The INDEX_DTYPE array of each split. The first split is for training."""
+    """The index of each split, as an INDEX_DTYPE array. The first split is for training."""
     tars_at: str
-    """The folder or URL of the shards."""
+    """The folder or URL that contains the shards."""
     quarantined: Sequence[Mapping[str, Any]] = ()
 
     @property
     def name(self) -> str:
-        # not the folder's name, because equal data sets have equal cards
+        # Do not use the folder's name, because equal data sets must have equal cards.
         return str(self.info.get("source", "data set"))
 
     @property
@@ -81,7 +81,7 @@ class Card(Classes):
         return self.recorded_classes or 1 + largest
 
     def labels(self, split: str) -> np.ndarray:
-        """Return the label of each image, or 0 for every image without labels."""
+        """Return the label of each image. Without labels, return zeros."""
         return np.maximum(self.indexes[split]["label"], 0)
 
     @property
@@ -95,11 +95,11 @@ class Card(Classes):
         return str(names[label]) if label < len(names) else f"class {label}"
 
     def images_per_class(self, split: str) -> np.ndarray:
-        """Count the images of each class, (num_classes,)."""
+        """Return the number of images per class, (num_classes,)."""
         return count_classes(self.labels(split), self.num_classes)
 
     def image(self, split: str, row: int) -> Image.Image:
-        """Decode sample `row` of a split as RGB. This method is thread-safe."""
+        """Decode image `row` of a split to RGB. This method is thread-safe."""
         sample = self.indexes[split][row]
         described = self.info["splits"][split]
         shard = bisect.bisect_right(first_samples(described["shard_lengths"]), row) - 1
@@ -115,7 +115,7 @@ class Card(Classes):
 
 
 def load_card(output: Output, folder: Path) -> Card:
-    """Read the card's data. folder: receives the files of an output at a URL.
+    """Read the data for the card. folder: where files of an output at a URL are downloaded.
 
     Raises ShardError if a file is missing.
     """
@@ -144,7 +144,7 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
     if "://" not in place:
         with open(place, "rb") as file:
             return os.pread(file.fileno(), size, offset)
-    import fsspec  # slow to import, and unnecessary for a local folder
+    import fsspec  # The import is slow, and unnecessary for a local folder.
 
     system, path = fsspec.core.url_to_fs(place)
     return system.cat_file(path, start=offset, end=offset + size)
@@ -176,7 +176,7 @@ def card_text(card: Card) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
-    """Return a table with the first `left` columns aligned left, and the others right."""
+    """Return a table whose first `left` columns are left-aligned, and the others right-aligned."""
 
     def line(cells: Iterable[Any]) -> str:
         return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
@@ -186,12 +186,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int
 
 
 def escaped(text: str) -> str:
-    """Return `text` in one line with Markdown's special characters escaped."""
+    """Return `text` on one line, with Markdown's special characters escaped."""
     return re.sub(r"([\\`*|<\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", re.sub(r"\s+", " ", text))
 
 
 def number_range(counts: np.ndarray) -> str:
-    """Return the smallest and the largest count, or "-" if there are none."""
+    """Return the range from the smallest to the largest count, or "-" if there are none."""
     if not len(counts):
         return "-"
     low, high = counts.min(), counts.max()
@@ -246,7 +246,7 @@ def _percent(part: int, total: int) -> str:
 
 
 def histogram(sides: np.ndarray) -> str:
-    """Draw a text bar for each bin of SIDE_EDGES from the first to the last nonempty bin."""
+    """Draw a text bar for each SIDE_EDGES bin, from the first to the last nonempty bin."""
     counts, _ = np.histogram(sides, SIDE_EDGES)
     filled = np.flatnonzero(counts)
     lines = []
@@ -278,7 +278,7 @@ def _colours(card: Card) -> list[str]:
 def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and standard deviation of RGB over all pixels, (3,) in [0, 1].
 
-    Each image has the same weight.
+    All images have the same weight.
     """
     levels = np.arange(256) / 255
 

@@ -1,8 +1,8 @@
-"""The catalogue, a table on disk that lists the samples of a source, so memory stays constant.
+"""List the samples of a source in a catalogue, a table on disk, so that memory stays constant.
 
-A source defines its classes and files, and adds samples in batches of thousands: the key, the label
-and the location of the encoded bytes. The rows are then sorted by a hash of (seed, key), and the
-writer assigns samples to shards in this order. The order of listing therefore does not matter, and
+A source defines its classes and files, and adds samples in batches of thousands, each with a key, a
+label and the location of the encoded bytes. The rows are then sorted by a hash of (seed, key), and
+the writer assigns samples to shards in this order. The listing order therefore does not matter, and
 the same images in two layouts give the same shards. Rows, hashes and texts are sorted in parts.
 
     <root>/._catalogue.*.tmp/       in the output folder while a command runs
@@ -44,24 +44,24 @@ FORMAT = 1
 SPOOL = "_spool"
 """The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
-"""The maximum number of rows sorted or compared together. More rows are processed in parts."""
+"""The maximum number of rows to sort or compare at a time. More rows are processed in parts."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of samples."""
+    """A data set whose samples are to be written."""
 
     name: str
-    """The name in `_info.json`, which must stay the same when a command resumes."""
+    """The name recorded in `_info.json`. It must stay the same when a command resumes."""
     options: dict[str, Any]
-    """The source's own settings that affect the written bytes (JSON values)."""
+    """The source's settings that affect the written bytes (JSON values)."""
     fill: Callable[[Builder], None]
-    """A function that adds classes, files and samples. Raises PrepError for a bad source."""
+    """A function that adds classes, files and samples. Raises PrepError for an invalid source."""
     read: Callable[[Sample], bytes]
     """A worker function that returns a sample's encoded image. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
-    """Archives whose path, size and modification time show whether a data set is up to date.
-    None if only listing the source shows it."""
+    """Archives whose path, size and modification time show whether a data set is up to date; None
+    if only listing the source shows it."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
         """Return a sha256 of everything that affects the catalogue, or None without `inputs`."""
@@ -77,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue, which processes memory-map. Leaving its block deletes the folder."""
+    """A finished catalogue, memory-mapped by processes. Leaving its block deletes the folder."""
 
     folder: Path
     class_names: list[str]
@@ -86,19 +86,18 @@ class Catalogue:
     splits: Mapping[str, int]
     """The number of samples in each split. The first split is for training."""
     sha256: str
-    """The hash of classes, splits, keys and labels, equal for the same images."""
+    """A hash over classes, splits, keys and labels, equal for the same images."""
     lock: int
-    """A file descriptor whose lock keeps other processes from removing the folder."""
+    """A locked file descriptor that keeps other processes from removing the folder."""
 
     def table(self, split: str) -> Table:
-        """Return the samples of a split."""
         return _open_table(self.folder, split, self.files)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _open_table.cache_clear()  # the cached table maps the files
+        _open_table.cache_clear()  # The cached table maps the files.
         close_descriptors(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
@@ -112,9 +111,9 @@ def open_catalogue(
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
 ) -> Catalogue:
-    """Create a catalogue of `source` in `root`, under a temporary name.
+    """Create a catalogue of `source` in `root` under a temporary name.
 
-    `finish` is called after `source.fill`. The catalogues of killed processes are removed.
+    `finish` is called after `source.fill`. Catalogues of killed processes are removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
@@ -129,7 +128,7 @@ def open_catalogue(
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(folder)  # a full-disk error has no file name
+            error.filename = str(folder)  # The error of a full disk has no file name.
         raise
     return Catalogue(folder, lock=lock, **content)
 
@@ -145,14 +144,13 @@ class Builder:
         self.seed = seed
         self.workers = workers
         self.dry = dry
-        """True for a dry run, which skips steps that are needed only to read images."""
+        """True for a dry run, which skips all steps needed only to read images."""
         self._spool = spool
         self.class_names: list[str] = []
         self.files: list[str] = []
         self.notes: list[str] = []
         self._counts: dict[str, np.ndarray] = {}
         self._written: dict[str, tuple[BinaryIO, ...]] = {}
-        """The open text, row and hash files of each split."""
         self._text_bytes: dict[str, int] = {}
 
     def __enter__(self) -> Builder:
@@ -163,10 +161,10 @@ class Builder:
 
     @property
     def spool(self) -> Path:
-        """The folder for large intermediate files, such as the images of a parquet file.
+        """The folder for large intermediate files, such as the images in a parquet file.
 
         Processes that build the same catalogue share the folder, so write with `replacing` and keep
-        existing files. It is removed when the shards are complete.
+        existing files. The folder is removed when the shards are complete.
         """
         self._spool.mkdir(parents=True, exist_ok=True)
         return self._spool
@@ -181,11 +179,11 @@ class Builder:
         return len(self.files) - 1
 
     def note(self, text: str) -> None:
-        """Record a line about the source in `_info.json` and the data set's card."""
+        """Record a line about the source in `_info.json` and in the data set's card."""
         self.notes.append(text)
 
     def report(self, text: str) -> None:
-        """Print and record a line about the source."""
+        """Print a line about the source, and record it like `note`."""
         self.note(text)
         print(text, flush=True)
 
@@ -199,10 +197,10 @@ class Builder:
         sizes: Sequence[int] | np.ndarray,
         keys: Sequence[str] | None = None,
     ) -> None:
-        """Add samples of one file to a split. The first split is for training.
+        """Add samples from one file to a split. The first split is for training.
 
-        names: original names. keys: by default the names without extension; `safe_key` replaces
-        unsafe characters. sizes: below 4 GiB.
+        names: the original names. keys: by default, names without extension. `safe_key` replaces
+        unsafe characters. sizes: in bytes, below 4 GiB.
         """
         if len(sizes) and (largest := int(np.max(sizes))) >> 32:
             raise PrepError(
@@ -237,7 +235,7 @@ class Builder:
         self._count(split, rows["label"])
 
     def _close_files(self) -> None:
-        """Close the files for reading. More samples can be added later."""
+        """Close the files so that they can be read. `add` reopens them."""
         while self._written:
             for file in self._written.popitem()[1]:
                 file.close()
@@ -256,14 +254,14 @@ class Builder:
         return np.bincount(np.maximum(labels, 0), minlength=max(1, len(self.class_names)))
 
     def count(self, split: str) -> np.ndarray:
-        """Count the samples of each class so far, (num_classes,) int64, or (1,) without classes."""
+        """Count the samples added to each class, (num_classes,) int64; (1,) without classes."""
         return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
 
     def hold_out(self, split: str, into: str, fraction: float) -> None:
-        """Move the samples with the smallest hashes in each class of `split` to a new split.
+        """Move the samples with the smallest hashes in each class of `split` to `into`.
 
         The hash depends only on the key, not on the seed or the position. The number of moved
-        samples is rounded, and each class keeps at least one image.
+        samples is rounded, but each class keeps at least one.
         """
         self._close_files()
         table = Table(self.folder, split, self.files, ordered=False)
@@ -301,7 +299,7 @@ class Builder:
     def finish(self) -> dict[str, Any]:
         """Sort the rows and return the fields of a `Catalogue`.
 
-        Raises PrepError for empty splits and repeated keys.
+        Raises PrepError for an empty split or repeated keys.
         """
         self._close_files()
         digest = hashlib.sha256(json.dumps(self.class_names).encode())
@@ -323,7 +321,7 @@ class Builder:
 
 
 def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
-    """Return the hash of `Builder.finish` from the HASH rows of each split, sorted by hash."""
+    """Return the `sha256` of a catalogue from each split's HASH rows, sorted by hash."""
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for split, hashes in splits.items():
         digest.update(f"{split}\t{len(hashes)}\n".encode() + hashes.tobytes())
@@ -331,7 +329,7 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
 
 
 def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first record, records) for each part of a file of records.
+    """Yield (index of the first record, records) for each part of a file of records.
 
     A memory map would count as this process's memory.
     """
@@ -343,9 +341,9 @@ def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
 def _write_order(table: Table, folder: Path, digest: Any) -> None:
     """Write the row numbers sorted by (hash, key), in parts that fit into memory.
 
-    Adds hashes and labels to the digest in this order. Raises PrepError for repeated keys.
+    Hashes and labels are added to the digest in this order. Raises PrepError for repeated keys.
     """
-    # a power of two, with each part about half full
+    # A power of two, so that each part is about half full.
     parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
     width = (1 << 64) // parts
     twice = set()
@@ -362,7 +360,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
             by_hash = np.argsort(hashes["hash"], kind="stable")
             rows = rows[by_hash]
             hashes = hashes[by_hash]
-            # two keys have the same hash in one of 10**11 data sets
+            # Two different keys have the same hash in one of 10**11 data sets.
             for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
                 first, second = (table.text(int(row))[0] for row in rows[same : same + 2])
                 if first == second:

@@ -1,12 +1,12 @@
-"""The image policy, which converts the encoded bytes of any source to the bytes in a shard.
+"""Convert the encoded images of any source to the bytes in a shard, by an image policy.
 
 An ordinary JPEG (8 bits, gray or color) that needs no change is checked, and its bytes are kept.
-All other images are decoded and encoded again as an RGB JPEG of the policy's quality with full
+Every other image is decoded and encoded again as an RGB JPEG with the policy's quality and full
 chroma resolution (4:4:4). A gray JPEG that is resized or rotated stays gray. An image that no
-decoder reads raises `Unreadable` with the reason. The policy may add restart markers
-(data_prep/write/restart_markers.py). Equal bytes and policy give equal bytes.
+decoder can read raises `Unreadable` with the reason. The policy may add restart markers
+(data_prep/write/restart_markers.py). The output depends only on the input and the policy.
 
-The writer decodes with `vit.data.decode.images`, like the loader, so the loader can decode every
+The writer decodes with `vit.data.decode.images`, like the loader, which can therefore decode every
 image that the writer accepts.
 """
 
@@ -26,31 +26,31 @@ from vit.data.decode.jpeg_header import JpegHeader, read_header
 from vit.data.decode.upright import ORIENTATION_TAG, UPRIGHT, orientation_of
 
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
-"""The `change` of a JPEG that only Pillow reads, because of stray bytes, bad Huffman codes or odd
-sampling. Its bytes are kept unless another change is named. Published numbers include such images,
-because most training code does not notice. The loader also falls back to Pillow."""
+"""The `change` of a JPEG that only Pillow can read, because of stray bytes, invalid Huffman codes
+or odd sampling. Its bytes are kept unless another change is named. Published accuracies include
+such images, because most training code does not notice. The loader falls back to Pillow too."""
 ASKS_TO_BE_TURNED = "asks_to_be_turned"
-"""The sidecar and `_info.json` key for images whose EXIF orientation was not applied."""
+"""The key in sidecars and `_info.json` for images whose EXIF orientation was not applied."""
 
 
 class Unreadable(ValueError):
-    """An image cannot become a sample. The text is the reason."""
+    """The reason why an image cannot become a sample."""
 
 
 @dataclass(frozen=True)
 class ImagePolicy:
-    """The treatment of each image. Raises PrepError for invalid values."""
+    """The settings for the conversion of images. Raises PrepError for invalid values."""
 
     check: str = "decode"
     """decode: decode each JPEG once. headers: check only the headers and the end marker."""
     apply_exif: bool = False
-    """Rotate images by their EXIF orientation. Published numbers come from unrotated images."""
+    """Rotate images by their EXIF orientation. Published accuracies use unrotated images."""
     resize_short_side: int | None = None
-    """Shrink images with a longer short side to this many pixels (bicubic, antialiased)."""
+    """Shrink images whose shorter side exceeds this many pixels (bicubic, antialiased)."""
     jpeg_quality: int = 95
     """The quality of re-encoded images on libjpeg's scale from 1 to 100."""
     restart_markers: str = "off"
-    """off, or auto: losslessly add restart markers to all JPEGs with the native code."""
+    """off, or auto: losslessly add restart markers to all JPEGs by native code."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.jpeg_quality <= 100:
@@ -62,14 +62,14 @@ class ImagePolicy:
             )
 
     def options(self) -> dict[str, Any]:
-        """Return the policy as JSON values that are recorded with the data set."""
+        """Return the policy as JSON values to record with the data set."""
         options = asdict(self)
-        if self.restart_markers == "off":  # not recorded, so older data sets can be resumed
+        if self.restart_markers == "off":  # Omit "off", so that older data sets can be resumed.
             del options["restart_markers"]
         return options
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) after `resize_short_side`, rounded like torchvision's Resize."""
+        """Return (width, height) after `resize_short_side`, rounded as in torchvision's Resize."""
         short = self.resize_short_side
         if short is None or min(width, height) <= short:
             return width, height
@@ -83,21 +83,19 @@ class ImagePolicy:
 
 
 class Prepared(NamedTuple):
-    """An image as it is written to a shard."""
+    """An image in its final form for a shard."""
 
     data: bytes
-    """The encoded image, a JPEG."""
     width: int
     height: int
-    """The height of `data` in pixels."""
     change: str | None
-    """Changes and notes, such as "PNG (RGBA), resized", or None for unchanged bytes."""
+    """The changes and notes, such as "PNG (RGBA), resized"; None if the bytes are unchanged."""
     asks_to_be_turned: bool = False
-    """True if the EXIF orientation is not upright and was not applied."""
+    """True if the EXIF orientation is not upright, and was not applied."""
 
 
 def exif_summary(number: int, total: int) -> str:
-    """Return a line about images whose EXIF orientation was not applied."""
+    """Describe in one line how many images have an EXIF orientation that was not applied."""
     return (
         f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns"
         " them (published numbers do not)"
@@ -118,11 +116,11 @@ def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
 
 
 def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
-    """Prepare an image without restart markers."""
+    """Convert an image without adding restart markers."""
     try:
         header = read_header(data)
     except ValueError:
-        # usually another format, but Pillow also reads some odd JPEG headers
+        # Usually another format, but Pillow can also read some odd JPEG headers.
         return _by_pillow(data, policy)
     try:
         check_jpeg(header)
@@ -137,7 +135,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if untouched and policy.check == "headers" and _has_end_marker(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
-        # Decoding at 1/8 size is cheap but does all entropy decoding, which finds all damage.
+        # Decoding at 1/8 size is cheap, but includes all entropy decoding, which finds all damage.
         reduction = 8 if untouched else _reduction(header.size, target)
         pixels = decode_jpeg(data, header.size, header.num_components, reduction)
     except ValueError as error:
@@ -149,14 +147,14 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
 
 
 def _has_end_marker(data: bytes, header: JpegHeader) -> bool:
-    """Return whether the data have an end marker. Files without one are almost always cut off."""
+    """Return whether `data` has an end marker. JPEGs without one are almost always truncated."""
     return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
 
 
 def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
-    """Return the factor by which the decoder may reduce an image before resizing.
+    """Return the factor by which the decoder may shrink an image before it is resized.
 
-    Down to four times the target size, this loses less quality than the encoding.
+    Down to four times the target size, shrinking loses less quality than the encoding.
     """
     fitting = (step for step in (8, 4, 2) if min(size) >= 4 * step * min(target))
     return next(fitting, 1)
@@ -165,13 +163,13 @@ def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
 def _by_pillow(
     data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None = None
 ) -> Prepared:
-    """Prepare an image that is not an ordinary, intact JPEG.
+    """Convert an image that is not an ordinary, intact JPEG.
 
     jpeg_problem: the reason to report if Pillow cannot read the image.
     """
     try:
         image = open_image(data)
-        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by other images
+        is_jpeg = image.format in ("JPEG", "MPO")  # An MPO file is a JPEG followed by other images.
         is_usable = is_jpeg and image.mode in ("L", "RGB")
         change = f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
         if is_usable:
@@ -195,7 +193,7 @@ def _encode(
 ) -> Prepared:
     """Resize, rotate and encode an image.
 
-    size: the original size, because the decoder may have reduced `image`. changes: earlier changes.
+    size: the original size, which differs if the decoder shrank `image`. changes: earlier changes.
     """
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:
@@ -209,7 +207,7 @@ def _encode(
     if policy.is_turned(orientation):
         image = image.transpose(UPRIGHT[orientation])
         changes = [*changes, f"EXIF orientation {orientation} applied"]
-    elif orientation in UPRIGHT:  # not applied: keep the tag
+    elif orientation in UPRIGHT:  # The orientation was not applied, so keep the tag.
         tag = Image.Exif()
         tag[ORIENTATION_TAG] = orientation
         exif = tag.tobytes()

@@ -1,8 +1,8 @@
-"""Shards of other programs: location, records and index rows.
+"""Locate the shards of other programs, and compute their records and index rows.
 
 A local shard is scanned and hashed in place. A shard at a URL is downloaded completely, unless an
-earlier command left its records. The index omits invalid samples. The sidecar, which is written
-last, lists them. It also records an unusual sample layout and the tar's modification time.
+earlier command wrote its records. The sidecar, which is written last, lists invalid samples, which
+the index omits. It also records an unusual sample layout and the tar's modification time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
-    """Return the split in a shard's name: a usual name between dashes, or the part before the
+    """Return the split in a shard's name: a usual name between dashes, or the text before the
     number."""
     *parts, number = filename.removesuffix(".tar").split("-")
     usual = [part for part in parts if part.lower() in SPLIT_NAMES]
@@ -45,9 +45,9 @@ def split_of(filename: str) -> str | None:
 
 
 def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
-    """Return each split's sorted tar names, or all names in `split` if given.
+    """Return the sorted tar names by split, or all tars under `split` if given.
 
-    Raises PrepError if there are no tars, or names that do not fit.
+    Raises PrepError if there are no tars, or if a name has no split.
     """
     names = [name for name in files if name.endswith(".tar")]
     if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
@@ -85,7 +85,7 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
 
 
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
-    """Return the location of the shards, and their names if `roots` are tar URLs."""
+    """Return the location of the shards, and the tar names if `roots` are tar URLs."""
     urls = [
         url for root in roots for url in (expand_braces(resolve(root)) if "://" in root else [root])
     ]
@@ -108,7 +108,7 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
-    """Create and return a writable location for the index. Raises PrepError."""
+    """Return a writable output location for the index. Raises PrepError."""
     if isinstance(source, Output) and source.local is not None:
         if out is not None:
             raise PrepError(
@@ -142,9 +142,9 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 def read_infos(
     source: Output | WebShards, output: Output, listed: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the `_info.json` next to the shards and that in the output, which may be the same.
+    """Return the `_info.json` next to the shards and the one in the output, possibly the same.
 
-    listed: skip the first file, because the shards were given one by one.
+    listed: skip the first file, because the shards were listed one by one.
     """
     for place in (source, output):
         if (
@@ -173,7 +173,7 @@ def read_infos(
 
 
 def _info(place: Output | WebShards) -> dict[str, Any] | None:
-    """Return the `_info.json` of a location, or None if absent. Raises ShardError."""
+    """Return the `_info.json` of a location, or None if it is missing. Raises ShardError."""
     info = place.read_json("_info.json")
     if info is not None:
         info_file.check_info(info, str(place))
@@ -183,12 +183,12 @@ def _info(place: Output | WebShards) -> dict[str, Any] | None:
 
 
 def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the file names of each split in an `_info.json`."""
+    """Return the shard file names of each split in an `_info.json`."""
     return {name: list(described["filenames"]) for name, described in info["splits"].items()}
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError for missing shards, except on the web, where each would take a request."""
+    """Raise PrepError if shards are missing. Skip web shards, which need a request each."""
     if isinstance(source, Output):
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
@@ -199,12 +199,12 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 
 
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
-    """Return the rows of each shard in an earlier index."""
+    """Return the rows of each shard from an earlier index."""
     rows_of: dict[str, np.ndarray] = {}
     for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
             continue
-        with temporary_folder() as folder, suppress(ValueError):  # a damaged index is rebuilt
+        with temporary_folder() as folder, suppress(ValueError):  # A damaged index is rebuilt.
             rows = open_index(output.fetch(f"{split}.index.npy", folder))
             firsts = first_samples(described["shard_lengths"])
             if len(rows) == firsts[-1]:
@@ -216,7 +216,7 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
 
 
 def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Indexed]) -> None:
-    """Raise PrepError listing shards that differ from `_info.json` in length, size or sha256."""
+    """Raise PrepError that lists all shards whose length, size or sha256 differs from `info`."""
     problems = []
     for split in info["splits"]:
         for name, *recorded in zip(
@@ -239,9 +239,9 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
 def choose_classes(
     info: dict[str, Any] | None, class_names: list[str], indexed: dict[str, Indexed]
 ) -> dict[str, Any]:
-    """Return class_names and num_classes, from the existing `_info.json` if it has them.
+    """Return class_names and num_classes, from an existing `_info.json` if it has them.
 
-    Raises PrepError for a label that is too large.
+    Raises PrepError if a label exceeds the number of classes.
     """
     largest, name = max((int(each.rows["label"].max()), name) for name, each in indexed.items())
     num_classes = len(class_names) or (info or {}).get("num_classes")
@@ -264,45 +264,40 @@ def choose_classes(
 
 
 class Shard(NamedTuple):
-    """A shard to index."""
-
     source: Output | WebShards
     output: Output
-    """The location of the index."""
     name: str
     split: str
     layout: SampleLayout
     rows: np.ndarray | None = None
-    """The rows of the shard in an earlier index."""
+    """The shard's rows in an earlier index."""
 
 
 class Indexed(NamedTuple):
-    """The records of an indexed shard."""
-
     rows: np.ndarray
-    """(num_samples,) INDEX_DTYPE."""
     sidecar: dict[str, Any]
     keys: np.ndarray
-    """(num_samples,) uint64 hashes of the keys, or (0,) if an earlier command read the shard."""
+    """(num_samples,) uint64 hashes of the keys; (0,) if an earlier command read the shard."""
 
 
 def index_shard(shard: Shard) -> Indexed:
-    """Index a shard, and write its `.idx` and sidecar if needed."""
+    """Index a shard. Write its `.idx` and sidecar if needed."""
     if isinstance(shard.source, Output) and shard.source.local is not None:
         return _index_in_place(shard, shard.source.local / shard.name)
     return _indexed_before(shard) or _index_fetched(shard, shard.source)
 
 
 def _index_in_place(shard: Shard, tar: Path) -> Indexed:
-    """Write `.idx` and sidecar if they are missing or wrong.
+    """Index a local shard, and write missing or wrong `.idx` and sidecar files.
 
-    An existing sidecar stays valid while the tar's size and modification time are unchanged.
+    An existing sidecar is valid while the tar's size and modification time are unchanged.
     """
     survey = survey_tar(tar, shard.layout)
     status = tar.stat()
     about = _about(shard, survey)
     sidecar = info_file.read_sidecar(tar)
-    # our writer's sidecar has no modification time, because its bytes depend only on the data
+    # The writer of this project records no modification time, because the bytes of its sidecar
+    # depend only on the data.
     of_writer = sidecar is not None and "plan" in sidecar
     fits = sidecar is not None and (
         of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
@@ -324,7 +319,7 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
 
 
 def _indexed_before(shard: Shard) -> Indexed | None:
-    """Return the records of an earlier command if the shard still has the same size."""
+    """Return the records of an earlier command if the shard's size is unchanged."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
@@ -337,7 +332,7 @@ def _indexed_before(shard: Shard) -> Indexed | None:
     check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
     rows = shard.rows
     if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
-        with temporary_folder() as folder, suppress(ValueError):  # a damaged file is rebuilt
+        with temporary_folder() as folder, suppress(ValueError):  # A damaged file is rebuilt.
             rows = np.array(open_index(shard.output.fetch(f"{name}.rows.npy", folder)))
     if (
         rows is None
@@ -354,7 +349,7 @@ def _indexed_before(shard: Shard) -> Indexed | None:
 
 
 def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
-    """Fetch, scan and hash a shard, and publish its records. The sidecar is published last."""
+    """Download, scan and hash a shard, and publish its records. The sidecar is published last."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
         with renamed_errors(str(source), folder):
@@ -372,11 +367,11 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
 
 
 OF_SAMPLES = ("members", "quarantined", "passed_over")
-"""The sidecar keys that describe the samples of a tar."""
+"""The sidecar keys that describe the samples in a tar."""
 
 
 def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
-    """Return the nonempty values of OF_SAMPLES."""
+    """Return the values of OF_SAMPLES that are not empty."""
     quarantined = [
         {
             "split": shard.split,
@@ -400,7 +395,7 @@ def _elsewhere(shard: Shard) -> str | None:
 
 @contextmanager
 def renamed_errors(place: str, folder: Path) -> Iterator[None]:
-    """Make ShardErrors about files in a temporary folder name the original location."""
+    """Make each ShardError about a file in a temporary folder name the original location."""
     try:
         yield
     except ShardError as error:

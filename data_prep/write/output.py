@@ -1,10 +1,10 @@
-"""The output of the writer: a folder, or the URL of an object store.
+"""Write output files to a folder or to the URL of an object store.
 
 A worker creates its files in a staging folder and publishes them one by one. In a local folder,
-files are written in place under a temporary name and renamed. For a store (s3://bucket/folder,
-gs://...), each file is uploaded and its size is compared. Stores show an object only after its last
-byte has arrived, so an interrupted upload leaves nothing visible. Parts of an interrupted S3 upload
-are invisible but billed. A lifecycle rule "AbortIncompleteMultipartUpload" removes them.
+files are written under a temporary name and renamed. For a store (s3://bucket/folder, gs://...),
+each file is uploaded, and its size is compared. Stores show an object only after its last byte has
+arrived, so an interrupted upload leaves nothing visible. The parts of an interrupted S3 upload are
+invisible but are billed. A lifecycle rule "AbortIncompleteMultipartUpload" removes them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from vit.system.urls import local_path
 
 
 class Output:
-    """A local folder, or the URL of a folder in a store, with access to its files by name.
+    """A local folder, or the URL of a folder in a store, whose files are accessed by name.
 
-    Picklable, because each worker gets a copy. `vit.system.retry` retries temporary errors of a
-    store (a lost connection, "slow down"). Other store errors become a ShardError with a remedy,
-    and errors of a local disk are raised unchanged (OSError).
+    An output can be pickled, because each worker gets a copy. Temporary errors of a store (a lost
+    connection, "slow down") are retried by `vit.system.retry`. Other store errors are converted to
+    a ShardError with a remedy. Errors of a local disk are raised unchanged (OSError).
     """
 
     url: str
     local: Path | None
-    """The folder itself, or None for a URL."""
 
     def __init__(self, url: str | Path):
         self.local = local_path(url)
@@ -49,7 +48,7 @@ class Output:
         return shown(self.url)
 
     def make(self) -> None:
-        """Create the folder, and test with an empty file that it is writable.
+        """Create the folder, and write an empty file to test that the folder is writable.
 
         Raises PrepError, or ShardError for a store.
         """
@@ -83,7 +82,8 @@ class Output:
             return -1
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of every file directly in the folder, or {} without a folder."""
+        """Return the size of each file directly in the folder, or {} if the folder does not
+        exist."""
         try:
             if self.local is not None:
                 with os.scandir(self.local) as entries:
@@ -95,7 +95,8 @@ class Output:
             return {}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file, or None if absent. Raises ShardError if not JSON."""
+        """Return the object in a JSON file, or None if it is missing. Raises ShardError if not
+        JSON."""
         if self.local is not None:
             return files.read_json(self.local / name)
         try:
@@ -113,8 +114,8 @@ class Output:
     def claim(self, name: str, content: dict[str, Any]) -> None:
         """Write `content` as JSON unless the file exists.
 
-        If several processes claim a file in a folder, the first file is kept. Stores cannot do
-        this and keep the last file.
+        If several processes claim a file in a local folder, the first file is kept. Stores do not
+        support this, so the last file is kept there.
         """
         if self.local is None:
             self.write_json(name, content)
@@ -127,12 +128,12 @@ class Output:
                 os.link(file.name, self.local / name)
             except FileExistsError:
                 pass
-            except OSError:  # a file system without hard links
+            except OSError:  # for file systems without hard links
                 os.replace(file.name, self.local / name)
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """Provide a folder for files before `publish`, in TMPDIR if the output is a URL."""
+        """Yield a folder for files that will be published. For a URL, the folder is in TMPDIR."""
         if self.local is not None:
             yield self.local
             return
@@ -140,7 +141,7 @@ class Output:
             yield folder
 
     def publish(self, path: Path) -> None:
-        """Move a complete file to its final location under its name."""
+        """Move a complete file to the output under its own name."""
         if self.local is not None:
             if path.parent != self.local:
                 with open(path, "rb") as source, replacing(self.local / path.name) as target:
@@ -154,7 +155,8 @@ class Output:
         path.unlink()
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """Return a local path of a file, after fetching it to `folder` if the output is a URL.
+        """Return the local path of a file. If the output is a URL, download the file to `folder`
+        first.
 
         Raises PrepError if the file does not exist.
         """
@@ -177,7 +179,7 @@ class Output:
             pass
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes on the disk of a folder, which need not exist, or None for URLs."""
+        """Return the free bytes on the disk of a folder, which need not exist; None for a URL."""
         if self.local is None:
             return None
         path = self.local.absolute()
@@ -186,7 +188,7 @@ class Output:
 
 
 def remove_left_folders() -> None:
-    """Remove the temporary folders that killed processes left on this host."""
+    """Remove temporary folders that killed processes left on this host."""
     host = socket.gethostname()
     for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
         remove_if_abandoned(leftover)
@@ -194,9 +196,10 @@ def remove_left_folders() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Provide a folder in TMPDIR that is removed afterwards."""
+    """Create a folder in TMPDIR, and remove it after the block."""
     remove_left_folders()
-    # tempfile.TemporaryDirectory would fail on exit if a cleaner of /tmp had removed the folder.
+    # tempfile.TemporaryDirectory would fail on exit if a cleanup job had already removed the folder
+    # from /tmp.
     folder, descriptor = locked_folder(Path(tempfile.gettempdir()) / "vit_staging")
     try:
         yield folder

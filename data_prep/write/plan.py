@@ -1,8 +1,8 @@
-"""The plan of a data set: settings, number of shards, and a comparison with an existing output.
+"""Plan a data set: settings, number of shards, and a comparison with an existing output.
 
-The writer lists the source, measures a few images, and divides the samples of each split among
-shards. All settings that affect the bytes are recorded, in `_writing.json` until all shards exist
-and then in `_info.json`. An existing record is compared before anything is written.
+The writer lists the source, measures a few images, and assigns the samples of each split to shards.
+All settings that affect the bytes are recorded, in `_writing.json` until all shards exist, and then
+in `_info.json`. An existing record is compared before anything is written.
 """
 
 from __future__ import annotations
@@ -33,34 +33,35 @@ photo does not stop a small folder."""
 SHARD_BYTES = 768 << 20
 """The target size of a shard: large enough for sequential disks, small enough to copy again."""
 MIN_SHARDS = 8
-"""The minimum number of training shards, so that workers without random access can divide them."""
+"""The minimum number of training shards, for workers that read sequentially and divide the
+shards."""
 MEASURED_SAMPLES = 64
-"""The number of images from which sizes and times are estimated."""
+"""The number of images whose sizes and times are measured for estimates."""
 OVERHEAD_BYTES = 2048
-"""The estimated overhead of a sample in bytes: tar headers, padding and index lines."""
+"""The estimated overhead per sample in bytes: tar headers, padding and index lines."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of all sources. Raises PrepError for an invalid `part`."""
+    """The settings that all sources share. Raises PrepError for an invalid `part`."""
 
     num_shards: int | None = None
-    """Training shards, or None to choose by size. Other splits get a proportional number."""
+    """The number of training shards; None chooses it by size. Other splits get a proportional
+    number."""
     shard_bytes: int | None = None
-    """The target size of a shard, or None for SHARD_BYTES or the recorded number of shards."""
+    """The target size of a shard; None means SHARD_BYTES, or the recorded number of shards."""
     seed: int = 0
-    """The seed for assigning samples to shards."""
+    """The seed that assigns samples to shards."""
     workers: int = 1
-    """The number of processes, which does not affect the bytes."""
+    """The number of worker processes, which does not affect the bytes."""
     part: str | None = None
-    """The shards to write, see `choose_part`."""
     policy: ImagePolicy = field(default_factory=ImagePolicy)
     with_json: bool = False
-    """Add a JSON member with original name, label and class to each sample."""
+    """Add a JSON member with the original name, label and class to each sample."""
     minival: float | None = None
-    """The fraction of each training class that becomes the split `minival`."""
+    """The fraction of each training class that becomes the `minival` split."""
     max_unreadable: float = 0.01
-    """The fraction of images that may be unreadable. A few always may, unless this is 0."""
+    """The fraction of images that may be unreadable. A few are always allowed unless this is 0."""
 
     def __post_init__(self) -> None:
         if self.part is not None:
@@ -80,7 +81,8 @@ def parse_part(part: str) -> tuple[int, str, int]:
 
 
 def allowed_unreadable(share: float, total: int) -> int:
-    """Return how many of `total` images --max-unreadable allows to be unreadable."""
+    """Return the number of images, out of `total`, that --max-unreadable allows to be
+    unreadable."""
     return max(FEW_UNREADABLE, int(share * total)) if share else 0
 
 
@@ -89,22 +91,20 @@ def allowed_unreadable(share: float, total: int) -> int:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Everything that affects the bytes, and the list of shards."""
+    """A list of shards, and everything that affects their bytes."""
 
     source: Source
     settings: Settings
     output: Output
     catalogue: Catalogue
     counts: dict[str, int]
-    """The number of shards of each split."""
     mean_bytes: float
-    """The estimated size of a written image in bytes."""
     seconds_per_image: float
-    """The time to read, check and convert an image in one process, nan if none is readable."""
+    """The time to read, check and convert an image in one process; nan if no image is readable."""
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The record in `_writing.json` and `_info.json`, compared when a command resumes."""
+        """The record for `_writing.json` and `_info.json`, compared when a command resumes."""
         options = {**options_of(self.source, self.settings), "num_shards": self.counts}
         return {"source": self.source.name, "options": options, "catalogue": self.catalogue.sha256}
 
@@ -122,7 +122,7 @@ class WritePlan:
         return round(sum(self.catalogue.splits.values()) * (self.mean_bytes + OVERHEAD_BYTES))
 
     def work(self) -> list[Work]:
-        """Return a job for each shard, train first."""
+        """Return one job per shard, with the training shards first."""
         settings = self.settings
         plan = fingerprint(self.recorded)
         jobs = []
@@ -143,13 +143,13 @@ class WritePlan:
 
 
 def fingerprint(recorded: Mapping[str, Any]) -> str:
-    """Return the sha256 of a plan's source, options and catalogue, which each sidecar records."""
+    """Return the sha256 over a plan's source, options and catalogue. Each sidecar records it."""
     plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def options_of(source: Source, settings: Settings) -> dict[str, Any]:
-    """Return the recorded options, except for the number of shards."""
+    """Return the options to record, except for the number of shards."""
     options = {**source.options, **settings.policy.options(), "seed": settings.seed}
     if settings.with_json:
         options["with_json"] = True
@@ -164,8 +164,8 @@ def make_plan(
 ) -> Iterator[WritePlan]:
     """List the source and choose the shards. Leaving the block removes the catalogue.
 
-    dry: use a temporary folder for the catalogue, because nothing is written. Raises PrepError,
-    with nothing changed, if `out` contains another data set.
+    dry: create the catalogue in a temporary folder, because nothing is written. If `out` contains
+    another data set, raises PrepError without changing anything.
     """
     output = Output(out)
     record = existing_record(output)
@@ -182,7 +182,7 @@ def make_plan(
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
         counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
         if record and settings.num_shards is None and settings.shard_bytes is None:
-            # repaired images may have changed the measured sizes
+            # Repaired images may have changed the measured sizes.
             counts = record["options"].get("num_shards", counts)
         plan = WritePlan(source, settings, output, catalogue, counts, mean_bytes, seconds)
         compare(output, record, plan.recorded)
@@ -190,12 +190,12 @@ def make_plan(
 
 
 def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # the folder may contain the spool
+    with suppress(OSError):  # The folder may contain the spool.
         folder.rmdir()
 
 
 def _minival(settings: Settings) -> Callable[[Builder], None] | None:
-    """Return the function that adds minival to a catalogue, or None without --minival."""
+    """Return the function that adds the minival split to a catalogue, or None without --minival."""
     fraction = settings.minival
     if not fraction:
         return None
@@ -215,7 +215,8 @@ def _minival(settings: Settings) -> Callable[[Builder], None] | None:
 
 
 def _catalogue_root(output: Output, dry: bool) -> Path:
-    """Return the catalogue's folder. For a URL, a user's processes on one host share it."""
+    """Return the catalogue's folder. For a URL, all processes of a user on a host share the
+    folder."""
     if dry:
         return Path(tempfile.mkdtemp(prefix="vit-data-prep-"))
     if output.local is not None:
@@ -225,7 +226,7 @@ def _catalogue_root(output: Output, dry: bool) -> Path:
 
 
 def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tuple[float, float]:
-    """Return (mean bytes of a written image, seconds to make it) from a few training images.
+    """Measure a few training images; return (mean bytes of a written image, seconds to create it).
 
     The seconds are nan if no image is readable.
     """
@@ -237,7 +238,7 @@ def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tupl
         try:
             sizes.append(len(prepare(source.read(sample), policy).data))
         except (OSError, ValueError):
-            continue  # unreadable images are reported when their shard is written
+            continue  # Unreadable images are reported when their shard is written.
     if not sizes:
         return sum(sample.size for sample in samples) / len(samples), math.nan
     return sum(sizes) / len(sizes), (time.perf_counter() - began) / len(sizes)
@@ -246,10 +247,10 @@ def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tupl
 def choose_num_shards(
     splits: Mapping[str, int], settings: Settings, mean_bytes: float
 ) -> dict[str, int]:
-    """Return the number of shards of each split, from its samples and the mean image size.
+    """Return the number of shards in each split, based on its samples and the mean image size.
 
-    Train gets the number in the settings, or by default one per `shard_bytes` but at least 8. Other
-    splits get a proportional number, at least 1.
+    Train gets the number in the settings, or by default one shard per `shard_bytes`, but at least
+    8. All other splits get a proportional number, at least 1.
     """
     train = next(iter(splits.values()))
     by_size = round(train * mean_bytes / (settings.shard_bytes or SHARD_BYTES))
@@ -265,10 +266,10 @@ def choose_num_shards(
 
 
 def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
-    """Return the numbers of the shards that `part` selects, over all splits, train first.
+    """Return the numbers of the shards selected by `part`, counted over all splits, train first.
 
-    With {"train": 8, "val": 2}, val has shards 8 and 9. part: "A-B" is inclusive. "I/N" is the
-    I-th of N equal parts, with I from 0, and empty if there are fewer shards than parts. None
+    With {"train": 8, "val": 2}, shards 8 and 9 are in val. part: "A-B" includes both ends. "I/N" is
+    the I-th of N equal parts, counted from 0, and empty if there are fewer shards than parts. None
     selects all shards. Raises PrepError for anything else.
     """
     total = sum(counts.values())
@@ -288,8 +289,8 @@ def existing_record(output: Output) -> dict[str, Any] | None:
 
     Raises PrepError if the output contains shards of unknown origin.
     """
-    # List tars before the records. Another part may begin or end during this call, but tars never
-    # exist without one of the two files.
+    # List the tars before the records. Another part may begin or end during this call, but tars
+    # never exist without one of the two records.
     tars = sorted(name for name in output.sizes() if name.endswith(".tar"))
     record = output.read_json("_writing.json") or output.read_json("_info.json")
     if record is None and tars:
@@ -305,9 +306,10 @@ def compare(
     expected: Mapping[str, Any],
     later: Sequence[str] = (),
 ) -> None:
-    """Raise PrepError if the records `existing` and `expected` differ, except in keys `later`.
+    """Raise PrepError if the records `existing` and `expected` differ, ignoring the keys in
+    `later`.
 
-    Both records have the form of `WritePlan.recorded`.
+    Both records have the format of `WritePlan.recorded`.
     """
     if existing is None:
         return
@@ -329,10 +331,10 @@ def compare(
 
 
 def _short(value: Any) -> str:
-    """Return a value for an error message, with a sha256 shortened to 8 digits."""
+    """Format a value for an error message, with a sha256 shortened to 8 digits."""
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else json.dumps(value)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size in GB or MB."""
+    """Format a size in GB or MB."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

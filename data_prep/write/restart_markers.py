@@ -1,11 +1,12 @@
-"""Restart markers, which let a decoder read part of a JPEG, added by a lossless rewrite.
+"""Losslessly add restart markers to JPEGs, so that a decoder can read a part of the image.
 
 The Huffman codes of a baseline JPEG are replaced by optimal codes, and a restart marker is inserted
-after every few blocks, at the same positions in each row. The coefficients, and so the pixels in
-any decoder, stay the same, and each file is verified. EXIF, ICC and comments are kept. Photos get a
-little smaller. A file that is not baseline, is damaged or cannot be verified keeps its bytes.
+after every few blocks, at the same positions in each row. The coefficients, and therefore the
+pixels in any decoder, do not change, and each file is verified. EXIF, ICC and comments are kept.
+Photos become slightly smaller. A file that is not baseline, is damaged or cannot be verified keeps
+its bytes.
 
-The native code does the rewrite (vit/data/decode/c/transcode.c, 2 ms for 100 kB) and compares all
+The native code rewrites the JPEG (vit/data/decode/c/transcode.c, 2 ms for 100 kB), and compares all
 coefficients of both files.
 
 Source: ITU-T T.81, sections B.2.4.4 and F.1.2.3.
@@ -27,29 +28,29 @@ REASONS = {
     6: "several scans",
     16: "bytes behind the image",
 }
-"""The reason why an image keeps its bytes, for each status in vit/data/decode/c/status.h."""
+"""The reason why an image is unchanged, for each status in vit/data/decode/c/status.h."""
 OK = 0
 MEMORY = 7
 MARKED = "with restart markers"
 UNMARKED = "without restart markers: "
-"""The names under which images are counted. A reason follows UNMARKED."""
+"""The names under which images are counted. UNMARKED is followed by a reason."""
 
 
 class Marked(NamedTuple):
-    """A JPEG with restart markers, or the unchanged JPEG."""
+    """A JPEG with restart markers, or the original JPEG."""
 
     data: bytes
     reason: str | None
-    """One of REASONS if `data` is unchanged, or None if markers were added."""
+    """The entry of REASONS if `data` is unchanged; None if markers were added."""
 
 
 def with_restart_markers(data: bytes) -> Marked:
-    """Return the JPEG `data` with restart markers. Requires `native.AVAILABLE`.
+    """Add restart markers to the JPEG `data`. Requires `native.AVAILABLE`.
 
-    Raises OSError if it fails, and MemoryError.
+    Raises OSError or MemoryError if the rewrite fails.
     """
     assert native.LIBRARY is not None, "vit._native is missing: test native.AVAILABLE first"
-    # only a tiny image can exceed this size
+    # Only a tiny image could exceed this size.
     size = ctypes.c_size_t(3 * len(data) + (1 << 16))
     while True:
         buffer = ctypes.create_string_buffer(size.value)

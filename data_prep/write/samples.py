@@ -1,4 +1,4 @@
-"""Samples: keys, the table in a catalogue, and access to the bytes."""
+"""Define samples: keys, the table in a catalogue, and access to bytes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ ROW = np.dtype(
     [  # 32 bytes per sample, 41 MB for ImageNet-1k
         ("file", "<u4"),  # index into `files`
         ("size", "<u4"),
-        ("offset", "<u8"),  # position of the encoded bytes, interpreted by `Source.read`
+        ("offset", "<u8"),  # position of the encoded bytes, passed to `Source.read`
         ("label", "<i4"),
         ("text_size", "<u4"),
-        ("text", "<u8"),  # position of key and name in text.bin
+        ("text", "<u8"),  # position of the key and name in text.bin
     ]
 )
-HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash of (seed, key)
+HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash over (seed, key)
 MAX_OPEN_FILES = 256
-"""A quarter of a process's usual limit."""
+"""The maximum number of open files, a quarter of the usual limit."""
 
 
 MAX_KEY_BYTES = 90
-"""The limit of a key, because a ustar header allows names of 100 bytes including extension."""
+"""The maximum length of a key: a ustar header allows 100 bytes including the extension."""
 SAFE_KEY = re.compile(r"[\w+=@,()~-]{1,90}", re.ASCII)
 SAFE_KEYS = re.compile(rf"(?:{SAFE_KEY.pattern}\n)*", re.ASCII)
 
 
 class Sample(NamedTuple):
-    """An image of a source: `size` bytes at `offset` of `file`, named `name`."""
+    """An image in a source: `size` bytes at `offset` in `file`, named `name`."""
 
     key: str
     label: int
@@ -50,15 +50,15 @@ class Sample(NamedTuple):
 
 
 def stable_hash(*parts: Any) -> bytes:
-    """Return 8 bytes that depend only on the text of `parts`, not on the process or a library."""
+    """Return 8 bytes that depend only on the text of `parts`, not on process or library."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
     return hashlib.blake2b(text, digest_size=8).digest()
 
 
 def safe_key(text: str) -> str:
-    """Return `text` as a key: dots, at which webdataset ends keys, slashes and blanks are replaced.
+    """Return `text` as a key, with dots (which end webdataset's keys), slashes and spaces replaced.
 
-    A text of more than 90 bytes is cut off and ends in a hash of the whole text.
+    Text longer than 90 bytes is truncated and ends in a hash of the whole text.
     """
     clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     key = re.sub(r"[./\\\s\x00-\x1f]", "_", clean)
@@ -70,7 +70,7 @@ def safe_key(text: str) -> str:
 
 
 def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
-    """Return `stable_hash(*before, key)` of each key, as big-endian (len(keys),) uint64."""
+    """Return `stable_hash(*before, key)` for each key, as big-endian (len(keys),) uint64."""
     blake2b = hashlib.blake2b
     start = "".join(f"{part}\0" for part in before)
     digests = [
@@ -81,7 +81,7 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Return ascending row numbers, one chosen by a hash from each of `num_chosen` equal ranges.
+    """Return ascending row numbers: from each of `num_chosen` equal ranges, one chosen by a hash.
 
     Returns all rows if there are at most `num_chosen`.
     """
@@ -112,7 +112,7 @@ class Table:
         return len(self.rows)
 
     def text(self, row: int) -> tuple[str, str]:
-        """Return (key, name) of a row."""
+        """Return the (key, name) of a row."""
         return self._text_at(int(self.rows[row]["text"]), int(self.rows[row]["text_size"]))
 
     def _text_at(self, start: int, size: int) -> tuple[str, str]:
@@ -121,12 +121,12 @@ class Table:
         return key, name
 
     def dealt(self, places: slice | np.ndarray) -> np.ndarray:
-        """Return the rows (ROW) at these positions in catalogue order."""
+        """Return the rows (ROW) at the given positions in catalogue order."""
         assert self._order is not None, "the catalogue is not sorted yet"
         return self.rows[self._order[places]]
 
     def samples(self, places: Sequence[int] | np.ndarray) -> list[Sample]:
-        """Return the samples at these positions in catalogue order."""
+        """Return the samples at the given positions in catalogue order."""
         rows = self.dealt(np.asarray(places, np.int64))
         columns = ("label", "file", "offset", "size", "text", "text_size")
         samples = []
@@ -139,7 +139,7 @@ class Table:
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Map the records in a file, which may be empty."""
+    """Memory-map the records in a file, which may be empty."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
@@ -150,7 +150,7 @@ _descriptors: OrderedDict[str, int] = OrderedDict()
 
 
 def descriptor(file: str) -> int:
-    """Return a descriptor of `file`, which stays open until MAX_OPEN_FILES others were used.
+    """Return a descriptor of `file`. It stays open until MAX_OPEN_FILES other files were used.
 
     Not thread-safe.
     """
@@ -164,13 +164,13 @@ def descriptor(file: str) -> int:
 
 
 def close_descriptors(folder: Path) -> None:
-    """Close the open descriptors of files below `folder`, to free their disk space."""
+    """Close the descriptors of files below `folder`, to free their disk space."""
     for file in [file for file in _descriptors if Path(file).is_relative_to(folder)]:
         os.close(_descriptors.pop(file))
 
 
 def read_range(sample: Sample) -> bytes:
-    """Return the bytes at (offset, size) of the sample's file. Raises OSError."""
+    """Return the `size` bytes at `offset` in the sample's file. Raises OSError."""
     data = os.pread(descriptor(sample.file), sample.size, sample.offset)
     if len(data) != sample.size:
         raise OSError(

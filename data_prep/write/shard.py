@@ -1,9 +1,9 @@
-"""Write one shard in a worker process: a complete tar with index and sidecar.
+"""Write one shard in a worker process: a complete tar with its index and sidecar.
 
 The shard's samples are looked up in the catalogue. Each image is read from the source, checked and,
 if needed, converted. Images and tar headers are written to disk a few MiB at a time while a thread
-hashes them. The sidecar lists unreadable images. `.idx` and the sidecar are written last, and the
-sidecar marks the shard as complete.
+hashes the bytes. The sidecar lists unreadable images. `.idx` and the sidecar are written last, and
+the sidecar marks the shard as complete.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from vit.system.files import replacing
 from vit.system.tar_walk import TAR_BLOCK
 
 BUFFER_BYTES = 2 << 20
-"""The number of bytes per write, which fit in a core's cache."""
+"""The number of bytes per write, small enough for the cache of a core."""
 EARLY_BYTES = 8 << 20
-"""The number of bytes after which the kernel starts writing, so little remains at the end."""
+"""The number of bytes after which the kernel starts writing, so that little remains at the end."""
 READ_AHEAD = 16
-"""The number of images announced to the kernel before they are read from an archive, because
-parallel reads are much faster."""
+"""The number of images that the kernel reads ahead from an archive, because parallel reads are much
+faster."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
 """False on macOS."""
 FILE_ERRORS = (
@@ -52,21 +52,19 @@ FILE_ERRORS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-"""Errors of one file in a tree, such as a dangling link. All others are errors of the disk."""
+"""The errors of a single file in a tree, such as a dangling link. Other errors concern the disk."""
 
 
 class Shard(NamedTuple):
-    """The samples of a shard: every n-th sample of its split in catalogue order."""
+    """A shard: every n-th sample of its split in catalogue order."""
 
     name: str
-    """The name without .tar."""
+    """The file name without .tar."""
     split: str
     places: range
 
 
 class Work(NamedTuple):
-    """The input of a worker that writes one shard."""
-
     shard: Shard
     catalogue: Catalogue
     read: Callable[[Sample], bytes]
@@ -77,19 +75,20 @@ class Work(NamedTuple):
     """The fingerprint of everything that affects the bytes."""
 
     def samples(self) -> list[Sample]:
-        """Return the shard's samples in order."""
+        """Return the shard's samples in tar order."""
         return self.catalogue.table(self.shard.split).samples(self.shard.places)
 
 
 # ---- the tar -------------------------------------------------------------------------------------
 
 HEADER = struct.Struct("100s8s8s8s12s12s8s1s100s6s2s247x")
-"""ustar: name, mode, user, group, size, time, checksum, kind, link, magic, version, the rest."""
+"""The ustar fields: name, mode, user, group, size, time, checksum, kind, link, magic, version,
+rest."""
 ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """Return a member's header, because `tarfile`'s headers depend on the Python version."""
+    """Return a member's header. The headers of `tarfile` depend on the Python version."""
     return HEADER.pack(
         name,
         b"0000644",
@@ -106,20 +105,19 @@ def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
 
 
 CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
-"""The checksum of all fields except name and size, with the checksum field as blanks."""
+"""The checksum of all fields except name and size, with the checksum field as spaces."""
 
 
 class TarStream:
-    """A writer that appends members to a file descriptor and hashes the written bytes.
+    """A writer that appends tar members to a file descriptor, and hashes the written bytes.
 
-    Bytes are copied into two reused buffers, so one is filled while the other is hashed. Collecting
-    the images instead would be slower, because the system would have to map new memory.
+    Bytes are copied into two reused buffers: one is filled while the other is hashed. Collecting
+    the images in a list would be slower, because the system would have to map new memory.
     """
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
-        """Set up the buffers. pool: has one thread, which hashes."""
+        """Create the buffers. pool: has one thread, which hashes."""
         self.size = 0
-        """The number of bytes appended so far."""
         self._descriptor = descriptor
         self._filled = 0
         self._sent_on = 0
@@ -141,7 +139,7 @@ class TarStream:
         return Member(name.partition(".")[2], offset, len(data), name)
 
     def close(self) -> str:
-        """Append the end-of-archive mark, and return the hex sha256 of the tar."""
+        """Append the end-of-archive marker, and return the sha256 of the tar in hex."""
         self._append(bytes(2 * TAR_BLOCK))
         self._flush()
         self._hashed.result()
@@ -161,11 +159,11 @@ class TarStream:
     def _flush(self) -> None:
         hashed = self._pool.submit(self._sha256.update, self._buffer[: self._filled])
         rest = self._buffer[: self._filled]
-        while rest:  # signals and almost full disks cause partial writes
+        while rest:  # Signals and nearly full disks cause partial writes.
             rest = rest[os.write(self._descriptor, rest) :]
-        # start writeback early, because Linux can drop these pages only afterwards
+        # Start writeback early, because Linux can drop these pages only afterward.
         if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
-            with suppress(OSError):  # advisory; some file systems reject it
+            with suppress(OSError):  # The call is only advice, and some file systems reject it.
                 os.posix_fadvise(
                     self._descriptor,
                     self._sent_on,
@@ -173,7 +171,7 @@ class TarStream:
                     os.POSIX_FADV_DONTNEED,
                 )
             self._sent_on = self.size
-        self._hashed.result()  # frees the other buffer
+        self._hashed.result()  # Wait until the other buffer is free.
         self._hashed = hashed
         self._buffer, self._other = self._other, self._buffer
         self._filled = 0
@@ -223,26 +221,26 @@ def write_shard(work: Work) -> dict[str, Any]:
         if num_turned:
             extra[ASKS_TO_BE_TURNED] = num_turned
         sidecar = info_file.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
-        # the sidecar is published last because it marks the shard as complete
+        # Publish the sidecar last, because it marks the shard as complete.
         for extension in (".tar", ".idx", ROWS, ".json"):
             work.output.publish(tar.with_suffix(extension))
     return sidecar
 
 
 def _announce(sample: Sample) -> None:
-    """Ask the kernel to read a sample ahead. Later reads report errors."""
+    """Tell the kernel to read a sample ahead. Errors are reported by the later read."""
     if HAS_ADVICE:
-        with suppress(OSError):  # the file may be a folder
+        with suppress(OSError):  # The file may be a folder.
             os.posix_fadvise(
                 descriptor(sample.file), sample.offset, sample.size, os.POSIX_FADV_WILLNEED
             )
 
 
 def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
-    """Return the image for the shard, or its line of `quarantine.jsonl`.
+    """Return the image for the shard, or an entry for `quarantine.jsonl`.
 
-    Raises OSError if the system cannot read an archive or a disk, because the image may be intact
-    and the error temporary.
+    Raises OSError if the system cannot read an archive or a disk, because the error may be
+    temporary and the image intact.
     """
     data = None
     try:
@@ -268,7 +266,6 @@ def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
 
 
 def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
-    """Append the members of one sample."""
     image = stream.add(f"{sample.key}.jpg", prepared.data)
     members = [image]
     described: dict[str, Any] = {"name": sample.name}
@@ -295,7 +292,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
 
 
 def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
-    """Return whether a shard's unreadable images are unchanged, so not repaired."""
+    """Return whether the shard's unreadable images are unchanged (not repaired)."""
     if not sidecar.get("quarantined"):
         return True
     samples = {sample.key: sample for sample in work.samples()}
@@ -312,7 +309,7 @@ def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
 # ---- index rows, stored next to the shard until the index is written -----------------------------
 
 ROWS = ".rows.npy"
-"""The suffix of the files with these rows."""
+"""The suffix of files that contain index rows."""
 
 
 _parsing = threading.Lock()
@@ -321,14 +318,14 @@ _parsing = threading.Lock()
 
 
 def load_rows(work: Work) -> np.ndarray:
-    """Return the index rows of a complete shard, from the file next to it or from its tar.
+    """Return the index rows of a complete shard, read from the file next to it or from its tar.
 
-    Thread-safe, because each request to an object store takes a round trip.
+    Thread-safe, so that requests to an object store can run in parallel.
     """
     with work.output.staging() as folder:
         try:
             rows_file = work.output.fetch(f"{work.shard.name}{ROWS}", folder)
             with _parsing:
                 return np.load(rows_file)
-        except (PrepError, FileNotFoundError):  # a complete data set has no row files
+        except (PrepError, FileNotFoundError):  # A complete data set has no row files.
             return index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder)))

@@ -1,4 +1,4 @@
-"""The writer of all sources, which turns a source into a data set of shards.
+"""Write a data set of shards from any source.
 
 1. List the samples in a catalogue (write/catalogue.py).
 2. Assign the samples to a fixed number of shards by a hash of (seed, key). Shard lengths differ by
@@ -17,13 +17,13 @@
       train.index.npy  quarantine.jsonl  _info.json           written last
       dataset.md  contact_sheet.png                           drawn from all other files
 
-Shard k is a pure function of (catalogue, options, k). The bytes therefore do not depend on the
-number of workers or their timing. After a kill, the same command writes only the missing shards.
+Shard k is a pure function of (catalogue, options, k), so the bytes do not depend on the number of
+workers or their timing. If a command is killed, the same command writes only the missing shards.
 Several machines can divide the work with `--shards`. The machine that finds all shards complete
 writes the remaining files.
 
-A root at a URL gets the same files, but `_catalogue` and `_spool` are in the temporary folder
-(TMPDIR).
+If the root is a URL, it gets the same files, but `_catalogue` and `_spool` are in the temporary
+folder (TMPDIR).
 """
 
 from __future__ import annotations
@@ -61,47 +61,49 @@ from vit.system.files import remove_leftovers, replacing
 from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
-"""The number of unreadable images that do not stop the writing if some are allowed, so that the
-final error can list all of them and the fraction that would pass."""
+"""The number of unreadable images up to which writing continues if some are allowed, so that the
+final error can list all of them and the fraction to allow."""
 Sidecars = dict[str, dict[str, Any]]
-"""The sidecar of each shard, by shard name without .tar."""
+"""Maps each shard's name, without .tar, to its sidecar."""
 
 
 def write(source: Source, out: Path | str, settings: Settings | None = None) -> None:
     """Write all splits of a source to `out`, a folder or a URL, or complete them.
 
-    Prints progress. With `settings.part`, only these shards are written. The call that finds all
-    shards complete writes index and `_info.json`, even if several calls run in parallel.
+    Prints progress. With `settings.part`, only the selected shards are written. The call that finds
+    all shards complete writes the index and `_info.json`, even if several calls run in parallel.
 
     Raises PrepError, without overwriting anything, if `out` contains another catalogue or other
-    options. Too many unreadable images also raise it; complete shards are kept, but no `_info.json`
-    is written. Raises OSError for a full disk or missing permission. The same command resumes.
+    options. Raises PrepError if too many images are unreadable; complete shards are kept, but
+    `_info.json` is not written. Raises OSError for a full disk or missing permission. The same
+    command resumes.
     """
     start_s = time.monotonic()
     settings = settings or Settings()
     output = Output(out)
     output.make()
-    remove_left_folders()  # a complete data set creates no folder, which would do this
+    # A complete data set creates no temporary folder, so nothing else would do this.
+    remove_left_folders()
     try:
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
             return
     except FileNotFoundError as error:
         # Another process has completed the data set and removed the spool. Any other missing file
-        # is part of the source, and is an error.
+        # belongs to the source and is an error.
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
         print(f"{output}: completed by another process")
         _remove_intermediate(output, output.local)
         return
     finally:
-        # A worker of a killed command exits only after its last bytes are on disk. On a slow disk
-        # this may be after the current command began.
+        # A worker of a killed command exits only after its last bytes are on disk. On a slow disk,
+        # that may be after the current command began.
         remove_left_folders()
         if output.local:
             remove_leftovers(output.local)
             if not any(output.local.iterdir()):
-                output.local.rmdir()  # nothing was written
+                output.local.rmdir()  # Remove the folder if nothing was written.
     if output.size("dataset.md") < 0:
         write_card(output)
         check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
@@ -111,7 +113,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
 def _is_complete_already(output: Output, source: Source, settings: Settings) -> bool:
     """Return whether `_info.json` shows that the data set is complete, without listing the source.
 
-    This requires that the source's archives are unchanged and no image was unreadable.
+    The source's archives must be unchanged, and no image may have been unreadable.
     """
     info = output.read_json("_info.json")
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
@@ -126,7 +128,7 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
 
 
 def _has_all_files(output: Output) -> bool:
-    """Return whether a data set is complete, by the names and sizes of its files."""
+    """Return whether all files of a data set exist and have the recorded sizes."""
     info = output.read_json("_info.json")
     sizes = output.sizes()
     if info is None or "_writing.json" in sizes:
@@ -143,14 +145,14 @@ def _has_all_files(output: Output) -> bool:
 
 
 def _write(source: Source, output: Output, settings: Settings, start_s: float) -> bool:
-    """Write shards and, if all are complete, their records. Return whether all are complete."""
+    """Write shards. If all shards are complete, write the records and return True."""
     with make_plan(source, output.url, settings) as plan:
         work = plan.work()
         mine = [work[k] for k in choose_part(settings.part, plan.counts)]
         _claim(plan)
         sidecars = _write_shards(plan, work, mine)
         if settings.part is not None:
-            sidecars = _complete_shards(plan, work)  # includes shards of other parts
+            sidecars = _complete_shards(plan, work)  # includes shards that other parts wrote
             missing = [f"{job.shard.name}.tar" for job in work if job.shard.name not in sidecars]
             if missing:
                 print(
@@ -181,7 +183,7 @@ def _remove_intermediate(output: Output, root: Path | None) -> None:
     info = output.read_json("_info.json") or {"splits": {}}
     tars = [name for described in info["splits"].values() for name in described["filenames"]]
     rows = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
-    # Remove `_writing.json` last. While it exists, the next command repeats this cleanup.
+    # Remove `_writing.json` last. As long as it exists, the next command repeats this cleanup.
     for name in (*rows, "_writing.json"):
         output.remove(name)
     if root is not None:
@@ -190,7 +192,7 @@ def _remove_intermediate(output: Output, root: Path | None) -> None:
 
 
 def _claim(plan: WritePlan) -> None:
-    """Record the plan in the output. Raises PrepError if the output has another plan."""
+    """Record the plan in the output. Raises PrepError if the output records another plan."""
     output = plan.output
     if not {"_writing.json", "_info.json"} & output.sizes().keys():
         output.claim("_writing.json", plan.recorded)
@@ -198,7 +200,7 @@ def _claim(plan: WritePlan) -> None:
 
 
 def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sidecars:
-    """Write the incomplete shards of `mine`, and return the sidecars of complete shards."""
+    """Write the incomplete shards of `mine`. Return the sidecars of all complete shards."""
     sidecars = _complete_shards(plan, work)
     todo = [job for job in mine if job.shard.name not in sidecars]
     if len(todo) < len(mine):
@@ -210,7 +212,7 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
     def on_result(name: str, sidecar: dict[str, Any]) -> None:
         sidecars[name] = sidecar
-        os.utime(plan.catalogue.folder)  # shows use of the folder even if locks do not work
+        os.utime(plan.catalogue.folder)  # Show that the folder is in use even if locks do not work.
         _refuse_unreadable(sidecars, plan, allowed and max(allowed, MANY_UNREADABLE))
 
     run_jobs(
@@ -225,11 +227,11 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
 
 def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
-    """Return the sidecars of this plan's existing shards. A sidecar is written last."""
+    """Return the sidecars of this plan's complete shards. A sidecar is written last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
     jobs = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]
-    with ThreadPoolExecutor(16) as pool:  # each request to an object store takes a round trip
+    with ThreadPoolExecutor(16) as pool:  # Each request to an object store takes a round trip.
         read = pool.map(lambda job: plan.output.read_json(f"{job.shard.name}.json"), jobs)
         sidecars = list(read)
     return {
@@ -243,12 +245,12 @@ def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
 
 
 def _allowed(plan: WritePlan) -> int:
-    """Return the number of images that may be unreadable."""
     return allowed_unreadable(plan.settings.max_unreadable, sum(plan.catalogue.splits.values()))
 
 
 def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> None:
-    """Raise PrepError if more than `allowed` images are unreadable, and name a passing fraction."""
+    """Raise PrepError if more than `allowed` images are unreadable, and name the fraction to
+    allow."""
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
     if len(entries) <= allowed:
         return
@@ -272,7 +274,6 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
 
 
 def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, Any]:
-    """Return the content of `_info.json`."""
     catalogue = plan.catalogue
     mine = [sidecars[job.shard.name] for job in work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())
@@ -298,7 +299,7 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
 def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[str, Any]) -> None:
     """Write the index, the list of unreadable images and `_info.json`, and print a summary."""
     output = plan.output
-    output.remove("dataset.md")  # the card describes an earlier state
+    output.remove("dataset.md")  # The card describes an earlier state.
     rows = {}
     with (
         ThreadPoolExecutor(16) as pool,
@@ -331,7 +332,7 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
 
 
 def write_quarantine(output: Output, entries: list[dict[str, Any]]) -> None:
-    """Write `quarantine.jsonl` with one line per sidecar entry, or no file without entries."""
+    """Write `quarantine.jsonl` with one line per sidecar entry. Without entries, write no file."""
     if not entries:
         output.remove("quarantine.jsonl")
         return

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 DEFAULT_BLOCK_SAMPLES = 64
 """The default number of consecutive samples in a shuffled block of a large data set."""
 PERMUTATION_BELOW = 262_144
-"""By default, smaller data sets are shuffled by a true permutation: blocks of one sample, no
-windows."""
+"""By default, data sets with fewer samples use a true permutation: blocks of one sample and no
+shuffling windows."""
 VAL = "val"
-"""The name under which `data.val_split` is evaluated."""
+"""The name of `data.val_split` among the evaluation sets."""
 
 MAY_CHANGE = "may change"
 """Annotates a setting or section that a resumed run may change without `--allow-change`, because

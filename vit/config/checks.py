@@ -1,4 +1,4 @@
-"""Find contradictions between the settings of a `Config`; each message has a remedy.
+"""Find contradictions between the settings of a `Config`. Each message includes a remedy.
 
 `vit.config.schema` defines the allowed values of each setting. A `Config` calls `find_problems`
 when it is created, so a contradictory `Config` cannot exist.
@@ -34,14 +34,14 @@ EXCLUSIVE = (
     ("schedule", "decay_epochs", "decay_steps"),
     ("eval", "every_epochs", "every_steps"),
 )
-"""Tuples of a section and two of its settings, of which at most one may be given."""
+"""Mutually exclusive settings, as (section, setting, setting)."""
 _LARGEST_MAGNITUDE = {"timm": 10, "timm_inc0": 10, "torchvision": 30, "big_vision": 20}
 Rules = dict[str, bool]
-"""A mapping from a message (dotted keys, problem, remedy) to whether the problem exists."""
+"""Maps each message (dotted keys, problem, remedy) to whether its problem exists."""
 
 
 def find_problems(config: Config) -> list[str]:
-    """Return all contradictions in `config`, one line each, with dotted keys."""
+    """Return one line, with dotted keys, for each contradiction in `config`."""
     names = type(config).model_fields
     rules = (
         *(_effect_rules(config, getattr(config, name), f"{name}.") for name in names),
@@ -70,7 +70,7 @@ def _is_given(section: Section, key: str) -> bool:
 
 
 def _effect_rules(config: Config, section: Section, prefix: str) -> Rules:
-    """Check settings of `section` that need others (`OnlyWith`). prefix: such as "optim."."""
+    """Check settings of `section` that need others (`OnlyWith`). prefix: for example "optim."."""
     rules: Rules = {}
     for key, field in type(section).model_fields.items():
         for needed in field.metadata if _is_given(section, key) else ():
@@ -88,7 +88,7 @@ def _effect_rules(config: Config, section: Section, prefix: str) -> Rules:
 
 
 def _judge(config: Config, section: Section, prefix: str, condition: str) -> tuple[bool, str, str]:
-    """Return whether a condition of `OnlyWith` holds, the current value, and a remedy."""
+    """Return whether an `OnlyWith` condition holds, the current value, and a remedy."""
     name, relation, allowed = re.split("(!?=|$)", condition, maxsplit=1)
     owner, _, key = name.rpartition(".")
     name = name if owner else prefix + key
@@ -126,7 +126,7 @@ def _training_rules(config: Config) -> Rules:
 
 def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules:
     weights = loss.class_weights
-    # The target that smoothing gives to each class.
+    # Label smoothing gives each class at least this target.
     least = loss.label_smoothing / (num_classes or 1000)
     threshold = loss.bce_target_thresh
     return {
@@ -214,7 +214,7 @@ def _channel_rules(data: DataConfig, in_chans: int) -> Rules:
 
 
 def _reader_rules(data: DataConfig) -> Rules:
-    """Check the settings that a stream needs."""
+    """Check the settings that `data.reader=webdataset` requires."""
     if data.reader == "index":
         return {}
     layout = (data.stream_image, data.stream_label, data.stream_keys_with_dots)
@@ -229,7 +229,7 @@ def _reader_rules(data: DataConfig) -> Rules:
 
 
 def _selection_rules(selection: Selection, prefix: str) -> Rules:
-    """Check the settings that select samples. prefix: such as "data."."""
+    """Check the settings that select samples. prefix: for example "data."."""
     rules = {
         f"{prefix}fraction and {prefix}samples_per_class are both given: keep one of them": (
             selection.fraction is not None and selection.samples_per_class is not None
@@ -301,7 +301,7 @@ def _mixing_rules(augment: AugmentConfig, epochs: float | None) -> Rules:
 
 
 def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
-    """Check that gray images get no operations on colors."""
+    """Check that no color operations are applied to grayscale images."""
     is_grey = in_chans == 1
     needs_colour = "needs color images (model.in_chans=3)"
     *_, saturation, hue = augment.color_jitter
@@ -326,7 +326,7 @@ _SLIP = re.compile(r"\s*(?:[a-z][a-z0-9+.-]+:/|(?:s3a?|gs|gcs):|(?:s3a?|gs|gcs)/
 
 
 def run_rules(run: RunConfig) -> dict[str, bool]:
-    """Check the section `run`; return `Rules`."""
+    """Check the `run` section. Returns `Rules`."""
     place = run.dir or ""
     is_url = _URL.match(place) is not None
     return {
@@ -341,7 +341,7 @@ def run_rules(run: RunConfig) -> dict[str, bool]:
 
 
 def image_size_rules(config: Config) -> dict[str, bool]:
-    """Check `schedule.image_sizes`; return `Rules`."""
+    """Check `schedule.image_sizes`. Returns `Rules`."""
     stages = config.schedule.image_sizes
     model = config.model
     epochs = config.train.epochs
@@ -379,7 +379,7 @@ def image_size_rules(config: Config) -> dict[str, bool]:
 
 
 def _multiple(size: tuple[int, int], patch: tuple[int, int], more: int) -> tuple[int, int]:
-    """Return `size` rounded down to whole patches; with more=1 rounded up."""
+    """Return `size` rounded down to a multiple of the patch; with more=1, rounded up."""
     height, width = (
         (side + more * (of_patch - 1)) // of_patch * of_patch
         for side, of_patch in zip(size, patch, strict=True)

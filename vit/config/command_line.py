@@ -1,4 +1,4 @@
-"""Parse the arguments of commands that start training: config, overrides, allowed changes."""
+"""Parse the command line of training: the config, overrides, and allowed changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vit.system.command_line import Parser
 
 
 def training_parser(prog: str, description: str | None) -> Parser:
-    """Return a parser of `--config`, `--allow-change` and `section.key=value` (`overrides`)."""
+    """Return a parser for `--config`, `--allow-change` and `section.key=value` (`overrides`)."""
     parser = Parser(prog, description, setting_for)
     parser.add_argument(
         "--config",

@@ -1,4 +1,4 @@
-"""Format Pydantic's errors about a config as lines with the place, value and allowed values."""
+"""Format each Pydantic error about a config as one line: key, value and allowed values."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LISTS: dict[str, type[Section]] = {
     "data.sources": SourceConfig,
     "schedule.image_sizes": ImageSizeStage,
 }
-"""Settings that are lists of sections."""
+"""The settings whose value is a list of sections."""
 _EXPECTED = {
     "too_long": "at most {max_length} values",
     "string_pattern_mismatch": "a name of letters, digits, _ and -",
     "model_type": "a mapping of keys",
 }
-"""The allowed values in words, by Pydantic's type of error."""
+"""The allowed values in words, by Pydantic error type."""
 _REQUIRED_HINTS = {"data": ": set data.root", "train": ": set train.epochs or train.steps"}
 
 
 def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
     """Return one line per error.
 
-    origins: key -> the place that sets it. source: the config file.
+    origins: maps a key to the line or argument that sets it. source: the config file.
     """
     lines: list[str] = []
     wrong_values = set[str]()
@@ -41,7 +41,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         if kind == "union_tag_invalid":
             path = (path[0], "name")
         origin = _origin(path, origins, source)
-        if kind == "value_error":  # from vit.config.checks, with dotted keys
+        if kind == "value_error":  # raised by vit.config.checks; the message contains dotted keys
             for line in str(item["ctx"]["error"]).splitlines():
                 keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
                 given_at = list(filter(None, (_origin(key, origins, "") for key in keys)))
@@ -55,7 +55,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
             lines.append(f"{origin}: {_place(path, rest, '')} is required")
         else:
             place = _place(path, rest, kind)
-            if place in wrong_values:  # another type of a union, for the same value
+            if place in wrong_values:  # Pydantic reports one error per type of a union.
                 lines[-1] += f" or {_expected(item)}"
                 continue
             wrong_values.add(place)
@@ -68,9 +68,9 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
 def _split(
     location: tuple[int | str, ...], origins: Mapping[Key, str]
 ) -> tuple[Key, tuple[int | str, ...]]:
-    """Split Pydantic's location of an error into a setting's key and the position in its value."""
+    """Split the location of a Pydantic error into a setting's key and the position in its value."""
     if location[1:2] and location[1] in union_tags(str(location[0])):
-        location = (location[0], *location[2:])  # pydantic inserts the tag of a union's member
+        location = (location[0], *location[2:])  # Pydantic inserts the tag of the union member.
     names = tuple(map(str, location))
     keys = all_keys()
     for length in range(len(names), 0, -1):
@@ -81,7 +81,7 @@ def _split(
 
 
 def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
-    """Return the place that sets `path`, or the first key below it; else `source`."""
+    """Return the origin of `path`, or of the first key below it; else `source`."""
     if path in origins:
         return origins[path]
     below = (origin for key, origin in origins.items() if path and key[: len(path)] == path)
@@ -110,14 +110,14 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
 
 
 def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
-    """Return the key with the index of the wrong element in a list."""
+    """Return the key, with the index of the wrong element of a list."""
     dotted = ".".join(path)
     if kind == "missing" or not rest:
         return dotted
     if dotted in LISTS:
         parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest[:2]]
         return dotted + "".join(parts)
-    # The other parts name the members of a union of types.
+    # All other parts of `rest` name members of a union of types.
     return f"{dotted}[{rest[-1]}]" if isinstance(rest[-1], int) else dotted
 
 

@@ -1,4 +1,4 @@
-"""Suggest the setting that a misspelled key, or an option of another program, refers to."""
+"""Suggest the setting that the user meant by a misspelled key or by another program's option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vit.config.schema import Config
 
 
 def sections() -> dict[str, list[type[Section]]]:
-    """Return the classes of each section of `Config`: one class, or the members of a union."""
+    """Return the classes of each section of `Config`: one class, or all members of a union."""
     classes: dict[str, list[type[Section]]] = {}
     for name, field in Config.model_fields.items():
         members = [get_args(member)[0] for member in get_args(field.annotation)]
@@ -20,7 +20,7 @@ def sections() -> dict[str, list[type[Section]]]:
 
 
 def union_tags(section: str) -> list[str]:
-    """Return the names of the members if `section` is a union, such as `optim`; else []."""
+    """Return the names of the union's members if `section` is a union, such as `optim`; else []."""
     if section not in Config.model_fields:
         return []
     members = get_args(Config.model_fields[section].annotation)
@@ -28,7 +28,7 @@ def union_tags(section: str) -> list[str]:
 
 
 def all_keys() -> list[str]:
-    """Return all dotted keys that a file or an override may set, in the order of the schema."""
+    """Return the dotted keys of all settings, in the order of the schema."""
     keys = (
         f"{section}.{key}"
         for section, classes in sections().items()
@@ -90,8 +90,8 @@ OTHER_NAMES = {
     "log.every_steps": "log_every log_freq log_interval logging_steps print_freq",
     "log.wandb": "use_wandb",
 }
-"""Names of each setting in other programs (timm, DeiT, torchvision's references, Hugging Face's
-Trainer)."""
+"""The names that other programs use for each setting (timm, DeiT, torchvision's references, Hugging
+Face's Trainer)."""
 _ADVICE = {
     "run the same command again to resume": "auto_resume resume",
     "torchrun --nproc_per_node=N starts N ranks": "devices gpus n_gpus num_gpus nproc_per_node",
@@ -100,7 +100,7 @@ _ADVICE = {
     ),
 }
 ADVICE = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
-"""Advice for options of other programs that have no equivalent setting."""
+"""Advice about options of other programs for which this project has no setting."""
 OTHER_VALUES = (
     "data.aug_repeats",
     "augment.randaugment_layers",
@@ -113,7 +113,7 @@ OTHER_VALUES = (
     "eval.every_epochs",
     "log.wandb",
 )
-"""Settings whose values have a different form or unit in other programs."""
+"""Settings whose values have another form or unit in other programs."""
 _FROM_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
 
@@ -123,7 +123,7 @@ def from_other_name(name: str) -> str:
 
 
 def nearest(key: str, settings: Sequence[str]) -> str:
-    """Return `; did you mean ...?` with the settings that `key` may mean, or advice, or ""."""
+    """Return `; did you mean ...?` with the settings most similar to `key`, or advice, or ""."""
     if advice := ADVICE.get(_word(key)):
         return f"; {advice}"
     meant = _meant(key, settings, cutoff=0.65)
@@ -139,8 +139,8 @@ def setting_for(option: str, value: str) -> str:
     if advice := ADVICE.get(_word(name)):
         return advice
     keys = all_keys()
-    # An option without a section may be a setting's last part, except `name`, which several
-    # sections have.
+    # Without a section, an option is compared with the last part of each key, except `name`, which
+    # several sections have.
     named = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
     named |= _FROM_OTHER_NAME if "." not in name else {key: key for key in keys}
     similar = difflib.get_close_matches(name, named, n=1, cutoff=0.85)
@@ -154,19 +154,19 @@ def setting_for(option: str, value: str) -> str:
 
 
 def _word(key: str) -> str:
-    """Return the last part of a key or option in the spelling of `ADVICE`."""
+    """Return the last part of a key or option, spelled like the keys of `ADVICE`."""
     return key.rpartition(".")[2].lower().replace("-", "_")
 
 
 def _meant(written: str, settings: Sequence[str], cutoff: float) -> list[str]:
-    """Return those of `settings` that the key `written` may mean.
+    """Return those of `settings` that the user may have meant by the key `written`.
 
-    Dotted keys are compared by their last part, in this order: a name of other programs, the same
-    word in a different section, a similar word in the same section, a similar word in any section.
+    Only the last parts of dotted keys are compared, in this order: names in other programs, the
+    same word in another section, a similar word in the same section, a similar word in any section.
     """
     section, _, leaf = written.rpartition(".")
     same_section = [key for key in settings if key.rpartition(".")[0] == section]
-    # A key with a section never means the `name` of a different section.
+    # A key with a section never refers to the `name` setting of another section.
     any_section = [key for key in settings if not (section and key.endswith(".name"))]
     same_word = [key for key in any_section if key.rpartition(".")[2] == leaf]
     matches = [key for key in (from_other_name(leaf), *same_word) if key in settings]

@@ -1,9 +1,9 @@
 """Read a strict YAML file and `key=value` overrides, and return a checked `Config`.
 
-The file is parsed with the line number of every key, overrides replace its values, and Pydantic
+The parser records the line number of every key. Overrides replace values of the file, and Pydantic
 checks the result. One `ConfigError` reports all problems, each as `file:line: key: value, allowed
 values, the nearest key` (`vit.config.errors`). The command line overrides the file, and the file
-overrides the defaults. Files do not inherit from each other.
+overrides the defaults. A file cannot inherit from another file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ RESOLVED: tuple[Key, ...] = (
     ("eval", "sets"),
     ("run", "dir"),
 )
-"""Settings in which `${NAME}` is an environment variable, whose value is never recorded."""
+"""The settings in which `${NAME}` refers to an environment variable. Its value is never
+recorded."""
 _ALTERNATIVE: dict[Key, Key] = {
     (section, key): (section, other)
     for section, *pair in EXCLUSIVE
@@ -42,11 +43,11 @@ _ALTERNATIVE: dict[Key, Key] = {
 
 
 class ConfigError(ValueError):
-    """The problems of a configuration, one line each."""
+    """All problems of a configuration, one line each."""
 
 
 class LoadedConfig(NamedTuple):
-    """A checked `config`, and the origin of each key that was set.
+    """A checked config, and the origin of each key that was set.
 
     `origins`: dotted key -> "file:line" or "command line (...)".
     """
@@ -68,7 +69,7 @@ _StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag[len(_PREFIX) :] in _KEPT_TYPES]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_StrictLoader.yaml_constructors = {  # only types of JSON: no !!binary, !!set, !!timestamp
+_StrictLoader.yaml_constructors = {  # only the types that JSON has: no !!binary, !!set, !!timestamp
     tag: construct
     for tag, construct in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag[len(_PREFIX) :] in _JSON_TYPES
@@ -107,11 +108,11 @@ def load_config(
 def load_with_origins(
     path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True
 ) -> LoadedConfig:
-    """Read a config as `load_config` does, and return the origin of each value as well.
+    """Read a config like `load_config`, and return the origin of each value as well.
 
-    An override of one setting of a pair in `EXCLUSIVE`, such as `train.steps`, removes the other
-    setting from the file's. Without `run.dir`, the run folder is `runs/<name of the file>`; for the
-    recipe `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
+    For each pair in `EXCLUSIVE`, such as `train.steps` and `train.epochs`, an override of one
+    setting removes the other setting of the file. Without `run.dir`, the run folder is `runs/<name
+    of the file>`; for the recipe `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
     """
     path = _find_config(Path(path))
     tree, line_of = _parse(_read(path), str(path))
@@ -145,13 +146,13 @@ def load_with_origins(
 
 
 def recipes_folder() -> Path:
-    """Return the folder of recipes: next to `vit` in a checkout, inside it in a package."""
+    """Return the recipes folder: next to `vit` in a checkout, inside `vit` in a package."""
     installed = Path(__file__).parents[1] / "configs"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def recipe_name(path: Path) -> str | None:
-    """Return the recipe's name, such as `deit3/vit_b16_800ep`; None if `path` is another file."""
+    """Return the name of a recipe, such as `deit3/vit_b16_800ep`; None for other files."""
     path = path.resolve()
     folder = recipes_folder().resolve()
     if not path.is_relative_to(folder):
@@ -160,7 +161,7 @@ def recipe_name(path: Path) -> str | None:
 
 
 def _find_config(path: Path) -> Path:
-    """Return `path`, or the recipe that it names: `vit_b16`, `configs/deit3/vit_b16_800ep.yaml`."""
+    """Return `path`, or the recipe of that name: `vit_b16`, `configs/deit3/vit_b16_800ep.yaml`."""
     if path.exists() or path.is_absolute() or path.suffix not in ("", ".yaml"):
         return path
     name = path.with_suffix("").as_posix().removeprefix("configs/")
@@ -188,7 +189,7 @@ def _read(path: Path) -> str:
 
 
 def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
-    """Parse one YAML document into nested dictionaries and the line number of each key."""
+    """Parse one YAML document. Return nested dictionaries and the line number of each key."""
     lines: dict[Key, int] = {}
     problems: list[str] = []
 
@@ -231,7 +232,8 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
 
 
 def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) -> list[str]:
-    """Apply `key=value` overrides to `tree` and `origins`; return a message per wrong override."""
+    """Apply `key=value` overrides to `tree` and `origins`. Return a message per invalid
+    override."""
     problems = []
     overridden = {override.partition("=")[0] for override in overrides}
     for override in overrides:
@@ -250,7 +252,7 @@ def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) 
             continue
         key = tuple(dotted.split("."))
         if isinstance(value, dict) and key in RESOLVED and not text.startswith("{"):
-            value = text  # a command with a header, which YAML reads as `key: value`
+            value = text  # YAML parsed a command with an HTTP header as a mapping.
         _set(tree, key, value)
         origins[key] = origin
         other = _ALTERNATIVE.get(key)
@@ -277,7 +279,7 @@ def _flatten(tree: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, Any
 
 
 def _addresses(value: Any) -> Iterator[str]:
-    """Yield the addresses in `value`: itself, or the `root` of each source or set."""
+    """Yield each address in `value`: the value itself, or the `root` of each source or set."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -296,12 +298,13 @@ def _get(tree: Any, path: Key) -> Any:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return `config` as nested plain values for records, without logins in URLs and commands."""
+    """Return `config` as nested plain values to record, with logins removed from URLs and
+    commands."""
     return shown_values(config.model_dump(mode="json"))
 
 
 def from_dict(values: Mapping[str, Any], source: str) -> Config:
-    """Return the config that `to_dict` converted. Raises ConfigError, which names `source`."""
+    """Return the config for values from `to_dict`. Raises ConfigError, which names `source`."""
     try:
         return Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -317,7 +320,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """Parse `key=value` words into settings for `with_settings`. Raises ConfigError."""
+    """Parse `key=value` arguments into settings for `with_settings`. Raises ConfigError."""
     tree: dict[str, Any] = {}
     origins: dict[Key, str] = {}
     if problems := _apply(list(overrides), tree, origins):
@@ -326,7 +329,8 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the differences of two results of `to_dict`: dotted key -> (old, new)."""
+    """Return the settings that differ between two results of `to_dict`: dotted key -> (old,
+    new)."""
     before, after = dict(_flatten(old)), dict(_flatten(new))
     keys = dict.fromkeys([*before, *after])
     return {
@@ -343,7 +347,7 @@ def dump_yaml(
 ) -> str:
     """Return nested values as YAML text that `load_config` reads back.
 
-    `comments` (dotted key -> text) are appended to the lines, `sentences` are written above them.
+    `comments` (dotted key -> text) are appended to lines, and `sentences` are written above lines.
     """
     lines = []
     for section, group in values.items():
@@ -357,13 +361,13 @@ def dump_yaml(
                 break_on_hyphens=False,
             )
             line = f"  {key}: {_scalar(value)}"
-            # A comment must stay on one line, because further lines would be YAML.
+            # A comment must stay on one line, because YAML would parse a second line as content.
             comment = " ".join((comments or {}).get(f"{section}.{key}", "").split())
             lines.append(f"{line:<44}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
 
 
 def _scalar(value: Any) -> str:
-    """Return `value` as JSON, or as unquoted text if YAML reads that back unchanged."""
+    """Return `value` as JSON, or as unquoted text if YAML reads the text back unchanged."""
     is_word = isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value)
     return value if is_word and yaml.load(value, _StrictLoader) == value else json.dumps(value)

@@ -1,6 +1,7 @@
-"""Define the section `model` of the config: the arguments of `vit.model.create_model`.
+"""Define the `model` section of the config: the arguments of `vit.model.create_model`.
 
-Each setting except `name` is an argument of `vit.model.VisionTransformer`, which defines defaults.
+Each setting except `name` is an argument of `vit.model.VisionTransformer`, which defines the
+defaults.
 """
 
 from __future__ import annotations
@@ -129,6 +130,6 @@ class ModelConfig(Section):
         return height_width(self.image_size)
 
     def size_text(self) -> str:
-        """Return height and width of an image, as "224x224"."""
+        """Return the height and width of an image, such as "224x224"."""
         height, width = self.height_width()
         return f"{height}x{width}"

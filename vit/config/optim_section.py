@@ -1,4 +1,4 @@
-"""Define the section `optim` of the config: one class per optimizer, chosen by `name`.
+"""Define the `optim` section of the config: one class per optimizer, selected by `name`.
 
 `vit.optim.optimizer` creates the optimizers, and `vit.optim.groups` forms parameter groups.
 """
@@ -152,7 +152,7 @@ class AdafactorConfig(OptimizerConfig):
 
 
 def optimizer_name(value: Any) -> str:
-    """Return the name of the optimizer in the section `optim`, a dictionary or a section."""
+    """Return the optimizer's name from the `optim` section, given as a dictionary or a section."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return name if isinstance(name, str) else "adamw"
 

@@ -1,4 +1,4 @@
-"""Describe every setting: its type, default and description, and the recipes that set it.
+"""Describe every setting: its type, default and meaning, and the recipes that set it.
 
 classes of the sections -> `settings()` -> launch/explain.py, one setting in a terminal
                                         -> docs/reference.py, the page of all settings
@@ -25,30 +25,30 @@ BOUNDS = {
     "maximum": "to",
     "exclusiveMaximum": "below",
 }
-"""Keys of JSON Schema, in the order in which they are printed."""
+"""Maps each limit in JSON Schema to a word for messages, in printed order."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a run."""
+    """The description of one setting."""
 
     key: str
-    """`section.name`, as written in files and on command lines."""
+    """The dotted key `section.name`, as in files and on command lines."""
     type: str
     """The allowed values, in words."""
     default: str
-    """The default value in YAML, and those of optimizers that differ."""
+    """The default value in YAML, and the defaults of optimizers that differ."""
     sentence: str
-    """The description of the setting."""
+    """The sentence that explains the setting."""
     may_change: bool
     """Whether a resumed run may change the value without `--allow-change`."""
     only_with: tuple[str, ...]
-    """Conditions of which at least one must hold, or the setting is refused."""
+    """Conditions of which at least one must hold. Otherwise the setting is refused."""
 
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Return all settings by key, in the order of the sections."""
+    """Return all settings by key, in schema order."""
     every: dict[str, Setting] = {}
     for section, classes in sections().items():
         for cls in classes:
@@ -56,7 +56,7 @@ def settings() -> dict[str, Setting]:
             for name, field in cls.model_fields.items():
                 key = f"{section}.{name}"
                 content = schema["properties"][name]
-                if "const" in content:  # `optim.name`, which chooses the class
+                if "const" in content:  # `optim.name`, which selects the class
                     content = {"enum": union_tags(section), "default": union_tags(section)[0]}
                 conditions = [each for each in field.metadata if isinstance(each, OnlyWith)]
                 described = Setting(
@@ -76,12 +76,12 @@ def settings() -> dict[str, Setting]:
 
 
 def as_yaml(value: Any) -> str:
-    """Return `value` as it is written in a config file."""
+    """Return `value` in the notation of a config file."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def type_in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Return the values that a JSON Schema allows, such as `number above 0, or null`."""
+    """Return the values that a JSON Schema allows in words, such as `number above 0, or null`."""
     if "$ref" in schema:
         fields = definitions[schema["$ref"].rpartition("/")[2]]["properties"]
         return f"{{{', '.join(fields)}}}"
@@ -109,7 +109,7 @@ def type_in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 @cache
 def recipes() -> dict[str, dict[str, Any]]:
-    """Return the settings of each shipped recipe: name -> key -> value."""
+    """Return the settings that each shipped recipe sets: name -> key -> value."""
     given: dict[str, dict[str, Any]] = {}
     for path in sorted(recipes_folder().rglob("*.yaml")):
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -122,5 +122,5 @@ def recipes() -> dict[str, dict[str, Any]]:
 
 
 def num_recipes() -> Counter[str]:
-    """Return the number of recipes that set each key."""
+    """Return how many recipes set each key."""
     return Counter(key for values in recipes().values() for key in values)

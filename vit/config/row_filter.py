@@ -1,8 +1,9 @@
 """Select samples by an expression over the columns of an index.
 
-An example is `min(width, height) >= 64 and size < 5_000_000`. Python's parser turns the text into a
-tree, which is computed on whole columns. Only columns, numbers, comparisons, `and`, `or`, `not`,
-`+ - * /`, `min` and `max` are allowed; errors name the position of anything else.
+For example, `min(width, height) >= 64 and size < 5_000_000` selects rows by size. Python's parser
+turns the text into a tree, which is evaluated on whole columns. Only columns, numbers, comparisons,
+`and`, `or`, `not`, `+ - * /`, `min` and `max` are allowed. An error names the position of anything
+else.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: operator.eq,
     ast.NotIn: operator.ne,
 }
-"""Comparisons with one value; `in` is computed as `==` with each value on its right."""
+"""The comparison operators. `in` compares with each value on its right by `==`."""
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"min": np.minimum, "max": np.maximum}
 COLUMNS_AND_UNITS = (
     f"{', '.join(COLUMNS)} ({', '.join(f'{name}: {unit}' for name, unit in COLUMNS.items())})"
@@ -53,7 +54,8 @@ class RowFilter:
     """A parsed expression that selects rows of an index."""
 
     def __init__(self, text: str):
-        """Parse `text`. Raises ValueError with the position of a part that is not allowed."""
+        """Parse `text`. Raises ValueError with the position of an expression that is not
+        allowed."""
         self.text = text.strip()
         try:
             self._tree = ast.parse(self.text, mode="eval").body
@@ -65,11 +67,11 @@ class RowFilter:
         self(np.zeros(1, [(name, np.int64) for name in COLUMNS]), None)
 
     def __call__(self, rows: np.ndarray, class_names: Sequence[str] | None) -> NDArray[np.bool_]:
-        """Return whether each row is selected, (n,). Raises ValueError for an unknown class.
+        """Return a mask (n,) of the selected rows. Raises ValueError for an unknown class name.
 
-        class_names: None if they are not known yet; then every name is accepted.
+        class_names: None if the names are not known yet, which accepts every name.
         """
-        # A division by 0 gives infinity, which comparisons handle.
+        # Division by 0 gives infinity, which comparisons handle.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             chosen = _Computation(self.text, rows, class_names).value(self._tree)
         if chosen.dtype != np.bool_:
@@ -79,9 +81,9 @@ class RowFilter:
 
 @dataclass
 class _Computation:
-    """Computes parts of an expression for some rows; raises ValueError for parts not allowed.
+    """An evaluator of expressions for some rows. Raises ValueError for an expression not allowed.
 
-    A value is a numpy array or scalar: bool for a condition, float64 for a number.
+    A value is a numpy array or scalar: bool for conditions, float64 for numbers.
     """
 
     text: str
@@ -89,7 +91,7 @@ class _Computation:
     class_names: Sequence[str] | None
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of a part."""
+        """Return the value of an expression."""
         match node:
             case ast.BoolOp(op=op, values=parts):
                 function = np.logical_and if isinstance(op, ast.And) else np.logical_or
@@ -127,7 +129,7 @@ class _Computation:
         )
 
     def _part(self, part: ast.expr, is_truth: bool = False) -> Any:
-        """Return the value of a part that must be a condition (`is_truth`), or a number."""
+        """Return the value of a part, which must be a condition if `is_truth`, else a number."""
         value = self.value(part)
         if (value.dtype == np.bool_) != is_truth:
             expected = "a comparison" if is_truth else "a number or a column"

@@ -1,4 +1,4 @@
-"""Define and check the settings for the names of image and label members in a tar.
+"""Define and check the settings that name the image and label members in a tar.
 
 `vit.data.shards.members` applies these settings.
 """
@@ -9,15 +9,15 @@ import re
 from typing import NamedTuple
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-"""The image suffixes of a layout that does not set any."""
+"""The image suffixes that are accepted if a layout does not set any."""
 
 
 NO_LABEL = "none"
-"""The value that replaces a label's suffix if samples have no labels; the index then stores -1."""
+"""The label suffix of samples without labels. The index then stores label -1."""
 
 
 class Names(NamedTuple):
-    """The text that a user writes before each value of a layout."""
+    """The prefix, such as a flag, that messages print before each value of a layout."""
 
     image: str
     label: str
@@ -34,12 +34,12 @@ SETTINGS = Names(
 
 
 def image_suffixes(image: str | None) -> tuple[str, ...]:
-    """Return the suffixes that `image` names (one, or several joined by `;`), in lower case."""
+    """Return the suffixes in `image` (one, or several joined by `;`) in lower case."""
     return IMAGE_EXTENSIONS if image is None else tuple(image.lower().split(";"))
 
 
 def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: Names) -> list[str]:
-    """Return a message for each wrong value of a `SampleLayout`. names: prefixes for messages."""
+    """Return a message for each invalid value of a `SampleLayout`. names: prefixes for messages."""
     images = image_suffixes(image)
     suffix = "[^./:]+" if keys_with_dots else "[^./:][^/:]*"
     values = [(names.image, text, suffix) for text in images]

@@ -1,12 +1,12 @@
 """Define every setting of a run: its type, default, unit and description.
 
-`vit.config.io` makes a `Config` from a YAML file and the command line's `key=value` overrides. A
-`Config` is frozen, complete and checked (`vit.config.checks`). Other modules receive only the
-section that they need, and define no defaults. `None` means that a value is derived from the data,
+`vit.config.io` creates a `Config` from a YAML file and the `key=value` overrides on the command
+line. A `Config` is frozen, complete and checked (`vit.config.checks`). Each other module receives
+only its own section and defines no defaults. `None` means that a value is derived from the data,
 the model's preset or the number of ranks.
 
-Sizes of images and patches are in pixels. A *step* is one attempt to train on a global batch. The
-key of a duration ends with its unit.
+Image and patch sizes are in pixels. A *step* is one attempt to train on a global batch. Keys of
+durations end with the unit.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class EvalConfig(Section):
     (docs/evaluation.md); `None`: no curve."""
 
     def further_places(self, root: str, split: str) -> list[tuple[str, str]]:
-        """Return root and split of each of `sets`, except those equal to (`root`, `split`)."""
+        """Return the root and split of each of `sets`, except those equal to (`root`, `split`)."""
         places = [(each.root or root, each.split or split) for each in self.sets.values()]
         return [place for place in dict.fromkeys(places) if place != (root, split)]
 
@@ -183,7 +183,7 @@ class GuardConfig(Section):
     """Maximum number of rewinds; one more stops the run."""
 
     def rewinds(self) -> bool:
-        """Return whether a run may rewind."""
+        """Return whether a guard setting allows rewinds."""
         return "rewind" in (self.on_nonfinite, self.on_spike)
 
 

@@ -1,12 +1,12 @@
-"""Give each attempt of a job its own key prefix in torchrun's store.
+"""Give each attempt of a job its own key prefix in torchrun's key-value store.
 
 torchrun uses one store for all attempts of a job (torch 2.15), and hosts may count attempts
-differently. A rank could therefore read keys of an earlier attempt, such as the reason why that
-attempt ended. With `--max-restarts`, rank 0 draws a random name for each attempt. A rank that reads
-the name of an earlier attempt waits until rank 0 replaces the name:
+differently. Without a prefix, a rank could read keys from an earlier attempt, such as the reason
+why that attempt ended. With `--max-restarts`, rank 0 therefore draws a random name for each
+attempt. A rank that reads the name of an earlier attempt waits until rank 0 replaces the name:
 
     rank 0    round = <name>          collects the tokens of all ranks, and writes them as one list
-    rank n    <name> n = <token>      has met this rank 0 when its token is in that list
+    rank n    <name> n = <token>      joins the attempt when its token is in that list
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vit.distributed.world import POLL_S, RankLost
 
 
 def may_restart() -> bool:
-    """Return whether torchrun starts the ranks again after a failure."""
+    """Return whether torchrun restarts the ranks after a failure."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or "0") > 0
 
 
 def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Store:
-    """Return a view of `store` with a new prefix, the same on all ranks of this attempt.
+    """Return a view of `store` whose key prefix is unique to this attempt and equal on all ranks.
 
     Raises RankLost if a rank does not join within `limit`.
     """

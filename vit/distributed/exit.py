@@ -1,10 +1,10 @@
 """End a process with a message, an exit status, and a report to torchrun.
 
-`run_command` ends a command with one line and an exit status. A mistake that all ranks find is
-reported by one of them. Under torchrun, a failing rank writes its message to the file in
+`run_command` ends a command with one line and an exit status. If all ranks find the same mistake,
+only one of them reports it. Under torchrun, a failing rank writes its message to the file in
 TORCHELASTIC_ERROR_FILE, and torchrun prints that message at the end of its report. A rank that
-fails because of another rank waits until a rank of its host has reported a message, and exits with
-status 0. torchrun then reports only the original failure. `StopSignals` handles the signals that
+fails because of another rank waits until a rank on its host has reported a message, and then exits
+with status 0, so torchrun reports only the original failure. `StopSignals` handles the signals that
 stop a run.
 """
 
@@ -45,11 +45,11 @@ from vit.system.files import FULL
 from vit.system.redact import guard_console, printed, shown
 
 SILENT_S = 20.0
-"""The maximum time that a rank without a message waits for a rank of its host to report one. On a
-loaded machine, ranks find the same mistake many seconds apart, and after a shorter wait it would be
-reported twice. A rank waits this long only if no rank of its host reports."""
+"""The maximum time that a rank without a message waits for another rank on its host to report one.
+On a loaded machine, ranks find the same mistake many seconds apart, and a shorter wait would report
+it twice."""
 REPORTED_S = 0.3
-"""Time that a rank waits after its report. Other ranks check four times as often, so they exit
+"""The time that a rank waits after its report. Other ranks check four times as often, so they exit
 first."""
 LOST = "lost the connection to another rank"
 _LOWER = (
@@ -58,7 +58,7 @@ _LOWER = (
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM, SIGHUP or SIGINT arrived before the first step, so there is nothing to save."""
+    """An exception raised by SIGTERM, SIGHUP or SIGINT before the first step."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -66,12 +66,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """A record of the signals that ask this process to end. All ranks stop at the next step.
+    """The signals that ask this process to stop. All ranks stop at the next step.
 
-    Before `remember_only` is called there is nothing to save, so SIGTERM, SIGHUP and SIGINT end the
-    process immediately, even while it waits for another rank. SIGUSR1, which batch scripts send
-    before a time limit, is always remembered, so that the first step is finished and saved. A
-    SIGHUP that the process already ignores, as after nohup, stays ignored.
+    Before `remember_only` is called, there is nothing to save, so SIGTERM, SIGHUP and SIGINT end
+    the process immediately, even while it waits for another rank. SIGUSR1, which batch scripts send
+    before a time limit, is always only recorded, so that the first step is finished and saved. If
+    the process already ignores SIGHUP, as under nohup, SIGHUP stays ignored.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
-        # Set before raising: code that suppresses exceptions, such as `__del__`, may swallow it.
+        # Set this before raising, because code such as `__del__` may swallow the exception.
         self.received = signal.Signals(number).name
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
-        if is_second and number == signal.SIGINT:  # a second Ctrl-C: stop now
+        if is_second and number == signal.SIGINT:  # a second Ctrl-C: stop immediately
             raise KeyboardInterrupt
 
     def remember_only(self) -> None:
@@ -96,27 +96,26 @@ class StopSignals:
         self._ends_at_once = False
 
     def release_interrupt(self) -> None:
-        """Let Ctrl-C interrupt again, because no further step checks `received`."""
+        """Let Ctrl-C interrupt the process again, because no later step checks `received`."""
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
     def restore(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
 def run_command(command: Callable[[], World | None]) -> None:
-    """Run `command`, which returns the world it joined, and end the process.
+    """Run `command`, which returns the world that it joined, and end the process.
 
-    The exit status is 0 if the command returned; 2 after a mistake that the user can fix, with one
-    message and no stack; 1 after any other error, with its stack; 129, 130 or 143 after a signal.
-    A ValueError that this project raises is a mistake of the user. A ValueError from a library is a
-    bug, so its stack is printed.
+    The exit status is 0 if the command returned; 2 after a mistake that the user can fix, with a
+    ValueErrors from this project's code are mistakes of the user. ValueErrors from a library are
+    bugs, so their stack traces are printed.
     """
     guard_console()
     try:
         world = command()
-        sys.stdout.flush()  # a result that does not fit on its disk is an error
+        sys.stdout.flush()  # Raises an error here if the disk with stdout is full.
         if world is not None:
             leave_world(world)
     except AlreadyReported as error:
@@ -124,7 +123,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except ValueError as error:
         if not _is_ours(error):
             _leave_with_stack()
-        # Before the ranks have met, all ranks of a host find the same mistake. One reports it.
+        # Before the ranks connect, all ranks on a host find the same mistake. Only one reports it.
         if os.environ.get("LOCAL_RANK", "0") != "0" and not dist.is_initialized():
             _leave_silently(f"error: {error}", 2)
         _leave_with_message(f"error: {error}", 2)
@@ -144,12 +143,13 @@ def run_command(command: Callable[[], World | None]) -> None:
 
 
 def leave_world(world: World) -> None:
-    """Wait for all ranks, and end this process with status 0; return only in a world of one."""
+    """Wait for all ranks, and exit this process with status 0. With a single rank, just return."""
     if world.size == 1:
         return
-    # gloo's worker threads race with the interpreter's finalization: a plain exit aborts about a
-    # quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). To
-    # prevent the race, wait for all ranks, delete all DDP objects, and skip the finalization.
+    # The worker threads of gloo race with the interpreter's finalization. A normal exit aborts
+    # about a quarter of two-rank runs in torch 2.15 ("terminate called without an active
+    # exception"). To prevent the race, wait for all ranks, delete all DDP objects, and skip
+    # finalization.
     world.barrier()
     gc.collect()
     dist.destroy_process_group()
@@ -157,7 +157,7 @@ def leave_world(world: World) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process immediately; other ranks notice the closed connections."""
+    """Exit this process immediately. Other ranks notice the closed connections."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # The disk is full, which has already been reported.
             stream.flush()
@@ -165,7 +165,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _leave_with_message(message: str, status: int) -> NoReturn:
-    """Print `message`, report it to the other ranks and to torchrun, and end."""
+    """Print `message`, report it to torchrun and to the other ranks, and exit."""
     message = printed(f"{_rank_prefix()}{message}")
     print(message, file=sys.stderr, flush=True)
     if status == 2:
@@ -176,7 +176,7 @@ def _leave_with_message(message: str, status: int) -> NoReturn:
 
 
 def _leave_with_stack() -> NoReturn:
-    """End because of a bug, with its stack as the message."""
+    """Exit because of a bug, with the stack trace as the message."""
     traceback.print_exc()
     announce_end(f"rank {_rank()} ended with an error")
     _report_to_torchrun(traceback.format_exc())
@@ -184,7 +184,7 @@ def _leave_with_stack() -> NoReturn:
 
 
 def _leave_because_of_others(message: str, status: int) -> NoReturn:
-    """End for an outside cause; print `message` unless a rank of this host has reported."""
+    """Exit for an external cause. Print `message` unless a rank on this host has reported."""
     if _host_has_reported():
         leave(0)
     print(f"{_rank_prefix()}{message}", file=sys.stderr, flush=True)
@@ -193,11 +193,11 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
 
 
 def leave_hung(verdict: Verdict) -> NoReturn:
-    """End because a rank hangs (`verdict`); may be called on any thread.
+    """Exit because a rank hangs (`verdict`). May be called on any thread.
 
-    The lowest rank that does not hang prints the message. On a host without a network, its first
-    rank does. A rank that may hang prints the stack of its main thread. This function never uses
-    the store, because the main thread may block its connection.
+    The lowest rank that does not hang prints the message. On a host that has lost its network, the
+    host's first rank prints it. A rank that may hang prints the stack of its main thread. This
+    function never uses the store, because the main thread may be blocking it.
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
@@ -223,9 +223,9 @@ def leave_hung(verdict: Verdict) -> NoReturn:
 
 
 def _leave_silently(message: str, status: int) -> NoReturn:
-    """End for a cause that another rank reports.
+    """Exit because of an error that another rank reports.
 
-    The exit status is 0 once a rank of this host has reported to torchrun, or torchrun has sent
+    The exit status is 0 once a rank on this host has reported to torchrun, or torchrun has sent
     SIGTERM. If neither happens within SILENT_S, it is `status`, and torchrun gets `message`.
     """
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
@@ -239,23 +239,23 @@ def _leave_silently(message: str, status: int) -> NoReturn:
 
 
 def _error_file() -> Path | None:
-    """Return the file for this rank's message, <attempt>/<local rank>/<name>; None without
+    """Return the path of this rank's message, <attempt>/<local rank>/<name>; None without
     torchrun."""
     named = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return Path(named) if named else None
 
 
 def _host_has_reported() -> bool:
-    """Return whether a rank of this host has written its message for torchrun."""
+    """Return whether a rank on this host has written its message for torchrun."""
     file = _error_file()
     return file is not None and any(file.parent.parent.glob(f"*/{file.name}"))
 
 
 def _report_to_torchrun(message: str) -> None:
-    """Write `message` for torchrun's report, and wait until the host's other ranks can see it.
+    """Write `message` for torchrun's report, and wait until other ranks on this host can see it.
 
-    The format is that of the ErrorHandler in `torch.distributed.elastic`. torchrun prints its
-    "py_callstack".
+    The format is that of the ErrorHandler in `torch.distributed.elastic`. torchrun prints the value
+    of "py_callstack".
     """
     file = _error_file()
     if file is None:
@@ -267,7 +267,7 @@ def _report_to_torchrun(message: str) -> None:
         hidden.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
         os.replace(hidden, file)
     except OSError:
-        return  # The disk may be full. The message has been printed.
+        return  # The disk may be full. The message has already been printed.
     if local_world_size() > 1:
         time.sleep(REPORTED_S)
 
@@ -281,15 +281,15 @@ def _rank_prefix() -> str:
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Return whether code of this project raised `error`, with a message for the user."""
+    """Return whether `error` was raised by this project's own code, with a message for the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    # All of vit/ (this file must stay two folders below it), and the script itself.
+    # This project's code is vit/ (two folders above this file) and the script itself.
     ours = (Path(__file__).resolve().parents[1], Path(sys.argv[0]).resolve())
     return any(raised_in.is_relative_to(place) for place in ours)
 
 
 def _lost_connection(error: Exception) -> str:
-    """Return a message if gloo or NCCL raised `error` because a rank has ended, else ""."""
+    """Return a message if gloo or NCCL raised `error` because a rank has exited, else ""."""
     signs = (
         "onnection closed by peer",
         "onnection reset by peer",
@@ -312,7 +312,7 @@ def _whose_remedy_is_known(error: Exception) -> str:
 
 
 def problem_of(error: Exception) -> str:
-    """Return a message for an `error` that does not end the process."""
+    """Return a message about an `error` that does not stop the process."""
     if isinstance(error, ValueError) and _is_ours(error):
         return str(error)
     first_line = (str(error).strip().splitlines() or [""])[0]
@@ -321,10 +321,10 @@ def problem_of(error: Exception) -> str:
 
 
 def out_of_memory(error: Exception) -> str:
-    """Return a message with the settings to lower if memory ran out; "" for other errors.
+    """Return a message that lists the settings to lower if memory ran out; "" for other errors.
 
-    Only the GPU's error has its own class. Errors of the CPU's allocator and of loader workers are
-    recognized by their text.
+    Only GPU out-of-memory errors have their own class. Errors of the CPU allocator and of loader
+    workers are recognized by their text.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -355,7 +355,7 @@ def out_of_memory(error: Exception) -> str:
 
 
 def _has_no_order(error: Exception) -> str:
-    """Return a message for an operation that train.deterministic refuses; "" for other errors."""
+    """Return a message about an operation that train.deterministic refuses; "" for other errors."""
     match = re.search(r"(\S+)( with .*)? does not have a deterministic implementation", str(error))
     if match is None:
         return ""
@@ -366,12 +366,12 @@ def _has_no_order(error: Exception) -> str:
 
 
 def _failed_to_compile(error: Exception) -> str:
-    """Return a message for an error of torch.compile about a model; "" for other errors.
+    """Return a message about an error of torch.compile on a model; "" for other errors.
 
-    `vit.training.compiling.why_not_compiled` has only checked that the host can compile.
+    `vit.training.compiling.why_not_compiled` checks only that the host can compile.
     """
-    verbose = "TORCHDYNAMO_VERBOSE"  # torch's own variable
-    dynamo = sys.modules.get("torch._dynamo.exc")  # imported when a model is compiled
+    verbose = "TORCHDYNAMO_VERBOSE"  # an environment variable of torch
+    dynamo = sys.modules.get("torch._dynamo.exc")  # None unless a model was compiled
     if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
         return ""
     if os.environ.get(verbose) == "1":
@@ -385,7 +385,7 @@ def _failed_to_compile(error: Exception) -> str:
 
 
 def _too_many_open(error: Exception) -> str:
-    """Return a message if a limit of open files is reached, else ""."""
+    """Return a message if the limit on open files is reached, else ""."""
     if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     if error.errno == errno.ENFILE:
@@ -398,7 +398,7 @@ def _too_many_open(error: Exception) -> str:
 
 
 def _disk_full(error: Exception) -> str:
-    """Return a message for a full disk or an exhausted quota; "" for other errors."""
+    """Return a message about a full disk or an exhausted quota; "" for other errors."""
     if not isinstance(error, OSError) or error.errno not in FULL:
         return ""
     place = f"{error.filename}: " if error.filename else ""

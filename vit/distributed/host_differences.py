@@ -1,4 +1,4 @@
-"""Compare the software and settings of all hosts, and report each value with its hosts.
+"""Compare the software and settings of all hosts, and report each difference with its hosts.
 
 each rank: `software` and the caller's values -> {name: value} -> rank 0: `differences`
 """
@@ -26,13 +26,13 @@ REMEDIES = {
     "config": "all hosts must see the same files",
     "driver": "exclude these hosts, or install the same driver on all hosts",
 }
-"""Remedies by name. All other names are software versions or variables."""
+"""The remedy for each name. All names not listed are software versions or variables."""
 _MAY_DIFFER = ("CPU kernels", "GPU")
-"""Names whose differences affect only the speed or the last bits of a sum."""
+"""The names whose differences affect only the speed or the last bits of sums."""
 
 
 class Difference(NamedTuple):
-    """A name whose value differs between ranks."""
+    """A setting or version that differs between ranks."""
 
     name: str
     said: str
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def software() -> dict[str, str]:
-    """Return the versions and settings, by name, that should be equal on all ranks."""
+    """Return all versions and settings, by name, that should be equal on all ranks."""
     versions = {"torch": torch.__version__, "Python": platform.python_version()}
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
@@ -55,7 +55,7 @@ def software() -> dict[str, str]:
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Return the version of NVIDIA's kernel module, or "". `root`: the folder of `proc`."""
+    """Return the version of the NVIDIA kernel module, or "". `root`: the folder of `proc`."""
     match = re.search(
         r"Kernel Module.*?(\d+(?:\.\d+)+)", text_of(root / "proc/driver/nvidia/version")
     )
@@ -63,9 +63,9 @@ def driver_version(root: Path = Path("/")) -> str:
 
 
 def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> list[Difference]:
-    """Return the differences between ranks.
+    """Return the values that differ between ranks.
 
-    by_rank: values by name, for each rank that reports. hosts: host of each rank, or () if all
+    by_rank: values by name, for each reporting rank. hosts: host name of each rank, or () if all
     ranks are on one host.
     """
     result = []
@@ -89,9 +89,9 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
 
 
 def places(ranks: Iterable[int], hosts: Sequence[str]) -> str:
-    """Return the hosts of `ranks`: "a (ranks 0-7), b (rank 8)".
+    """Return the hosts of `ranks`, such as "a (ranks 0-7), b (rank 8)".
 
-    hosts: host of each rank, () if unknown.
+    hosts: host name of each rank, or () if unknown.
     """
     ranks = sorted(ranks)
     if not hosts:
@@ -103,7 +103,7 @@ def places(ranks: Iterable[int], hosts: Sequence[str]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-3, 8"."""
+    """Return text such as "rank 3" or "ranks 0-3, 8"."""
     rows = [
         [rank for _, rank in row]
         for _, row in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
@@ -113,10 +113,10 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
-    """Return notes about software that differs between hosts. Every rank must call it.
+    """Return notes about software that differs between hosts. All ranks must call this.
 
-    Only the first rank of each host reports, because all processes of a host were started in the
-    same way. The result is [] on all ranks except rank 0, and if there is only one host.
+    Only the first rank on each host reports, because all processes on a host start in the same way.
+    The result is [] on all ranks except rank 0, and on a single host.
 
     own: values to add to `software`.
     """

@@ -1,4 +1,4 @@
-"""End a rank soon after the torchrun that started it, and torchrun soon after its ranks."""
+"""End a rank soon after its torchrun ends, and end torchrun soon after its ranks end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
-"""Time that torchrun may take to end after its ranks (torchrun gives its ranks the same time)."""
+"""The time that torchrun may take to exit after its ranks (torchrun grants its ranks the same
+time)."""
 ANSWERS_WITHIN_S = 2.0
-"""Time that the store on another host may take to answer after torchrun has died on this host."""
+"""The time that the store on another host may take to answer after torchrun died on this host."""
 _launcher = 0
-"""Process id of the torchrun that started this rank; 0 before `end_with_launcher`."""
+"""The process id of the torchrun that started this rank; 0 before `end_with_launcher`."""
 
 
 def world_size() -> int:
@@ -34,9 +35,9 @@ def is_main_process() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Make Linux send SIGTERM to this rank when torchrun dies, so that the run saves and stops.
+    """Make Linux send SIGTERM to this rank when torchrun dies, so that the run is saved and stops.
 
-    Otherwise the ranks would continue training unnoticed, in parallel with the next attempt.
+    Otherwise the ranks would continue to train unnoticed, in parallel with the next attempt.
     """
     global _launcher
     _launcher = os.getppid()
@@ -58,25 +59,25 @@ def took_store_along() -> bool:
 
 
 def end_launcher_later() -> None:
-    """Fork a process that kills torchrun if torchrun is still running after `ENDS_WITHIN_S`.
+    """Fork a process that kills torchrun if it is still running after `ENDS_WITHIN_S`.
 
-    If a host loses its network, torchrun waits for the store without a time limit, and only SIGKILL
-    ends that wait (torch 2.15). A torchrun with restarts left is not killed, because it will start
-    the ranks again when the network is back.
+    When a host loses its network, torchrun waits for the store without a time limit, and only
+    SIGKILL ends that wait (torch 2.15). A torchrun with restarts left is not killed, because it
+    restarts the ranks when the network is back.
     """
     allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "") != allowed or sys.platform != "linux":
         return
     parent = os.getppid()
-    launcher = os.pidfd_open(parent)  # Process ids can be reused, but descriptors cannot.
+    launcher = os.pidfd_open(parent)  # A process id can be reused, but a pidfd cannot.
     line = Path(f"/proc/{parent}/cmdline").read_bytes()
     if not any(name in line for name in (b"torchrun", b"torch.distributed.run")):
-        return  # A scheduler started this rank without torchrun.
+        return  # No torchrun: a scheduler started this rank.
     if os.fork():
         return
     try:
         os.setsid()
-        os.closerange(0, launcher)  # Files and connections of the rank must close with the rank.
+        os.closerange(0, launcher)  # Do not keep the files and connections of the rank open.
         os.closerange(launcher + 1, os.sysconf("SC_OPEN_MAX"))
         if not select.select([launcher], [], [], ENDS_WITHIN_S)[0]:
             signal.pidfd_send_signal(launcher, signal.SIGKILL)

@@ -1,11 +1,11 @@
 """Write the outcome of an attempt to a file for its launcher, and read it.
 
-torchrun exits with status 1 after every SIGTERM, and if a rank exits with 2. Its exit status does
-not show whether another attempt makes sense. A launcher therefore names a file in VIT_OUTCOME_FILE.
-The ranks of its host create this file as a link whose target is one word, and launch/job.py reads
-the word. After a crash the file is missing, because a killed process cannot write. A mistake is
-written only on the host whose rank reports it. This module does not import torch, so that launchers
-start quickly.
+torchrun exits with status 1 after every SIGTERM, and also if a rank exits with 2. Its exit status
+therefore does not show whether a retry makes sense. A launcher sets VIT_OUTCOME_FILE to a path. The
+ranks on its host create a symbolic link there whose target is one word, which launch/job.py reads.
+After a crash the link is missing, because a killed process cannot write. A mistake is written only
+on the host whose rank reports it. This module does not import torch, so that launchers start
+quickly.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal, get_args
 
 OUTCOME_VARIABLE = "VIT_OUTCOME_FILE"
 Outcome = Literal["finished", "stopped", "mistake"]
-"""finished: nothing is left to do; stopped: saved after a signal; mistake: an error of the user,
-for which ranks exit with status 2."""
+"""finished: nothing is left to do; stopped: saved after a signal; mistake: a user error, after
+which ranks exit with status 2."""
 
 
 def tell_outcome(outcome: Outcome) -> None:
@@ -29,13 +29,14 @@ def tell_outcome(outcome: Outcome) -> None:
     path = Path(named)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):  # Without the file, the launcher assumes a crash.
-        # A link fits on a full disk, because its target is stored in the folder entry.
+        # A symbolic link can be created on a full disk, because its target is stored in the
+        # directory entry.
         os.symlink(outcome, hidden)
         os.replace(hidden, path)
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """Return the outcome that the ranks of this host wrote; None after a crash."""
+    """Return the outcome that the ranks on this host wrote, or None after a crash."""
     try:
         word = os.readlink(path)
     except OSError:

@@ -1,8 +1,8 @@
 """Join torchrun's process group, choose the device, and wrap the model.
 
 torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. `join_world` reads these variables, agrees with the
-other ranks on the kind of device, and returns the `World` (vit/distributed/world.py) that other
-modules use. CPUs communicate by gloo, GPUs by NCCL.
+other ranks on the kind of device, and returns the `World` (vit/distributed/world.py) that all other
+modules use. CPU ranks communicate through gloo, and GPU ranks through NCCL.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ __all__ = [
 ]
 
 REDUCED_AT_ONCE = 25 * 2**20
-"""The number of gradient bytes that DDP reduces in one all-reduce (torch's default)."""
+"""The gradient bytes that DDP reduces in a single all-reduce (torch's default)."""
 _joined: World | None = None
-"""The world that this process has joined."""
 
 
 def announce_end(message: str) -> None:
-    """Call `World.announce_end`, if this process has joined a world."""
+    """Call `World.announce_end` if this process has joined a world."""
     if _joined is not None:
         _joined.announce_end(message)
 
@@ -69,16 +68,15 @@ def join_world(
     collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
     limit: timedelta | None = None,
 ) -> World:
-    """Join torchrun's process group, or return a world of one rank without torchrun.
+    """Join torchrun's process group. Without torchrun, return a world of one rank.
 
     Args:
-        device: "cpu", "cuda" or "auto". "auto" means GPUs if every host has one per rank, else
-            CPUs.
-        setting: name of the setting or flag of `device` in messages.
-        found: devices of this host; None: the result of `find_devices`.
+        device: "cpu", "cuda" or "auto", which means GPUs if every host has one per rank, else CPUs.
+        setting: the prefix of `device` in messages: a setting or a flag.
+        found: the devices of this host; None: call `find_devices`.
         deterministic: whether GPUs use only deterministic operations.
-        collective_timeout: time after which gloo and NCCL abort a collective.
-        limit: how long rank 0 waits for the others; None: COLLECTIVE_TIMEOUT.
+        collective_timeout: the time after which gloo and NCCL abort a collective.
+        limit: the time that rank 0 waits for the other ranks; None: COLLECTIVE_TIMEOUT.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks, hosts differ, or the ranks cannot connect.
@@ -105,9 +103,10 @@ def join_world(
     world = _agree_on_device(world, device, setting, found or find_devices(), limit)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
-        # Must precede the first CUDA call, or every rank would open a context on GPU 0.
+        # Set the device before the first CUDA call. Otherwise every rank would open a context on
+        # GPU 0.
         torch.cuda.set_device(world.device)
-        # NCCL's threads and loader workers inherit the cores, so bind before they start.
+        # Bind before NCCL's threads and the loader workers start, because they inherit the cores.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
     if store is not None:
         try:
@@ -127,9 +126,9 @@ def join_world(
 def _agree_on_device(
     world: World, device: str, setting: str, found: HostDevices, limit: timedelta | None = None
 ) -> World:
-    """Return `world` with this rank's device, and the hosts and processes of all ranks.
+    """Return `world` with this rank's device and the hosts and process ids of all ranks.
 
-    Rank 0 decides for all ranks before NCCL or gloo is chosen, because ranks with different
+    Rank 0 decides for all ranks before NCCL or gloo is selected, because ranks with different
     backends would wait for each other. Raises the errors of `choose_device`.
     """
     space = _pid_space()
@@ -138,13 +137,13 @@ def _agree_on_device(
         world.gather("rank", own)
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
-        # Called inside `decide`, so that all ranks get the error if one rank does not join.
+        # Gather inside `decide`, so that all ranks get the error if one rank does not join.
         gathered = world.gather("rank", own, limit)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        # The result is sent to every rank. One name per host keeps it short.
+        # Every rank receives the result. One name per host keeps the result short.
         rows = groupby(each.host for each in devices)
         return kind, [(host, len(list(row))) for host, row in rows]
 
@@ -165,9 +164,9 @@ def _agree_on_device(
 
 
 def _pid_space() -> str:
-    """Return an identifier of the kernel and container, or "" if it is unknown.
+    """Return an identifier of the kernel and container, or "" if unknown.
 
-    Only ranks with the same identifier can find each other by process id.
+    Ranks can look up each other by process id only if their identifiers are equal.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -177,41 +176,40 @@ def _pid_space() -> str:
 
 
 def _set_backends() -> None:
-    """Fix settings of torch whose defaults would change results or waste memory."""
+    """Set options of torch whose defaults would change results or waste memory."""
     # `fp32` must mean fp32. TF32, the default of cuDNN, is 8 times as fast but has only 10 bits of
     # fraction. Users who want speed can set bf16.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # Benchmarking could choose a different kernel after a resume, which would change the bits.
+    # Benchmarking may choose another kernel after a resume, which would change the bits.
     torch.backends.cudnn.benchmark = False
-    # Augmentation allocates hundreds of sizes in each step, which would fragment the GPU's memory
-    # without expandable segments. The user's settings take precedence.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when the first GPU tensor is created
+    # Augmentation allocates tensors of hundreds of sizes in each step, which would fragment GPU
+    # memory without expandable segments. The user's own value takes precedence.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch reads it for the first GPU tensor
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def make_deterministic() -> None:
-    """Make torch use only deterministic operations on GPUs, and raise errors for others.
+    """Make torch use only deterministic GPU operations and raise an error for all others.
 
-    Must be called before CUDA starts, because libraries then read their environment variables. Has
-    no effect on CPUs.
+    This function must be called before CUDA starts, because libraries then read their environment
+    variables. It has no effect on CPUs.
     """
-    # Flash attention's backward pass and cuBLAS obey this setting. torch.compile then does not
-    # choose kernels by timing.
+    # This setting applies to the backward pass of flash attention and to cuBLAS. It also stops
+    # torch.compile from choosing kernels by timing.
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
-    # By default this mode also fills new memory, which takes time and only hides reads of
-    # uninitialized memory.
+    # By default, this mode also fills new memory with a fixed value. That takes time and would only
+    # hide reads of uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # In this mode torch refuses matrix products with any other value.
+    # In deterministic mode, torch refuses matrix products with any other value of this variable.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # NVSwitch adds in no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
+    # NVSwitch reductions have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
     os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
 def _why_not_met(reason: str) -> str:
-    """Return a message for ranks that could not connect."""
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
@@ -227,11 +225,11 @@ def _why_not_met(reason: str) -> str:
 
 
 def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
-    """Return `model` wrapped by DDP, or `model` itself in a world of one rank.
+    """Return `model` wrapped by DDP, or `model` itself if there is only one rank.
 
     DDP copies rank 0's weights to all ranks, unless `sync` is False because a checkpoint will be
-    loaded. For models with batch norm, whose buffers change in training, it also copies the buffers
-    before each forward pass.
+    loaded. For models with batch norm, whose buffers change during training, DDP also copies the
+    buffers before each forward pass.
     """
     if world.size == 1:
         return model
@@ -239,26 +237,27 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
     if world.device.type == "cuda":
         options["device_ids"] = [world.device]
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        # All other buffers, such as fixed positions, never change, so a broadcast wastes time.
+        # Buffers of other models, such as fixed positions, never change, so broadcasting them
+        # wastes time.
         parameters = inspect.signature(DistributedDataParallel).parameters
-        renamed = "forward_sync_buffers" in parameters  # in torch 2.15
+        renamed = "forward_sync_buffers" in parameters  # since torch 2.15
         options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
     return DistributedDataParallel(model, **options)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which gradients of a wrapped `model` accumulate without an all-reduce.
+    """Return a context in which the gradients of `model` accumulate without an all-reduce.
 
-    The forward pass must be inside the context as well.
+    The forward pass must run inside the context as well.
     """
-    # For FSDP2, which `wrap` does not use, this would be `set_requires_gradient_sync`. Without that
-    # call its gradients would be correct, but reduced after each micro-batch.
+    # FSDP2, which `wrap` does not use, would need `set_requires_gradient_sync`. Without that call,
+    # its gradients would be correct, but would be reduced after each micro-batch.
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB of the GPU, or of this process on the CPU."""
+    """Return the peak memory of the GPU in GiB, or of this process if the device is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    per_gib = 2**30 if sys.platform == "darwin" else 2**20  # bytes on macOS, KiB on Linux
+    per_gib = 2**30 if sys.platform == "darwin" else 2**20  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / per_gib

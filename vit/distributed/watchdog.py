@@ -1,22 +1,22 @@
-"""Detect a rank that stopped, hung or lost its host, and end the run with an error that names it.
+"""Detect a rank that has stopped, hangs or has lost its host, and end the run with an error.
 
     main thread   mark("waiting for data"), mark("in the step"), ...   counts its marks
     thread        beat -> store -> rank 0 compares all counts -> verdict -> store -> end of the run
 
 In a collective all ranks wait, and a time-out does not show which rank is late. But all ranks make
-the same marks in the same order, so the late rank has made the fewest. The heartbeats ("beats") go
-through torchrun's store, over a separate connection that works while the main thread waits in a
+the same marks in the same order, so the late rank has the fewest. Heartbeats ("beats") use
+torchrun's store over a separate connection, which works while the main thread waits in a
 collective.
 
     thread        no answer from the store and no new mark within the limit -> end of this rank
 
-If a network cable is pulled, connections stay open, and a request to the store waits forever. A
-second thread therefore only checks the clock. It ends the ranks of a host that has lost its
+If a network cable is pulled, connections stay open, and a request to the store never returns. A
+second thread, which only checks the clock, therefore ends the ranks on a host that has lost its
 network.
 
 In each beat, a rank sends one small message, then checks for a verdict and for rank 0's beat. Rank
-0 reads all beats with one request. With 4,096 ranks and the default limit, the store receives 700
-requests a second, and rank 0 reads 0.2 MB every 30 s (tests/scale counts both).
+0 reads all beats in one request. With 4,096 ranks and the default limit, the store receives 700
+requests per second, and rank 0 reads 0.2 MB every 30 s (tests/scale measures both).
 """
 
 from __future__ import annotations
@@ -36,31 +36,30 @@ import torch.distributed as dist
 from vit.distributed.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, StoreLost, World
 
 BEATS_PER_LIMIT = 20
-"""The number of beats within the limit, so that a verdict is at most a tenth of the limit late."""
+"""The number of beats per limit, so that a verdict is late by at most a tenth of the limit."""
 LONGEST_BEAT_S = 30.0
 ENDS_BY_ITSELF_S = 30.0
-"""Time after which the watch ends a rank if another rank has announced its end. A rank that waits
-in a collective of NCCL does not notice the announcement."""
+"""The time after which the watchdog ends its own rank if another rank has announced its end. A rank
+that waits in an NCCL collective does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
-"""Time that the last message to the store may take."""
+"""The time that the last message to the store may take."""
 NAMED = 4
-"""The maximum number of ranks that a message names."""
 VERDICT = "watch verdict"
-"""Key in the store with the reason for the end and the ranks that caused it."""
+"""The key in the store for the reason for the end and the ranks that caused it."""
 
 
 @dataclass
 class _Seen:
-    """The last beat of a rank that was read."""
+    """The most recent beat that was read from a rank."""
 
     number: int = -1
-    """The number of the beat; -1 before the rank's first beat and after its `Watch.close`."""
+    """The number of the beat; -1 before the first beat and after `Watch.close`."""
     count: int = -1
     step: int = 0
     doing: str = ""
     is_away: bool = False
     changed_at: float = 0.0
-    """The time (`time.monotonic`) at which the count of marks last grew."""
+    """The time (`time.monotonic`) at which the number of marks last increased."""
     heard_at: float = 0.0
 
 
@@ -70,13 +69,15 @@ class Verdict:
 
     message: str
     ranks: tuple[int, ...]
-    """Ranks that print a stack: those behind or silent, or the first ranks if none is behind."""
+    """The ranks that print a stack: those behind or silent, or the first ranks if none is
+    behind."""
     is_cut_off: bool = False
     """Whether this host has lost the connection to the store."""
 
 
 def collective_timeout(limit_s: float | None) -> timedelta:
-    """Return the time-out of collectives. The watch ends earlier, because it can name the rank."""
+    """Return the time-out of collectives. The watchdog ends earlier, because it can name the
+    rank."""
     if limit_s is None:
         return COLLECTIVE_TIMEOUT
     return timedelta(seconds=1.2 * limit_s + 60)
@@ -85,7 +86,7 @@ def collective_timeout(limit_s: float | None) -> timedelta:
 class Watch:
     """A watchdog that ends all ranks if one of them makes no progress for `limit_s`.
 
-    It does nothing in a world of one rank, or without a limit.
+    The watchdog does nothing with a single rank or without a limit.
 
     Args:
         limit_s: maximum time between two marks of a rank, and between two beats.
@@ -107,14 +108,14 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. Every rank must call it, and may call it again after `close`."""
+        """Start the threads. All ranks must call this. It may be called again after `close`."""
         if self._world.store is None or self._limit_s is None or self._threads:
             return
         try:
             with self._world.asking_store():
                 store = self._world.store.clone()
         except StoreLost:
-            return  # torchrun has ended, but the ranks may still save.
+            return  # torchrun has exited, but the ranks may still save.
         self._closed = threading.Event()
         self._answered_at = time.monotonic()
         beat_s = min(self._limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
@@ -127,7 +128,7 @@ class Watch:
             self._threads.append(thread)
 
     def mark(self, step: int, doing: str) -> None:
-        """Record that this rank begins `doing` of `step`.
+        """Record that this rank begins the activity `doing` of `step`.
 
         All ranks must make the same marks in the same order.
         """
@@ -147,18 +148,18 @@ class Watch:
             self._is_away = False
 
     def close(self) -> None:
-        """Stop the threads. Ranks that still watch reach no verdict without this rank."""
+        """Stop the threads. The watchdogs of other ranks then reach no verdict."""
         self._closed.set()
         for thread in self._threads:
             thread.join(LEAVES_WITHIN_S)
         self._threads = []
 
-    # --- the threads -----------------------------------------------------------------------------
+    # --- the watchdog threads ---------------------------------------------------------------------
 
     def _compare(
         self, store: dist.Store, limit_s: float, beat_s: float, closed: threading.Event
     ) -> None:
-        """Send beats and read those of other ranks, until `close` or a verdict."""
+        """Send beats and read those of other ranks until `close` or a verdict."""
         world = self._world
         watched = range(world.size) if world.is_main else range(1)
         seen = {rank: _Seen() for rank in watched if rank != world.rank}
@@ -174,28 +175,28 @@ class Watch:
                     verdict = self._verdict(store, seen, limit_s)
                 self._answered_at = time.monotonic()
             except StoreLost:
-                return  # torchrun or the first host has ended, but the ranks may still save.
+                return  # torchrun or the first host has stopped, but the ranks may still save.
             if verdict is not None:
                 self._end(verdict)
                 return
 
     def _look_at_clock(self, limit_s: float, beat_s: float, closed: threading.Event) -> None:
-        """End this rank if the store is silent and the main thread makes no marks.
+        """End this rank if the store does not answer and the main thread makes no marks.
 
-        This thread never uses the store, so it cannot block.
+        This thread never uses the store, which could block it.
         """
         looked_at = moved_at = time.monotonic()
         count = self._count
         while not closed.wait(beat_s):
             now = time.monotonic()
-            if now - looked_at > limit_s / 4:  # This process was stopped, as in `_look`.
+            if now - looked_at > limit_s / 4:  # The process itself was stopped, as in `_look`.
                 self._answered_at += now - looked_at
                 moved_at += now - looked_at
             looked_at = now
             if self._count != count:
                 count = self._count
                 moved_at = now
-            # Rank 0 may still be saving after the store has ended.
+            # Rank 0 may still be saving after the store has shut down.
             is_saving = self._is_away and self._world.is_main
             limit_now_s = LONGEST_WAIT.total_seconds() if is_saving else limit_s
             silent_s = now - self._answered_at
@@ -204,7 +205,7 @@ class Watch:
                 return
 
     def _cut_off(self, silent_s: float) -> str:
-        """Return a message with the address of the store and this rank's last mark."""
+        """Return a message with the store's address and this rank's last mark."""
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         world = self._world
         return (
@@ -217,7 +218,7 @@ class Watch:
         return [number, self._count, self._step, self._doing, self._is_away]
 
     def _verdict(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> Verdict | None:
-        """Return the verdict in the store, or judge the ranks and store the verdict."""
+        """Return the verdict in the store, or else judge the ranks and store a verdict."""
         if store.check([VERDICT]):
             message, ranks = json.loads(store.get(VERDICT))
             return Verdict(message, tuple(ranks))
@@ -227,7 +228,7 @@ class Watch:
         verdict = judge(seen, limit_s, self._looked_at, self._world.host_of)
         if verdict is not None:
             store.set(VERDICT, json.dumps([verdict.message, verdict.ranks]))
-            store.set(ENDED, json.dumps(verdict.message))  # for ranks that wait for the store
+            store.set(ENDED, json.dumps(verdict.message))  # for ranks that poll the store
         return verdict
 
     def _has_outlived_another(self, store: dist.Store) -> bool:
@@ -237,12 +238,12 @@ class Watch:
         return self._ended_at is not None and time.monotonic() - self._ended_at > ENDS_BY_ITSELF_S
 
     def _look(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> None:
-        """Read the beats of the ranks into `seen`; on rank 0 also add its own beat."""
+        """Read the latest beats of the ranks into `seen`. On rank 0, add its own beat."""
         now = time.monotonic()
         slept_s = now - self._looked_at
         self._looked_at = now
         if slept_s > limit_s / 4:
-            # This process was stopped, perhaps with all others by Slurm's suspend. That time must
+            # This process was stopped, perhaps with all others by a Slurm suspend. That time must
             # not count against the other ranks.
             for each in seen.values():
                 each.heard_at += slept_s
@@ -271,9 +272,9 @@ def judge(
 ) -> Verdict | None:
     """Return a verdict if some ranks have kept the others waiting for `limit_s`, else None.
 
-    A silent rank sends no beats, because its process is stopped or its host has failed. Among ranks
-    that send beats, those with the fewest marks are behind. If all have equally many marks, the
-    network between them hangs.
+    A silent rank sends no beats, because its process is stopped or its host has failed. Among the
+    other ranks, those with the fewest marks are behind. If all have equally many marks, the network
+    between them hangs.
     """
     watching = {rank: each for rank, each in seen.items() if each.number >= 0}
     silent = [rank for rank, each in watching.items() if now - each.heard_at > limit_s]
@@ -309,7 +310,8 @@ def _sentence(
     for_s: float,
     host_of: Callable[[int], str],
 ) -> str:
-    """Return a message that names up to `NAMED` ranks, their hosts, and the first rank's mark."""
+    """Return a message that names up to `NAMED` ranks, their hosts, and the first rank's last
+    mark."""
     first = seen[ranks[0]]
     named = ", ".join(f"{rank} on {host_of(rank)}" for rank in ranks[:NAMED])
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""

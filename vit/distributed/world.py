@@ -1,10 +1,10 @@
 """Communicate between the ranks of a run: sums, broadcasts, barriers and shared errors.
 
-`vit.distributed.process_group.join_world` makes a `World`; other modules use it instead of calling
-torch. Without torchrun, the world has one rank and no process group, and no function waits.
+`vit.distributed.process_group.join_world` creates a `World`. Other modules use it instead of
+calling torch. Without torchrun, the world has one rank, and no function waits.
 
-A collective ends the run after a time-out, and blocks signals while it waits. Waits that a user, a
-disk or a network can prolong therefore go through torchrun's key-value store:
+A collective ends the run after a time-out and blocks signals while it waits. Waits that a user, a
+disk or a network can prolong therefore use torchrun's key-value store:
 
     function              who waits for whom                              for how long
     join_world            all for rank 0, and rank 0 for all              COLLECTIVE_TIMEOUT
@@ -18,14 +18,14 @@ disk or a network can prolong therefore go through torchrun's key-value store:
 
 A failure of one rank reaches the other ranks in these ways:
 
-- A rank with a mistake (ValueError) in a function that uses the store raises it. All other ranks
+- If a rank raises a user's mistake (ValueError) in a function that uses the store, all other ranks
   raise AlreadyReported.
-- A process that ends announces its end in the store (`vit.distributed.exit.run_command`). Every
+- A process that exits announces its end in the store (`vit.distributed.exit.run_command`). Every
   rank that waits through the store, now or later, raises AlreadyReported.
-- After SIGKILL, ranks of the same host see that the process is gone, raise RankLost, and announce
+- After SIGKILL, ranks on the same host see that the process is gone, raise RankLost, and announce
   the loss to other hosts. torchrun's SIGTERM would not end them, because it is a request to save.
-- If the first host's torchrun is killed, the store ends. fail_together continues with a collective,
-  so that the ranks can save. The other functions raise RankLost.
+- If torchrun on the first host is killed, the store ends. fail_together then uses only a
+  collective, so that the ranks can save. All other functions raise RankLost.
 - In a collective, gloo notices a dead rank immediately. Ranks that use NCCL wait until torchrun,
   Slurm (srun --kill-on-bad-exit) or `vit.distributed.watchdog` ends them. The watchdog also finds
   ranks that hang.
@@ -55,82 +55,82 @@ from vit.system.host import process_state
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Time after which a collective fails because of a cut cable or a hung rank (gloo's default: 30
+"""The time after which a collective fails because of a cut cable or a hung rank (gloo's default: 30
 minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
-"""Time that the slowest rank may take to save or load: 15 GB at 4 MB/s."""
+"""The time that the slowest rank may take to save or load: enough for 15 GB at 4 MB/s."""
 BROADCAST_BYTES = 2**26
-"""Tensors are broadcast together up to about this many bytes."""
+"""The approximate maximum size of a broadcast of several tensors."""
 ENDED = "ended"
-"""Key in the store under which a rank announces why it ends."""
+"""The key in the store under which a rank announces why it exits."""
 POLL_S = 0.25
 """The longest interval at which a waiting rank polls the store, with up to 1,024 ranks."""
 LOOKS_PER_S = 4096
-"""The maximum number of polls per second of all ranks together. A poll is two requests of 31
-microseconds (docs/clusters.md), so polling uses a quarter of the time of the store's thread."""
+"""The maximum number of polls per second over all ranks. A poll is two requests of 31 microseconds
+each (docs/clusters.md), so polling uses a quarter of the time of the store's thread."""
 FIRST_SHARE = 1 / 16
-"""The shortest polling interval as a fraction of the longest, but at least a millisecond."""
+"""The shortest polling interval as a fraction of the longest, but at least 1 ms."""
 
 
 def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
-    """Return the leaves (micro-batches, see `vit.distributed.exact`) of a rank. The number of
-    leaves differs by at most one between ranks."""
+    """Return the leaves (micro-batches, see `vit.distributed.exact`) of a rank. Numbers of leaves
+    differ by at most one between ranks."""
     return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
 
 
 class AlreadyReported(ValueError):
-    """A mistake that another rank reports."""
+    """A user's mistake that another rank reports."""
 
 
 class RankLost(RuntimeError):
-    """Another rank has ended, or did not respond in time."""
+    """An error: another rank has exited or did not respond in time."""
 
 
 class StoreLost(RankLost):
-    """torchrun's store no longer answers."""
+    """An error: torchrun's store no longer answers."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, and the rank of this process."""
+    """All ranks of a run, and the rank of this process."""
 
     rank: int
     size: int
     device: torch.device
     store: dist.Store | None = None
-    """torchrun's key-value store; None in a world of one."""
+    """torchrun's key-value store; None if there is only one rank."""
     hosts: tuple[str, ...] = ()
-    """Host name of each rank; () in a world of one."""
+    """The host name of each rank; () if there is only one rank."""
     joined_s: float = field(default=0.0, compare=False)
-    """Time until all ranks had met."""
+    """The seconds until all ranks had joined."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    """Process ids of the ranks on this host that are in the same PID namespace."""
+    """The process ids of ranks on this host in this process's PID namespace."""
     _has_lost_store: threading.Event = field(
         default_factory=threading.Event, repr=False, compare=False
     )
     """Set when the store stops answering. The connection is never reopened."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
-    """Numbers for keys in the store. All ranks use the same numbers because they call the functions
-    in the same order."""
+    """Numbers for keys in the store, equal on all ranks because they call the functions in the same
+    order."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files and prints."""
+        """Whether this process is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first rank of its host, which checks files for the host."""
+        """Whether this process is the first rank on its host, which checks files for the host."""
         return not self.hosts or self.hosts.index(self.hosts[self.rank]) == self.rank
 
     @property
     def look_s(self) -> float:
-        """The longest polling interval. It grows with the number of ranks, so that the total number
-        of requests per second stays constant."""
+        """The longest polling interval in seconds. It grows with the number of ranks, so that the
+        total number of requests per second stays constant."""
         return max(POLL_S, self.size / LOOKS_PER_S)
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the host that `rank` runs on."""
+        """Return the host name of `rank`."""
         return self.hosts[rank] if self.hosts else socket.gethostname()
 
     def barrier(self) -> None:
@@ -147,20 +147,21 @@ class World:
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Take the elementwise maximum over the ranks in place. Does not wait for the device."""
+        """Replace `tensor` by its elementwise maximum over the ranks. Does not wait for the
+        device."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the values of `tensors` from rank 0 to all ranks in place, on any device.
+        """Overwrite `tensors` with rank 0's values on all ranks, on any device.
 
-        All ranks must pass tensors of the same shapes and types in the same order.
+        All ranks must pass tensors of the same shapes and dtypes in the same order.
         """
         if self.size == 1:
             return
         for piece in _in_pieces(tensors):
-            # One broadcast sends hundreds of tensors, because each broadcast costs a round trip.
+            # Send hundreds of tensors in one broadcast, because each broadcast costs a round trip.
             sizes = [tensor.numel() for tensor in piece]
             if self.is_main:
                 flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in piece])
@@ -177,7 +178,7 @@ class World:
         return bool(self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0)
 
     def broadcast_from_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0 and return its result, a JSON value, on all ranks.
+        """Call `function` on rank 0, and return its result, a JSON value, on all ranks.
 
         An error of `function` becomes AlreadyReported on the other ranks.
         """
@@ -191,7 +192,7 @@ class World:
         return self._share(function, lambda result: None)
 
     def main_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0, then on the other ranks, which may reuse files of rank 0.
+        """Call `function` on rank 0, then on the other ranks, which can reuse rank 0's files.
 
         An error of `function` on rank 0 becomes AlreadyReported on the other ranks.
         """
@@ -199,7 +200,7 @@ class World:
         return result if self.is_main else function()  # type: ignore[return-value]
 
     def _share(self, function: Callable[[], T], shared: Callable[[T], Any]) -> Any:
-        """Return `function()` on rank 0, and `shared` of rank 0's result on other ranks."""
+        """Call `function` on rank 0 and return its result. Other ranks return `shared(result)`."""
         if self.store is None:
             return function()
         key = f"broadcast {next(self._sequence)}"
@@ -218,10 +219,10 @@ class World:
         return answer["result"]
 
     def check_same(self, look: Callable[[], str], subject: str) -> str:
-        """Return the result of `look` on rank 0, after comparing it with one rank of each host.
+        """Return rank 0's result of `look`, after comparing it with one rank per host.
 
-        Raises ValueError, which names the `subject`, on a host with a different result, and
-        AlreadyReported on all other ranks.
+        Raises ValueError, which names the `subject`, on a host with a different result. All other
+        ranks raise AlreadyReported.
         """
         expected = self.broadcast_from_main(look)
         with self.fail_together():
@@ -236,9 +237,9 @@ class World:
     def fail_together(self) -> Iterator[None]:
         """Make all ranks leave the block together, and fail together after a ValueError.
 
-        If rank 0 has a ValueError, only rank 0 raises it. Otherwise each rank with a ValueError
-        raises its own. All other ranks raise AlreadyReported. Raises RankLost if a rank does not
-        leave the block within LONGEST_WAIT.
+        If rank 0 has a ValueError, only rank 0 raises it. Otherwise each failing rank raises its
+        own. All other ranks raise AlreadyReported. Raises RankLost if a rank does not leave the
+        block within LONGEST_WAIT.
         """
         if self.store is None:
             yield
@@ -254,14 +255,14 @@ class World:
             raise
         has_failed = problem is not None
         main_message = "reported by rank 0" if has_failed and self.is_main else ""
-        # If torchrun has ended, the ranks must still save the last step. They then agree by the
-        # collective below only.
+        # If torchrun has exited, the ranks must still save the last step. Only the collective below
+        # then synchronizes them.
         with suppress(StoreLost):
             has_failed, main_message = self._exchange(key, problem)
         if dist.is_initialized():
-            # The store may end after it has answered only some ranks. Those would start their next
-            # collective, which would not match the collective of the other ranks. So all ranks
-            # agree in this collective, which waits for the device.
+            # The store may shut down after answering only some ranks. Their next collective would
+            # not match that of the other ranks. Therefore all ranks agree in this collective, which
+            # waits for the device.
             flags = torch.tensor(
                 [has_failed, bool(main_message)], device=self.device, dtype=torch.int32
             )
@@ -275,7 +276,7 @@ class World:
         raise AlreadyReported(main_message or "reported by another rank")
 
     def _exchange(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
-        """Return whether any rank has a problem, and rank 0's message if rank 0 has one.
+        """Return whether any rank has a problem, and the message of rank 0 if it has one.
 
         Raises StoreLost, and RankLost if a rank does not respond.
         """
@@ -292,13 +293,13 @@ class World:
             return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
 
     def announce_end(self, message: str) -> None:
-        """Announce the end of this rank to all ranks that use the store, now or later."""
+        """Announce to all ranks that use the store that this rank exits."""
         if self.store is not None:
             with suppress(StoreLost):
                 self._post(ENDED, message)
 
     def gather(self, name: str, value: Any, limit: timedelta | None = None) -> list[Any]:
-        """Return the JSON `value` of every rank on rank 0. Other ranks return [] without waiting.
+        """Return the JSON `value` of every rank on rank 0. Other ranks return [] immediately.
 
         Raises RankLost if a rank does not respond within `limit` (None: COLLECTIVE_TIMEOUT).
         """
@@ -314,12 +315,12 @@ class World:
         return self.gathered(name, range(self.size))
 
     def gathered(self, name: str, ranks: Iterable[int]) -> list[Any]:
-        """Return the values that `ranks` passed to `gather(name)`, once rank 0 has them."""
+        """Return the values that `ranks` passed to `gather(name)`, after rank 0 has them."""
         assert self.store is not None, "there are other ranks"
         return [json.loads(text) for text in self.store.multi_get([f"{name} {r}" for r in ranks])]
 
     def _report_missing(self, key: str, limit: timedelta) -> NoReturn:
-        """Raise RankLost with the ranks that have not posted `key`."""
+        """Raise RankLost, which names the ranks that have not posted `key`."""
         assert self.store is not None, "there are other ranks"
         missing = silent_ranks(self.store, key, range(self.size))
         raise RankLost(f"{self._names(missing)} did not respond within {limit}")
@@ -332,11 +333,11 @@ class World:
     def _wait_until(
         self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
     ) -> bool:
-        """Poll until `ready`; return False after `limit`.
+        """Poll until `ready` returns True; return False after `limit`.
 
         Unlike the store's own wait, polling lets Python handle signals. Raises AlreadyReported if
-        another rank has ended, RankLost if a rank of this host was killed, and StoreLost if the
-        store has ended.
+        another rank has exited, RankLost if a rank on this host was killed, and StoreLost if the
+        store has shut down.
         """
         assert self.store is not None, "there are other ranks"
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
@@ -346,7 +347,7 @@ class World:
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
-                # Raised one poll later, because the process may have announced why it ended.
+                # Raise one poll later, because the process may have announced why it exited.
                 if gone:
                     raise RankLost(f"{self._names(gone)} has ended without a message, as if killed")
                 gone = self.gone()
@@ -358,9 +359,9 @@ class World:
 
     @contextmanager
     def asking_store(self) -> Iterator[None]:
-        """Raise StoreLost if the store does not answer.
+        """Raise StoreLost if the store does not answer inside the block.
 
-        A store that is known to have ended gets no request, because torch would print a long stack.
+        A store known to have shut down gets no request, because torch would print a long stack.
         """
         lost = StoreLost("lost the connection to the first host's launcher, or to rank 0")
         if self._has_lost_store.is_set() or took_store_along():
@@ -372,16 +373,16 @@ class World:
             raise lost from None
 
     def gone(self) -> list[int]:
-        """Return the ranks of this host whose processes have ended."""
+        """Return the ranks on this host whose processes have exited."""
         return [rank for rank, pid in self._host_pids.items() if not _is_alive(pid)]
 
     def process_of(self, rank: int) -> str:
-        """Return process id and state of a rank, such as "process 7, stopped"; "" if unknown."""
+        """Return a rank's process id and state, such as "process 7, stopped"; "" if unknown."""
         pid = self._host_pids.get(rank)
         return "" if pid is None else f"process {pid}{process_state(pid)}"
 
     def _names(self, ranks: list[int]) -> str:
-        """Return `ranks` as text, with their hosts if known."""
+        """Return text that lists `ranks`, with their hosts if known."""
         names = f"rank {', '.join(map(str, ranks))}"
         hosts = sorted({self.host_of(rank) for rank in ranks}) if self.hosts else []
         return f"{names} on {', '.join(hosts)}" if hosts else names
@@ -398,7 +399,7 @@ def silent_ranks(store: dist.Store, key: str, ranks: Sequence[int]) -> list[int]
 
 
 def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors with the same type, each of about BROADCAST_BYTES."""
+    """Yield lists of tensors of the same dtype, each of about BROADCAST_BYTES."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         piece = by_type.setdefault(tensor.dtype, [])
@@ -409,7 +410,7 @@ def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _message(error: BaseException) -> str:
-    """Return a message for other ranks about `error`, which ends this rank."""
+    """Return a message for other ranks about the `error` that ends this rank."""
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text
@@ -417,7 +418,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether the process exists, which includes a zombie process."""
+    """Return whether the process exists, perhaps as a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

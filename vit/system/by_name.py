@@ -1,4 +1,4 @@
-"""Import modules that only few runs need when they are first used."""
+"""Import modules that few runs need on first use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 def load(name: str, needed_for: str) -> Any:
     """Return the module `name`, or an attribute for `module:attribute`.
 
-    Raises ValueError if the module's folder is not installed.
+    Raises ValueError if a parent package of the module is not installed.
 
-    needed_for: the setting or address that needs the module, for the message.
+    needed_for: the setting or address that needs the module, for messages.
     """
     module, _, attribute = name.partition(":")
     try:

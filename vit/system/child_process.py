@@ -1,4 +1,4 @@
-"""Set up worker processes, which ignore signals, end with their parent, and mask secrets."""
+"""Set up worker processes so that they ignore signals, exit with their parent, and mask secrets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from vit.system.redact import guard_console
 LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 LOOK_EACH_S = 1.0
-"""Seconds between two checks whether the parent is alive."""
+"""The interval in seconds at which workers check their parent."""
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals while worker processes start. They inherit this until `follow_parent`."""
+    """Block signals while worker processes start. Workers inherit the mask until
+    `follow_parent`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
     try:
         yield
@@ -28,27 +29,27 @@ def signals_blocked() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """End this process when its parent ends, even by SIGKILL; ignore signals that parents handle.
+    """Exit when the parent exits, even by SIGKILL. Ignore the signals that the parent handles.
 
     Terminals and Slurm send signals to every process of a job, but only the parent should react.
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # Unblock after this, so that signals that arrived during the start are ignored as well.
+    # Unblock signals only now, so that signals that arrived during startup are ignored as well.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
 
-    begun_by = os.getppid()  # the parent, or multiprocessing's fork server
-    # If the parent died during the imports, the worker must not begin the work in its queue, which
-    # could leave a file behind.
+    begun_by = os.getppid()  # the parent process, or the fork server of multiprocessing
+    # If the parent died during the imports, the worker must not start the queued work, which could
+    # leave a file behind.
     if not parent.is_alive():
         os._exit(1)
 
     def follow() -> None:
-        # The pipe alone is not enough: workers that were forked later inherit its write end, and a
-        # stopped worker would keep that open forever.
+        # Checking only the pipe is not enough. Workers that are forked later inherit its write end,
+        # and a stopped worker would keep the write end open forever.
         while parent.is_alive() and os.getppid() == begun_by:
             parent.join(LOOK_EACH_S)
         os._exit(1)

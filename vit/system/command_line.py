@@ -1,4 +1,5 @@
-"""Define the argument parser of all commands, whose errors are one line with a suggestion."""
+"""Define the argument parser of all commands, which reports errors in one line with a
+suggestion."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from vit.system.redact import shown
 from vit.system.spelling import did_you_mean
 
 Hint = Callable[[str, str], str]
-"""Maps an unknown option and its value ("" for none) to a hint, or to ""."""
+"""A function from an unknown option and its value ("" for none) to a hint, or to ""."""
 
 
 INSTALLED_LAUNCH = Path(__file__).parents[1] / "launch"
-"""The folder of commands in an installed package. In a checkout it is at the top level."""
+"""The commands folder in an installed package. A checkout has it at the top level."""
 
 
 def as_typed(text: str) -> str:
-    """Return `text` with its commands as users of an installed package type them."""
+    """Return `text` with its commands rewritten as users of an installed package type them."""
     if not INSTALLED_LAUNCH.is_dir():
         return text
     text = re.sub(r"(torchrun .*?)launch/(\w+)\.py", r"\1-m vit \2", text)
@@ -34,7 +35,7 @@ def as_typed(text: str) -> str:
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises one-line ValueErrors and allows no abbreviations.
 
-    `hint` is called for unknown options that do not resemble any known option.
+    `hint` is called for unknown options that resemble no known option.
     """
 
     def __init__(self, prog: str, description: str | None = None, hint: Hint | None = None):
@@ -50,19 +51,19 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse as argparse does; keep the arguments for `error`."""
+        """Parse like argparse, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_known_intermixed_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse as argparse does; keep the arguments for `error`."""
+        """Parse like argparse, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_intermixed_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check as argparse does, and suggest the nearest choices."""
+        """Check like argparse, and suggest the nearest choices."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -73,8 +74,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError that names unknown options.
 
-        If an option is missing, argparse does not report unknown options, but the user has often
-        only misspelled the missing one.
+        When an option is missing, argparse does not report unknown options, although the user has
+        often just misspelled the missing option.
         """
         is_unknown = message.startswith("unrecognized arguments: ")
         if options := self._unknown_options() if is_unknown or "are required: " in message else {}:
@@ -85,7 +86,8 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> dict[str, str]:
-        """Return a hint for each unknown option, which is given as typed, with its value."""
+        """Return a hint for each unknown option. The keys are the options as typed, with their
+        values."""
         options = list(self._option_string_actions)
         arguments = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
         hints = {}
@@ -109,7 +111,7 @@ def add_model_flags(
 ) -> None:
     """Add flags for commands that use a trained model: sizes, workers, precision and device.
 
-    The three texts are the help of their flags. The default of every flag is None.
+    The three texts become the help of their flags. All flags default to None.
     """
     parser.add_argument(
         "--image-size",
@@ -129,7 +131,7 @@ def add_model_flags(
 
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
-    """Return a message for each invalid number in the flags of `add_model_flags`."""
+    """Return a message for each invalid number among the flags of `add_model_flags`."""
     problems = [
         f"--{name.replace('_', '-')} {value}: expected at least {least}"
         for name, least in (("batch_size", 1), ("num_workers", 0))
@@ -141,7 +143,7 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 
 def model_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the flags of `add_model_flags` change: dotted key -> value."""
+    """Return the settings changed by the flags of `add_model_flags`: dotted key -> value."""
     size = args.image_size
     if size and len(size) == 1:
         size = size[0]
@@ -160,7 +162,7 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
 
 
 def run_and_settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split `words` into a run folder or URL (or None), and settings (section.key=value).
+    """Split `words` into a run folder or URL (or None) and settings (section.key=value).
 
     Raises ValueError for more than one folder.
     """

@@ -1,4 +1,4 @@
-"""Measure the memory of a process, on the GPU or the host, of its tensors, and the time."""
+"""Measure the memory of a process or its tensors, on the GPU or the host, and the time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_iter
 
 _DEVICE_OF = torch.ops.prim.device.default
 PROC = Path("/proc/self")
-"""The kernel's files about this process. Only Linux has them."""
+"""The folder of kernel files about this process, which only Linux has."""
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start measuring the peak memory."""
+    """Start to measure the peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif PROC.is_dir():
@@ -36,21 +36,21 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Return the memory of tensors on the GPU, or of the process on the CPU (0 if unknown)."""
+    """Return the memory of all tensors on a GPU, or of the process on the CPU (0 if unknown)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS") if PROC.is_dir() else 0
 
 
 def release_memory(device: torch.device) -> None:
-    """Free cached memory that is not in use."""
+    """Release cached memory that is not in use."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def now_s(device: torch.device) -> float:
-    """Wait until the device has finished all queued work, and return the time."""
+    """Wait until the device has finished all queued work, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -63,7 +63,7 @@ def _status_bytes(name: str) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of all live storages that operations create.
+    """A dispatch mode that counts the bytes of all live storages created by operations.
 
     now, peak: bytes. gradients_at_peak: the result of `count_gradients` at the peak.
     """
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         self._count_gradients: Callable[[], int] = lambda: 0
 
     def begin(self, count_gradients: Callable[[], int]) -> None:
-        """Start measuring the peak."""
+        """Start to measure the peak."""
         self.peak = 0
         self._count_gradients = count_gradients
 
@@ -85,7 +85,7 @@ class LiveBytes(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # an optimizer's update count, which does not affect sizes
+            return 1.0  # the update count of an optimizer, which does not affect sizes
         if function is _DEVICE_OF:
             return args[0].fake_device
         result = function(*args, **(kwargs or {}))
@@ -100,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
-        # A storage object is finalized when no tensor uses it any more.
+        # A storage object is finalized when the last tensor that uses it is deleted.
         weakref.finalize(storage, self._remove, key)
         if self.now > self.peak:
             self.peak = self.now

@@ -1,16 +1,16 @@
 """Choose the kind of device for all ranks, and bind each rank to the cores next to its GPU.
 
-Each rank finds the GPUs of its host and those that torch can use. Rank 0 decides for all ranks
-before any rank chooses between gloo and NCCL, because ranks with different backends would wait for
-each other until a time limit ends the run.
+Each rank finds the GPUs of its host and those that torch can use. Rank 0 chooses the kind of device
+for all ranks before any rank selects gloo or NCCL, because ranks with different backends would wait
+for each other until a time limit ends the run.
 
 On a host with several sockets, a rank is bound to the cores next to its GPU (`bind_near`):
 
     PCI addresses of the GPUs -> numa_node of each -> cpulist of the node -> this process's cores
 
-Its workers, its page-locked buffers and NCCL's threads inherit these cores, because access to the
-memory of another socket is slower. torchrun's `--numa-binding` does the same, but it needs numactl,
-and fails on a host that does not report the NUMA nodes of its GPUs.
+The rank's workers, page-locked buffers and NCCL threads inherit these cores. Access to the memory
+of another socket is slower. torchrun's `--numa-binding` does the same, but it needs numactl and
+fails on hosts that do not report the NUMA nodes of their GPUs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ class HostDevices:
 
     host: str
     ranks: int
-    """Number of ranks of this run on the host."""
+    """The number of ranks of this run on the host."""
     gpus: int
-    """Number of GPUs that torch can use."""
     nvidia_gpus: int
-    """Number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
+    """The number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
     said: str
-    """torch's reason why it cannot use a GPU, or ""."""
+    """torch's explanation why it cannot use a GPU, or ""."""
     has_cuda_build: bool = True
-    """Whether torch is built for GPUs."""
+    """Whether torch was built with GPU support."""
 
     def __str__(self) -> str:
         if not self.gpus:
@@ -73,7 +72,7 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
 
 
 def gpu_addresses(number: int) -> list[str]:
-    """Return the PCI addresses of the first `number` GPUs, in Linux's format."""
+    """Return the PCI addresses of the first `number` GPUs in the format of Linux."""
     gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(number)]
     return [
         f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus
@@ -81,7 +80,7 @@ def gpu_addresses(number: int) -> list[str]:
 
 
 def _with_remedy(reason: str) -> str:
-    """Return torch's `reason`, with a remedy if the cause is the driver or the build of torch."""
+    """Return torch's `reason`, with a remedy if the driver or the torch build is the cause."""
     remedies = {
         "too old": f"this torch is built for CUDA {torch.version.cuda}: update the driver, or"
         " install a torch for an older CUDA (https://pytorch.org)",
@@ -101,16 +100,16 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
 
     Raises:
         ValueError: a host has fewer GPUs than ranks, although `choice` is "cuda" or other hosts
-            have enough; or torch is built for GPUs, but cannot use the NVIDIA GPUs of a host.
+            have enough; or torch has GPU support, but cannot use the NVIDIA GPUs of a host.
     """
     if choice == "cpu":
         return "cpu", []
-    hosts = list(dict.fromkeys(devices))  # the ranks of a host have equal entries
+    hosts = list(dict.fromkeys(devices))  # All ranks on a host have equal entries.
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
-    # Training ViT-B on the CPUs of a GPU node would run into the job's time limit, so unusable GPUs
-    # are an error. With a CPU-only build of torch, the user probably wants the CPU.
+    # Unusable GPUs are an error, because training ViT-B on the CPUs of a GPU node would exceed the
+    # job's time limit. With a CPU-only build of torch, the user probably wants the CPU.
     has_unusable = any(h.nvidia_gpus and not h.gpus and h.has_cuda_build for h in lacking)
     if choice == "cuda" or len(lacking) < len(hosts) or has_unusable:
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
@@ -131,10 +130,10 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
 
 
 def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> None:
-    """Bind this process to the cores next to its GPU, if these cores are known.
+    """Bind this process to the cores next to its GPU, if they are known.
 
-    addresses: PCI address ("0000:dc:00.0") of the GPU of each rank on this host. own: index of this
-    rank's GPU. root: the folder of `sys`.
+    addresses: PCI address ("0000:dc:00.0") of each GPU used on this host, by local rank. own: index
+    of this rank's GPU. root: the folder of `sys`.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -145,11 +144,11 @@ def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> Non
 
 
 def cores_near(addresses: Sequence[str], own: int, allowed: set[int], root: Path) -> set[int]:
-    """Return those of the `allowed` cores that are next to GPU `own`, or all of them.
+    """Return the `allowed` cores next to GPU `own`, or all allowed cores.
 
-    All cores are returned if the GPU's NUMA node is unknown, or if binding would leave ranks fewer
-    cores. Some virtual machines report one node for all GPUs, and some jobs have most of their
-    cores on another node.
+    All allowed cores are returned if the GPU's NUMA node is unknown, or if binding would leave some
+    ranks fewer cores. Some virtual machines report one node for all GPUs, and some jobs have most
+    of their cores on another node.
     """
     nodes = [text_of(root / "sys/bus/pci/devices" / address / "numa_node") for address in addresses]
     if not nodes[own].isdecimal():  # "" without the file; -1 if the firmware reports no node

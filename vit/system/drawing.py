@@ -1,8 +1,8 @@
-"""Draw the report's pictures in a common style: width, colors, fonts, and shortened names.
+"""Draw the pictures of reports in a common style: width, colors, fonts and shortened names.
 
-Every PNG is 1400 pixels wide. The colors are those of Okabe and Ito (2008), which color-blind
-readers can distinguish, and color alone never carries information. Class names are shortened in
-the middle to fit. A class without a name is shown as "class 7".
+Every PNG is 1400 pixels wide. The palette is that of Okabe and Ito (2008), which color-blind
+readers can distinguish, and information is never conveyed by color only. Long class names are
+shortened in the middle. A class without a name is shown as "class 7".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from vit.system.files import replacing, told
 
-# Functions import matplotlib only when they draw, so that training starts faster.
+# Import matplotlib only inside the functions that draw, so that training starts faster.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "pdf", "svg")
-"""Supported suffixes of pictures. `pdf` and `svg` are vector formats for papers."""
+"""The supported picture suffixes. `pdf` and `svg` are vector formats for papers."""
 WIDTH_IN = 8.0
 DPI = 175
 TITLE_PT = 12.0
@@ -41,7 +41,7 @@ GREY = "#666666"
 PURPLE = "#CC79A7"
 SKY = "#56B4E9"
 FONT = "DejaVu Sans"
-"""The font that is shipped with matplotlib, so that pictures look the same on all machines."""
+"""The font that matplotlib includes, so that pictures look the same on all machines."""
 STYLE: dict[str, Any] = {
     "font.size": TEXT_PT,
     "axes.titlesize": TITLE_PT,
@@ -56,10 +56,10 @@ STYLE: dict[str, Any] = {
     "legend.fontsize": 9,
     "legend.framealpha": 0.8,
     "savefig.dpi": DPI,
-    "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
-    "svg.fonttype": "path",  # outlines, because a phone does not have DejaVu Sans
+    "pdf.fonttype": 42,  # TrueType, because publishers refuse Type 3 fonts
+    "svg.fonttype": "path",  # Draw outlines, because phones lack DejaVu Sans.
     "svg.hashsalt": "vit",
-    "text.parse_math": False,  # a class may be called "US$"
+    "text.parse_math": False,  # A class may be called "US$".
 }
 OTHER_LETTERS = (
     "Noto Sans CJK SC",
@@ -78,15 +78,16 @@ OTHER_LETTERS = (
     "Noto Sans Tamil",
     "Arial Unicode MS",
 )
-"""Fonts for letters that DejaVu Sans lacks. Only installed fonts are used."""
+"""Fallback fonts for letters that DejaVu Sans lacks. Only installed fonts are used."""
 
 
 @contextmanager
 def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
-    """Yield a figure of the common width and style, and write it to `picture` after the block.
+    """Yield a figure in the common width and style; write the figure to `picture` after the block.
 
-    The suffix of `picture` selects the format, one of `FORMATS`. If writing fails, the old picture
-    is kept. Raises ValueError for an unknown suffix, and if the picture cannot be written.
+    The suffix of `picture` selects the format, which must be in `FORMATS`. If writing fails, the
+    old picture is kept. Raises ValueError for an unknown suffix, and if the picture cannot be
+    written.
     """
     form = picture_format(picture)
     with report_style():
@@ -101,7 +102,8 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
 
 
 def picture_format(picture: Path) -> str:
-    """Return the format that the suffix of `picture` selects. Raises ValueError for others."""
+    """Return the format that the suffix of `picture` selects. Raises ValueError for other
+    suffixes."""
     form = picture.suffix.lower().removeprefix(".")
     if form not in FORMATS:
         raise ValueError(f"{picture}: expected a suffix out of {', '.join(FORMATS)}")
@@ -110,7 +112,7 @@ def picture_format(picture: Path) -> str:
 
 @contextmanager
 def report_style() -> Iterator[None]:
-    """Apply `STYLE` over matplotlib's defaults, ignoring the user's matplotlib settings."""
+    """Apply `STYLE` on top of matplotlib's defaults, and ignore the user's matplotlib settings."""
     import matplotlib.style
 
     fonts = [FONT, *_installed(OTHER_LETTERS)]
@@ -118,14 +120,14 @@ def report_style() -> Iterator[None]:
         matplotlib.style.context(["default", STYLE | {"font.family": fonts}]),
         warnings.catch_warnings(),
     ):
-        # Letters that no font has are drawn as boxes. matplotlib would warn at each position.
+        # A letter that no font has is drawn as a box. Suppress matplotlib's warning about every
+        # such letter.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield
 
 
 @lru_cache
 def _installed(fonts: tuple[str, ...]) -> list[str]:
-    """Return those of `fonts` that are installed."""
     from matplotlib.font_manager import fontManager
 
     present = {font.name for font in fontManager.ttflist}
@@ -133,7 +135,7 @@ def _installed(fonts: tuple[str, ...]) -> list[str]:
 
 
 def new_sheet(figure: Figure, heading: str) -> Axes:
-    """Add axes over the entire figure, in inches from the top left corner, with a heading.
+    """Add axes that cover the figure, in inches from the top left corner, and draw a heading.
 
     The heading occupies the top 0.5 inches.
     """
@@ -148,7 +150,7 @@ def new_sheet(figure: Figure, heading: str) -> Axes:
 def place(
     sheet: Axes, pixels: NDArray, *, at: tuple[float, float], size: tuple[float, float]
 ) -> None:
-    """Draw `pixels` (H, W, 3) centered in a box, as large as fits.
+    """Draw `pixels` (H, W, 3) centered in a box, as large as possible.
 
     at: left and top of the box. size: its width and height. All are in inches.
     """
@@ -160,16 +162,15 @@ def place(
 
 
 class Cell(NamedTuple):
-    """A picture in a grid, with its caption."""
+    """A picture with its caption, for a grid of pictures."""
 
     image: Tensor
     """(1 or 3, H, W) uint8, or float in [0, 1]."""
     caption: list[str]
-    """Lines under the picture."""
 
 
 def cell_width_in(num_columns: int) -> float:
-    """Return the width of a picture in a grid, in inches."""
+    """Return the width of each picture in a grid, in inches."""
     return (WIDTH_IN - GAP_IN) / num_columns - GAP_IN
 
 
@@ -181,7 +182,7 @@ def plot_cells(
     titles: Sequence[str] = (),
     caption_pt: float = SMALL_PT,
 ) -> Path:
-    """Draw pictures of one size, row by row, with their captions. Return `picture`.
+    """Draw pictures of equal size with captions, row by row. Return `picture`.
 
     titles: column titles.
     """
@@ -208,7 +209,7 @@ def plot_cells(
 
 
 def as_colors(inputs: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Undo the normalization of inputs (B, C, H, W); return them on the CPU, in [0, 1]."""
+    """Undo the normalization of inputs (B, C, H, W). Return them on the CPU, clipped to [0, 1]."""
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return (inputs.detach().float().cpu() * scale + shift).clamp(0, 1)
 
@@ -252,7 +253,7 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
 
 
 def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:
-    """Return a line with the class, or a line for each of the two largest shares: "cat .72"."""
+    """Return a line with the class, or one line for each of the two largest shares: "cat .72"."""
     values, classes = target.topk(min(2, len(target)))
     if values[0] >= 0.995 or values[-1] < 0.005:
         return [shorten(display_name(class_names, int(classes[0])), width_in, SMALL_PT)]

@@ -1,6 +1,6 @@
-"""Write files atomically, and define the errors for damaged files.
+"""Write files atomically, and define errors for damaged files.
 
-A file gets its final name only when it is complete and flushed to the disk. A reader therefore sees
+A file gets its final name only after it is complete and flushed to disk. A reader therefore sees
 either the old file or the new one.
 """
 
@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The error numbers of a full disk: no space, an exhausted quota, a file-size limit."""
+"""The error numbers for a full disk: no space, an exhausted quota, a file-size limit."""
 
 
 class ShardError(ValueError):
-    """A damaged or missing shard, index or `_info.json`; the message has a remedy."""
+    """An error for a damaged or missing shard, index or `_info.json`. The message has a remedy."""
 
 
 class WeightsError(ValueError):
-    """Weights that cannot be read, or do not fit the model."""
+    """An error for weights that cannot be read or do not fit the model."""
 
 
 def unreadable(path: Path, error: OSError) -> ShardError:
@@ -50,7 +50,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
-    """Return a descriptor of `path`, and whether it could be locked (None without locks)."""
+    """Open and try to lock `path`. Return the descriptor and the outcome (None without locks)."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -62,10 +62,10 @@ def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
 
 
 def remove_if_abandoned(temporary: Path) -> None:
-    """Remove a file or folder named by `temporary_beside`, unless a live process writes it.
+    """Remove a file or folder named by `temporary_beside`, unless a live process is writing it.
 
     A live process holds a lock. If locks are not visible (another host, some file systems), a file
-    is considered abandoned after ten minutes without a change, and a folder after a day.
+    counts as abandoned after ten minutes without a change, and a folder after a day.
     """
     with suppress(OSError):
         descriptor, is_locked = _locked(temporary, fcntl.LOCK_NB)
@@ -94,20 +94,20 @@ def _newest_change_s(path: Path) -> float:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove unfinished files that killed processes left in `folder`, optionally only of `name`."""
+    """Remove unfinished files of killed processes from `folder`, optionally only of `name`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
         remove_if_abandoned(leftover)
 
 
 _unfinished: set[int] = set()
-"""Descriptors of the files that threads of this process are writing."""
+"""The descriptors of files that threads of this process are writing."""
 
 
 def _leave_unfinished() -> None:
-    """Let a forked process release the files that its parent is writing."""
-    # A loader worker lives for hours. Its descriptor would keep an abandoned file locked, and keep
-    # the disk space of a removed file. Replace the descriptors: if they were closed, the worker's
-    # copy of the file object could write to the next file that gets the same number.
+    """Make a forked process release the files that its parent is writing."""
+    # A loader worker lives for hours. Its inherited descriptor would keep an abandoned file locked
+    # and a removed file on disk. Replace the descriptors instead of closing them. Otherwise the
+    # worker's copy of the file object could write to the next file with the same number.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _unfinished:
         os.dup2(null, descriptor, inheritable=False)
@@ -120,16 +120,16 @@ os.register_at_fork(after_in_child=_leave_unfinished)
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new locked file next to `path`; remove it after the block unless it was renamed.
+    """Yield a new locked file next to `path`. Remove it after the block unless it was renamed.
 
-    A process that is forked during the block does not inherit the file.
+    A process forked during the block does not inherit the file.
     """
     with ExitStack() as stack:
         while True:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # Without a link, another process removed the unlocked file as abandoned.
+            # No link remains if another process removed the unlocked file as abandoned.
             if os.fstat(file.fileno()).st_nlink:
                 break
         _unfinished.add(file.fileno())
@@ -141,23 +141,23 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def locked_folder(path: Path) -> tuple[Path, int]:
-    """Create a folder next to `path` that only this user can read, and lock it.
+    """Create and lock a folder next to `path` that only this user can read.
 
-    Returns the folder, and the descriptor that keeps it locked.
+    Returns the folder, and the descriptor that holds the lock.
     """
     while True:
         temporary = temporary_beside(path)
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            # If it is missing, another process removed the unlocked folder as abandoned.
+            # The folder is missing if another process removed it, unlocked, as abandoned.
             if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
 
 
 def private_folder(path: Path) -> Path:
-    """Create the folder `path` so that only this user can read it; return `path`.
+    """Create the folder `path` so that only this user can read it. Return `path`.
 
     Another user could create this folder first. Raises PermissionError if `path` is a link or
     belongs to another user.
@@ -179,11 +179,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with temporary_file(path) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # The data must reach the disk before the rename does.
+            os.fsync(file.fileno())  # Write the data to disk before the rename.
             os.replace(file.name, path)
     except OSError as error:
         if error.filename is None:
-            # An error of a write ("No space left on device") does not name the file.
+            # Write errors ("No space left on device") do not name the file.
             error.filename = str(path)
         raise
 
@@ -192,7 +192,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def told(path: Path, flag: str = "") -> Iterator[None]:
     """Convert an OSError about writing the user's `path` to a one-line ValueError.
 
-    flag: the command-line flag of the path, followed by a space.
+    flag: the command-line flag for the path, followed by a space.
     """
     try:
         yield
@@ -204,7 +204,7 @@ def told(path: Path, flag: str = "") -> Iterator[None]:
 
 
 def check_place(path: Path, flag: str = "") -> None:
-    """Raise ValueError if `path` cannot be written. Call it before computing the result."""
+    """Raise ValueError if `path` cannot be written. Call this before computing the result."""
     with told(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -214,7 +214,7 @@ def check_place(path: Path, flag: str = "") -> None:
 
 
 def link_to(name: str, path: Path) -> None:
-    """Make `path` a symbolic link to `name` in the same folder, replacing what exists."""
+    """Make `path` a symbolic link to `name` in the same folder, replacing any file."""
     if not os.path.lexists(path):
         path.symlink_to(name)
     elif not (path.is_symlink() and os.readlink(path) == name):
@@ -231,7 +231,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def json_bytes(content: dict[str, Any]) -> bytes:
     """Return `content` in the format of all JSON files of this project."""
-    # Names that are not UTF-8 have lone surrogates, which backslashreplace writes as JSON escapes.
+    # Names that are not UTF-8 contain lone surrogates, which backslashreplace writes as JSON
+    # escapes.
     return (
         json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
         + b"\n"
@@ -241,7 +242,7 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in the JSON file `path`, or None if the file does not exist.
 
-    Raises ShardError for any other content, and for an unreadable file.
+    Raises ShardError for any other content and for an unreadable file.
     """
     try:
         return parse_json(path.read_bytes(), path)
@@ -252,8 +253,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
-    """Return the JSON object in `content`. Raises ShardError, which names `source`, for anything
-    else."""
+    """Return the JSON object in `content`. Raises ShardError, which names `source`, otherwise."""
     try:
         parsed = json.loads(content)
     except ValueError as error:
@@ -269,7 +269,7 @@ def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk.
+    """Flush a file, or the entries of a folder, to disk.
 
     Otherwise a renamed file may be empty after a power failure.
     """
@@ -281,6 +281,5 @@ def flush(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file as hexadecimal text."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

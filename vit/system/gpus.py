@@ -1,7 +1,7 @@
-"""Define a table of GPUs: peak FLOP/s of matrix products, memory size and bandwidth.
+"""List GPUs with their peak FLOP/s of matrix products, memory size and memory bandwidth.
 
-Model FLOPs utilization (MFU) is relative to the peak, so the table has the dense peak of the data
-sheet. The peak with structured sparsity is twice as high, but training does not use sparsity.
+The table has the dense peak of the data sheet, because model FLOPs utilization (MFU) is relative to
+that peak. The peak with structured sparsity is twice as high, but training does not use sparsity.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ class Gpu:
 
     name: str
     bf16_tflops: float
-    """Dense bf16 or fp16 with fp32 accumulation, 10**12 operations per second. V100 and T4 have no
-    bf16, so their values are for fp16."""
+    """Dense bf16 or fp16 TFLOP/s (10**12 operations per second) with fp32 accumulation. V100 and T4
+    lack bf16, so their values are for fp16."""
     fp32_tflops: float
-    """fp32 without tensor cores, which torch uses unless TF32 is allowed."""
+    """fp32 TFLOP/s without tensor cores, which torch avoids for fp32 unless TF32 is allowed."""
     memory_gib: float
     """The total memory that torch reports, slightly less than the advertised size."""
     bandwidth_gbs: float
-    """The memory bandwidth, 10**9 bytes per second."""
+    """The memory bandwidth in 10**9 bytes per second."""
     pattern: str
-    """A pattern that matches the driver's name for the GPU."""
+    """A regular expression that matches the driver's name of the GPU."""
 
     def peak_tflops(self, precision: str) -> float:
-        """Return the peak for `precision`: fp32, bf16 or fp16."""
+        """Return the peak TFLOP/s for `precision`: fp32, bf16 or fp16."""
         return self.fp32_tflops if precision == "fp32" else self.bf16_tflops
 
 
 # Columns: name, bf16 TFLOP/s, fp32 TFLOP/s, memory in GiB, bandwidth in GB/s, pattern.
 #
-# Sources: NVIDIA's data sheets of V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM), GH200,
+# Sources: NVIDIA's data sheets for V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM), GH200,
 # HGX B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16 from their
-# fp8 and fp4). A10G by AWS's G5, H20 by its sellers. Appendix A of the GA102, Ada and RTX Blackwell
-# architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32 accumulation.
-# AMD's data sheet of the MI300X.
+# fp8 and fp4). AWS's page of G5 for A10G, sellers' pages for H20. Appendix A of the GA102, Ada and
+# RTX Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32
+# accumulation. AMD's data sheet for MI300X.
 #
-# The first matching pattern is used, so narrower patterns come first.
+# The first matching pattern is used, so put narrower patterns first.
 _TABLE = r"""
 H100-PCIe      756.0   51.0   79.1  2039.0  \bH100.*PCIe
 H100-NVL       835.0   60.0   93.1  3938.0  \bH100.*NVL
@@ -92,7 +92,7 @@ GPUS = tuple(map(_read_row, _TABLE.strip().splitlines()))
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU for a common `name`, such as H200, h100-pcie or 4090.
+    """Return the GPU with the common `name`, such as H200, h100-pcie or 4090.
 
     Raises ValueError, which lists the known names, for any other name.
     """
@@ -107,12 +107,12 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """Return `name` without the parts that do not distinguish GPUs in the table."""
+    """Return `name` without the words that do not distinguish GPUs in the table."""
     return re.sub(r"[^a-z0-9]|rtx|sxm\d?|80gb$|141gb$", "", name.lower())
 
 
 def find_device(device_name: str) -> Gpu | None:
-    """Return the GPU for the driver's `device_name`, or None if the table lacks it.
+    """Return the GPU for the driver's `device_name`, or None if the table does not list it.
 
     The result is also None for a MIG instance ("NVIDIA H200 MIG 1g.18gb"), whose peak is lower.
     """

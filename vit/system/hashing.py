@@ -1,9 +1,8 @@
-"""Compute random numbers and permutations as pure functions: a hash of integers.
+"""Compute random numbers and permutations as pure functions of integers, by hashing.
 
-The sample order and augmentation use these functions, so that any random number can be computed
-without those before it. This module implements the hash because libraries do not guarantee stable
-random streams. `tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` contain
-expected output.
+The sample order and augmentation can compute any random number without those before it. This module
+implements its own hash, because libraries do not guarantee stable random streams.
+`tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` contain expected results.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 
 U64 = np.uint64
 CHUNK_NUMBERS = 1 << 16
-"""The number of integers hashed at a time, which fit into the cache of a core."""
+"""The number of integers hashed at a time, small enough for the cache of a core."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
-    """Hash 64-bit integers (any shape): the output function of SplitMix64 (Steele et al. 2014)."""
+    """Hash 64-bit integers of any shape like SplitMix64's output function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(values, dtype=U64) + U64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
@@ -28,7 +27,7 @@ def hash64(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Combine integers or arrays, broadcast together, into keys. The order of `parts` matters."""
+    """Combine integers or arrays, broadcast together, into hash keys. Order matters."""
     key: NDArray[np.uint64] = np.zeros((), dtype=U64)
     for part in parts:
         key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
@@ -47,7 +46,7 @@ def fold_numbers(
 
 
 def are_ranked(keys: NDArray[np.uint64], first: int, end: int) -> NDArray[np.bool_]:
-    """Return which of the distinct `keys` have ranks [first, end) in ascending order."""
+    """Return a mask of the distinct `keys` whose ranks in ascending order are in [first, end)."""
     lowest, highest = np.partition(keys, [first, end - 1])[[first, end - 1]]
     return (keys >= lowest) & (keys <= highest)
 
@@ -60,7 +59,8 @@ def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
 class Permutation:
     """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network.
 
-    The network permutes a power of four; values of n and more are permuted again ("cycle walking").
+    The network permutes a power of four; values of n and above are permuted again ("cycle
+    walking").
     """
 
     def __init__(self, n: int, key: ArrayLike, rounds: int = 6):
@@ -74,7 +74,7 @@ class Permutation:
         """Map positions in [0, n), of any shape, to distinct values in [0, n)."""
         out = np.array(positions, dtype=U64)
         todo = np.ones(out.shape, dtype=bool)
-        # The power of four is below 4 n, so at most four passes are expected.
+        # The range has at most 4 n values, so at most four passes are expected per value.
         while todo.any():
             left, right = out[todo] >> self.half, out[todo] & self.mask
             for key in self.keys:

@@ -1,7 +1,7 @@
-"""Find the resources that this process may use: cores, memory, open files, local disks.
+"""Find the resources that this process may use: cores, memory, open files and local disks.
 
 `/proc` lists the resources of the machine. Control groups (version 2 or 1) may limit a container or
-a batch job further. Each level of groups may set a limit, and the smallest limit applies.
+a batch job further. Each level of nested groups may set a limit, and the smallest limit applies.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _STATES = {
     "Z": "dead",
 }
 _V1_UNLIMITED = 2**60
-"""A threshold for limits of version 1, which writes "no limit" as a number near 2**63."""
+"""A threshold for version 1 limits, where "no limit" is a number near 2**63."""
 _num_before_binding: int | None = None
-"""The number of cores that this process could use before `bind_to_cores`."""
+"""The number of cores that this process could use before `bind_to_cores` was called."""
 
 
 def num_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that the job may use on this host, at least 1.
 
-    The affinity at the start of this process and the quotas of its control groups limit the number.
-    `root`: the folder of `proc` and `sys`.
+    The process's initial affinity and the quotas of its control groups limit the number. `root`:
+    the folder of `proc` and `sys`.
     """
     cores = float(_num_before_binding or _num_allowed())
     for group in _groups(root, "cpu"):
@@ -59,15 +59,15 @@ def num_cores(root: Path = Path("/")) -> int:
         if not quota:
             quota = text_of(group / "cpu.cfs_quota_us")
             period = text_of(group / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal():  # "max" and -1: no limit
+        if quota.isdecimal() and period.isdecimal():  # "max" and -1 mean no limit.
             cores = min(cores, int(quota) / int(period))
     return max(math.floor(cores), 1)
 
 
 def bind_to_cores(cores: set[int]) -> None:
-    """Bind this process, and the processes that it starts later, to `cores`.
+    """Bind this process, and all processes that it starts later, to `cores`.
 
-    `num_cores` still reports all cores of the job, because the ranks of a host share them.
+    `num_cores` still counts all cores of the job, because the ranks on a host share them.
     """
     global _num_before_binding
     _num_before_binding = _num_before_binding or _num_allowed()
@@ -79,10 +79,10 @@ def _num_allowed() -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory that this process and its children may still use; None if unknown.
+    """Return the bytes of memory that this process and its children may still use; None if unknown.
 
-    Both the available memory of the machine and the limits of control groups apply. The file cache
-    of a group is counted as free.
+    The machine's available memory and the limits of control groups apply. The file cache of a group
+    counts as free.
     """
     free = [
         int(line.split()[1]) * 1024
@@ -100,10 +100,10 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return the number of processes that the kernel has killed because memory ran out.
+    """Return the number of processes that the kernel has killed for lack of memory.
 
-    The number is that of this process's control groups, or of the machine if groups do not count
-    kills. None if unknown.
+    Kills are counted in this process's control groups, or else on the whole machine. Returns None
+    if unknown.
     """
     counted = [
         text_of(group / name)
@@ -150,7 +150,7 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
 
     Returns 0 if unknown. `root`: the folder of `proc` and `sys`.
     """
-    display = "0x03"  # PCI's class of display and 3D controllers
+    display = "0x03"  # the PCI class of display and 3D controllers
     return sum(
         text_of(device / "vendor") == "0x10de" and text_of(device / "class").startswith(display)
         for device in (root / "sys/bus/pci/devices").glob("*")
@@ -158,27 +158,27 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
 
 
 def raise_open_files(limit: int) -> int:
-    """Raise this process's limit of open files to `limit` if allowed; return the new limit."""
+    """Raise the open-file limit of this process to `limit` if allowed; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     if soft == resource.RLIM_INFINITY or soft >= reachable:
         return limit if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
-    except (ValueError, OSError):  # macOS allows less than it reports
+    except (ValueError, OSError):  # macOS allows fewer open files than it reports.
         return soft
     return reachable
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the control groups of this process that may limit `controller`, innermost first."""
+    """Yield the control groups that may limit `controller` for this process, innermost first."""
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
-        # In a container, this may be the host's path, and only the mount itself exists.
+        # In a container, this may be a path on the host. Then only the mount itself exists.
         yield from (
             place
             for place in (group, *group.parents)
@@ -195,7 +195,7 @@ def text_of(path: Path) -> str:
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """Return the model name of the CPU, or its architecture. `root`: the folder of `proc`."""
+    """Return the CPU model, or the architecture if unknown. `root`: the folder of `proc`."""
     match = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.M)
     return match[1].strip() if match else platform.machine()
 
@@ -205,11 +205,11 @@ def _is_of_another(place: Path) -> bool:
 
 
 def default_folder(root: Path = Path("/")) -> Path:
-    """Return a folder on a local disk.
+    """Return the path of a cache folder on a local disk.
 
-    The folder is in SLURM_TMPDIR or TMPDIR, which batch systems set to a local disk, or else `vit`
-    in XDG_CACHE_HOME or ~/.cache. Raises ShardError if all of these are in memory or on network
-    file systems. root: the folder that contains `proc`.
+    The folder is inside SLURM_TMPDIR or TMPDIR, which batch systems set to a local disk, or else is
+    `vit` in XDG_CACHE_HOME or ~/.cache. Raises ShardError if all of these are in memory or on
+    network file systems. root: the folder that contains `proc`.
     """
     places = [
         Path(os.environ[name]) / f"vit-{os.getuid()}"

@@ -1,4 +1,4 @@
-"""Report the progress of a task by a live line on a terminal, or a line every 10 s in a log."""
+"""Show the progress of a task as a live line in a terminal, or as a line every 10 s in a log."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def duration(seconds: float) -> str:
 
 
 def steady_s() -> float:
-    """Return the seconds of a clock that does not jump when the time of day is set.
+    """Return seconds from a clock that does not jump when the system time is set.
 
-    On Linux, the clock also advances while the machine sleeps.
+    On Linux, the clock continues while the machine sleeps.
     """
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -31,12 +31,13 @@ def steady_s() -> float:
 
 
 class Meter:
-    """A progress display on stderr: units done of `total`, rate, and remaining time.
+    """A progress display on stderr with the completed units of `total`, the rate and the remaining
+    time.
 
         with Meter("evaluating", 50_000, "images") as meter:
             meter.update(done=6_400)
 
-    shown: False prints nothing. into: a function that receives the text in place of stderr.
+    shown: False prints nothing. into: a function that receives the text instead of stderr.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class Meter:
             self._live.stop()
 
     def update(self, done: int, also: str = "", num_bytes: int = 0) -> None:
-        """Report `done` of `total` units, optionally `num_bytes` as MB/s, and the text `also`."""
+        """Report `done` completed units, optionally `num_bytes` as a rate in MB/s, and the text
+        `also`."""
         now = time.monotonic()
         in_log = self.into is None and self._live is None
         if not self.shown or (in_log and now - self._printed_at < LOG_EVERY_S):
@@ -89,7 +91,7 @@ class Meter:
         ]
         if num_bytes:
             parts.append(f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s")
-        # The least important part comes last, because narrow terminals truncate the line.
+        # Put the least important text last, because narrow terminals truncate the line.
         text = f"{self.task}: {', '.join([*parts, *filter(None, [also])])}"
         if self.into is not None:
             self.into(text)

@@ -1,6 +1,6 @@
 """Replace logins and other secrets in text with `***`.
 
-`shown` masks all messages, records and reports. `guard_console` applies it to everything that a
+`shown` is applied to all messages, records and reports. `guard_console` masks everything that a
 process prints.
 """
 
@@ -19,12 +19,12 @@ MASK = "***"
 HEADER_VARIABLE = "VIT_HTTP_HEADER"
 
 _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
-"""Matches `$NAME` and `${NAME}`, which mean the value of an environment variable."""
+"""Matches `$NAME` and `${NAME}`, references to environment variables."""
 _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
-"""A word of a shell command, possibly inside a JSON text."""
+"""Matches one word of a shell command, possibly inside JSON text."""
 USERINFO = re.compile(r"(?<=:/)(/?)((?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)")
-"""Matches a login after one slash as well, because `Path` removes the second slash of a URL."""
+"""Matches a login in a URL, even after a single slash, because `Path` removes the second slash."""
 _END = r"(?=[).,;:|]*(?:[\s#\"'<>\\]|::|$))"
 QUERY = re.compile(r"(:/[^\s?#\"'<>\\]*)\?(?![).,;:|])([^\s#\"'<>\\]+?)" + _END)
 _PARAMETER = re.compile(
@@ -58,20 +58,21 @@ _SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 UNPRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""The Unicode categories of control and format characters, lone surrogates and line ends."""
+"""The Unicode categories of control characters, format characters, lone surrogates and line
+ends."""
 _COMMANDS = re.compile(r"\x1b(?!\[[0-9;?]*[A-Za-z])|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 """Matches control characters (window titles, clipboard, bells), except tab, line feed, carriage
 return and CSI sequences."""
 _known: dict[str, str] = {}
-"""The secrets that this process has used, in all encodings, and their replacements."""
+"""Maps every encoding of the secrets that this process has used to its replacement."""
 
 
 def shown(text: str) -> str:
-    """Return `text` with `***` in place of every secret.
+    """Return `text` with every secret replaced by `***`.
 
     Secrets are the userinfo and query of URLs, headers and options with credentials, and all
-    secrets that this process has used or has in its environment. `${NAME}` is kept. The function is
-    idempotent.
+    secrets that this process has used or has in its environment. `${NAME}` is kept. Applying the
+    function twice has no further effect.
     """
     for secret, instead in sorted(
         (_of_environment() | _known).items(), key=lambda item: -len(item[0])
@@ -91,7 +92,7 @@ def shown(text: str) -> str:
 
 
 def shown_values(value: Any) -> Any:
-    """Return `value` with `shown` applied to every text in its lists and dictionaries."""
+    """Return `value` with `shown` applied to every string in its lists and dictionaries."""
     if isinstance(value, str):
         return shown(value)
     if isinstance(value, dict):
@@ -122,9 +123,9 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def _of_environment() -> dict[str, str]:
-    """Return the secrets in the environment and their replacements.
+    """Return a dict that maps each secret in the environment to its replacement.
 
-    Secrets are recognized by the names of their variables. A path is not a secret.
+    Variable names determine which values are secrets. A path is never a secret.
     """
     replacements = dict[str, str]()
     for name, value in os.environ.items():
@@ -137,9 +138,9 @@ def _of_environment() -> dict[str, str]:
 
 
 def _forms(secret: str, instead: str = MASK) -> dict[str, str]:
-    """Return a dict that maps each encoding of `secret` to `instead`.
+    """Return a dict that maps every encoding of `secret` to `instead`.
 
-    The dict is empty if the secret is so short that other text may contain it by chance.
+    The dict is empty if the secret is so short that other text may contain it by coincidence.
     """
     if len(secret) < (12 if secret.isdecimal() else 6) or _NO_SECRET.fullmatch(secret):
         return {}
@@ -164,11 +165,11 @@ def printed(message: str) -> str:
 
 
 def escape_unprinted(text: str) -> str:
-    """Return `text` with control characters escaped, because a terminal would execute them.
+    """Return `text` with control characters escaped, because a terminal would interpret them.
 
-    Names of files, classes and runs may come from untrusted sources.
+    The names of files, classes and runs may come from untrusted sources.
     """
-    if text.isprintable():  # a fast path for nearly all names
+    if text.isprintable():  # a fast path for almost all names
         return text
     return "".join(
         letter.encode("unicode_escape").decode()
@@ -181,9 +182,9 @@ def escape_unprinted(text: str) -> str:
 class _Guarded:
     """A stream that masks secrets in text, and forwards everything else to `stream`.
 
-    It escapes control sequences, except colors and cursor movements, which progress lines need.
+    Control sequences are escaped, except colors and cursor movements, which progress lines need.
 
-    is_view: ignore failed writes, such as to a full disk, in place of raising OSError.
+    is_view: ignore failed writes, such as writes to a full disk, instead of raising OSError.
     """
 
     def __init__(self, stream: TextIO, is_view: bool):
@@ -212,7 +213,7 @@ def guard_console() -> None:
     """Mask secrets in everything that this process prints, including warnings and stack traces.
 
     If stderr is a file on a full disk, its text is lost and the run continues. A failed write to
-    stdout, which has a command's result, is an error.
+    stdout is an error, because stdout contains the result of a command.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

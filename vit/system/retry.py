@@ -1,10 +1,10 @@
-"""One retry policy for servers, object stores and mounted folders.
+"""Define a single retry policy for servers, object stores and mounted folders.
 
 A caller passes a function that raises `RetryableError` for temporary errors, such as a lost
-connection, "slow down" or a stale handle. The function is called again after growing pauses, up to
+connection, "slow down" or a stale file handle. The function is retried after growing pauses, up to
 the limit of the policy. An error that is probably final, such as a refused login, is retried only a
-few times. Each process logs one warning when a server stops answering, and one when it answers
-again, for all its threads.
+few times. Each process logs one warning, for all its threads, when a server stops answering, and
+one when the server answers again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from vit.system.files import ShardError
 from vit.system.meter import steady_s
 
 WARN_AFTER_S = 3.0
-"""Interruptions shorter than this are not reported."""
+"""Interruptions shorter than this many seconds are not reported."""
 WARN_AGAIN_S = 60.0
 NUM_REFUSALS = 6
-"""The number of attempts (about 15 s) for an error that is probably final. A refused login may work
-again when its token has been renewed."""
+"""The number of attempts (about 15 s) for an error that is probably final. A refused login may
+succeed after its token is renewed."""
 FORGOTTEN_AFTER_S = 180.0
-"""An outage is considered over this long after its last pause if there was no further attempt. An
-attempt never takes this long."""
+"""The time without an attempt after which an outage counts as over, measured from its last pause.
+An attempt never takes this long."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class RetryableError(Exception):
-    """An error, with its reason as text, after which a retry may succeed."""
+    """An error with its reason as text, after which a retry may succeed."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RetryableError(Exception):
         num_refusals: int = NUM_REFUSALS,
     ):
         """retry_after_s: the shortest pause that the server allows. final: the error to raise after
-        `num_refusals` attempts in a row."""
+        `num_refusals` consecutive attempts."""
         super().__init__(reason)
         self.retry_after_s = retry_after_s
         self.final = final
@@ -55,13 +55,13 @@ class RetryableError(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The limits and pauses of retries, picklable and without state."""
+    """The limit and pauses of retries. Instances can be pickled and have no state."""
 
     limit_s: float = 480.0
     """Time since the first failure, or since the last byte from the same server; 0: no retries."""
     first_pause_s: float = 0.5
     """The first pause, which doubles after each attempt. A random factor between 0.5 and 1.5
-    prevents clients that failed together from retrying together."""
+    spreads the retries of clients that failed at the same time."""
     longest_pause_s: float = 20.0
 
     def call(
@@ -70,13 +70,13 @@ class RetryPolicy:
         attempt: Callable[[], T],
         while_waiting: Callable[[], None] | None = None,
     ) -> T:
-        """Return the result of `attempt`, repeated while it raises `RetryableError`.
+        """Call `attempt` until it no longer raises `RetryableError`, and return its result.
 
-        Raises ShardError with the number of attempts, their time and the last reason, and all other
-        errors of `attempt`.
+        Raises ShardError with the number of attempts, their duration and the last reason. All other
+        errors of `attempt` are raised unchanged.
 
-        address: URL or path for messages, without secrets. while_waiting: called a few times a
-        second during pauses; may raise to stop.
+        address: URL or path for messages, without secrets. while_waiting: called a few times per
+        second during pauses; may raise an error to stop.
         """
         global _retries
         place = _server_or_folder(address)
@@ -115,7 +115,8 @@ class RetryPolicy:
                 outage_failed_s = outage.failed_s
                 warn_at_s = outage.warn_at_s
                 _wait(pause_s, while_waiting)
-                # The process may have been suspended for hours, which must not exhaust the limit.
+                # The process may have been suspended for hours, which must not count toward the
+                # limit.
                 suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
                 failed_s += suspended_s
                 outage.failed_s = max(outage.failed_s, outage_failed_s + suspended_s)
@@ -129,14 +130,13 @@ class RetryPolicy:
         raise AssertionError("unreachable")
 
     def _pause_s(self, number: int, error: RetryableError) -> float:
-        """Draw the pause after attempt `number`."""
         pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s)
         least_s = error.retry_after_s or 0.0
         return max(pause_s * _JITTER.uniform(0.5, 1.5), least_s * _JITTER.uniform(1.0, 1.25))
 
 
 _JITTER = random.Random()
-"""A separate generator, because network errors must not change the random numbers of training."""
+"""A separate generator, so that network errors do not change the random numbers of training."""
 
 
 def _exhausted(address: str, error: RetryableError, number: int, elapsed_s: float) -> ShardError:
@@ -154,23 +154,22 @@ class _Outage:
     """An outage of one server or folder, as seen by this process."""
 
     began: tuple[float, float]
-    """`time.time()` and `steady_s()` before the first attempt that failed."""
+    """`time.time()` and `steady_s()` before the first failed attempt."""
     failed_s: float
-    """`time.monotonic()` of the first failure; the times below use the same clock."""
+    """`time.monotonic()` of the first failure. The times below use the same clock."""
     awaited_until_s: float
-    """The end of the last pause."""
     warn_at_s: float
     is_reported: bool = False
 
 
 _outages: dict[str, _Outage] = {}
-"""The current outage of each server or folder. All threads share the limit of an outage; with
-separate limits they could wait many times as long, one after another. Single dict operations need
-no lock."""
+"""The current outage of each server or folder. All threads share the time limit of an outage. With
+separate limits, threads that wait one after another could wait many times as long. Single dict
+operations need no lock."""
 
 
 def _outage_of(place: str, began: tuple[float, float], failed_s: float) -> _Outage:
-    """Return the current outage of `place`, or begin a new one if the last one is over."""
+    """Return the current outage of `place`. If the last outage is over, begin a new one."""
     outage = _outages.get(place)
     if outage is not None and time.monotonic() > outage.awaited_until_s + FORGOTTEN_AFTER_S:
         _outages.pop(place, None)
@@ -198,22 +197,22 @@ _progress = 0
 
 
 def num_retries() -> int:
-    """Return the number of retries in this process, which a fork resets to 0."""
+    """Return the number of retries in this process. A fork resets the number to 0."""
     return _retries
 
 
 def num_progress() -> int:
-    """Return a number that grows while a thread receives bytes or pauses between attempts.
+    """Return a number that increases while a thread receives bytes or pauses between attempts.
 
-    A growing number shows that the process does not hang.
+    An increasing number shows that the process is not hung.
     """
     return _progress
 
 
 def note_progress() -> None:
-    """Record that bytes have arrived."""
+    """Record that bytes were received."""
     global _progress
-    _progress += 1  # This need not be atomic, because any change of the number is enough.
+    _progress += 1  # This need not be atomic, because any change is enough.
 
 
 def _reset() -> None:

@@ -1,4 +1,4 @@
-"""Format names in messages: suggest similar names, and shorten long lists of names."""
+"""Format names in messages: suggest similar names and shorten long lists of names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 
 def few(names: Sequence[str], limit: int = 4) -> str:
-    """Return the first `limit` of `names`, and the number of the rest."""
+    """Return text with the first `limit` of `names` and the number of remaining names."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

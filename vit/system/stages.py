@@ -1,9 +1,9 @@
 """Track the current stage and the counters of each loader process in shared memory.
 
-Each process that makes batches has a status in memory that it shares with the training process.
-When the process changes its stage, such as from reading to decoding, it stores the new stage and
-the time, and adds the duration of the old stage to a sum. A change takes about 0.3 microseconds.
-The training process only reads the status, so it sees the stage even if the process hangs.
+Each process that makes batches shares its status with the training process through memory. When the
+process enters a new stage, such as decoding after reading, it stores the stage and the time, and
+adds the duration of the previous stage to a sum. A change takes about 0.3 microseconds. The
+training process only reads the status, so it sees the stage even if the process hangs.
 `vit.data.stall_watch` reports the stage, and `vit.hooks.monitor` writes the sums to metrics.jsonl.
 """
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from vit.system.retry import num_progress, num_retries
 
 STATUS_BYTES = 256
-"""The size of a process's status: 32 numbers of 8 bytes."""
+"""The size of each process's status: 32 numbers of 8 bytes."""
 
 
 class Stage(IntEnum):
-    """The stages of a process that makes batches."""
+    """The stages that a loader process can be in."""
 
     IDLE = 0
     """Waiting for work."""
@@ -32,15 +32,15 @@ class Stage(IntEnum):
     STORE = 2
     """Waiting for a block of a shard to be fetched."""
     LOCK = 3
-    """Waiting for another process that fetches the same block or measures the cache."""
+    """Waiting for another process that is fetching the same block or measuring the cache."""
     READ = 4
     """Reading a file."""
     DECODE = 5
-    """Turning encoded bytes into pixels."""
+    """Decoding compressed bytes into pixels."""
     RESIZE = 6
     """Resizing pixels to the model's size."""
     DRAW = 7
-    """Drawing the random parameters of the augmentation."""
+    """Drawing random augmentation parameters."""
 
 
 DOING = {
@@ -53,27 +53,26 @@ DOING = {
     Stage.RESIZE: "resizing",
     Stage.DRAW: "drawing the augmentation",
 }
-"""The names of the stages in messages."""
 COUNTED = ("retries", "cache_hits", "cache_misses", "read_bytes", "fetched_bytes")
-"""The counters: repeated requests to a store or file system; samples whose block was in the cache;
-samples whose block was not; bytes of samples read from any source; bytes fetched from a store."""
+"""The counters: repeated requests to a store or file system; samples whose block was cached;
+samples whose block was not cached; bytes of samples read from any source; bytes fetched from a
+store."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
-"""The names in a `Tally`."""
 Tally = dict[str, float]
-"""The work of processes by name (`TALLIED`): seconds in each stage, then counters."""
+"""The work of one or more processes, by name (`TALLIED`): seconds per stage, then counters."""
 _CHANGES, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
 _SECONDS = 8
-"""The index of the first number of the tally, which begins with the seconds."""
+"""The index of the tally's first number. The tally begins with the seconds in each stage."""
 _PLACES = {name: index for index, name in enumerate(TALLIED, _SECONDS)}
 
 
 def add_up(tallies: Sequence[Tally]) -> Tally:
-    """Add up the tallies of several processes."""
+    """Return the sum of the tallies of several processes."""
     return {name: sum(tally[name] for tally in tallies) for name in TALLIED}
 
 
 def since(now: Tally, before: Tally) -> Tally:
-    """Return the difference between two tallies of a process."""
+    """Return the difference between two tallies of the same process."""
     return {name: now[name] - before[name] for name in TALLIED}
 
 
@@ -85,10 +84,10 @@ class WorkerStatus:
         self._retries = num_retries()
         self._progress = num_progress()
 
-    # ---- for the process itself ----
+    # ---- methods for the process itself ----
 
     def enter(self, stage: Stage) -> None:
-        """End the current stage, and begin `stage`."""
+        """End the current stage and begin `stage`."""
         numbers = self._numbers
         now_s = time.monotonic()
         numbers[_SECONDS + int(numbers[_STAGE])] += now_s - (numbers[_SINCE_S] or now_s)
@@ -97,7 +96,7 @@ class WorkerStatus:
         numbers[_CHANGES] += 1
 
     def take(self, position: int, first: int) -> None:
-        """Begin a part of the batch at `position`, from row `first` on."""
+        """Begin the part of batch number `position` that starts at row `first`."""
         self._numbers[_POSITION] = position
         self._numbers[_FIRST] = first
         self._numbers[_SAMPLE] = -1
@@ -119,15 +118,15 @@ class WorkerStatus:
             self.enter(before)
 
     def count(self, **counted: int) -> None:
-        """Add to the counters. counted: numbers by names in `COUNTED`."""
+        """Increase the counters. counted: increments by names in `COUNTED`."""
         for name, number in counted.items():
             self._numbers[_PLACES[name]] += number
 
     def count_retries(self) -> None:
-        """Add the retries of this process to its counters.
+        """Add new retries of this process to its counters.
 
-        Retries, pauses between attempts, and arriving bytes are progress, because a process that
-        waits for a store does not hang.
+        Retries, pauses between attempts, and received bytes count as progress, because a process
+        that waits for a store does not hang.
         """
         retries = num_retries()
         progress = num_progress()
@@ -138,7 +137,7 @@ class WorkerStatus:
             self._numbers[_CHANGES] += 1
 
     def beat(self) -> None:
-        """Report progress during a wait that is known to end."""
+        """Report progress during a wait that is certain to end."""
         self._numbers[_CHANGES] += 1
 
     def measure_memory(self) -> None:
@@ -149,16 +148,16 @@ class WorkerStatus:
             self._numbers[_OWN_BYTES] = 1024 * sum(map(int, sizes_kib))
 
     def restart(self) -> None:
-        """Reset the status, except the tally, for the successor of a dead process."""
+        """Reset everything except the tally, for the successor of a dead process."""
         self._numbers[_STAGE] = Stage.IDLE
         self._numbers[_SINCE_S] = time.monotonic()
         self._numbers[_SAMPLE] = -1
 
-    # ---- for readers ----
+    # ---- methods for readers ----
 
     @property
     def num_changes(self) -> int:
-        """The number of changes, which grows while the process makes progress."""
+        """The number of changes. A growing number shows that the process makes progress."""
         return int(self._numbers[_CHANGES])
 
     @property
@@ -173,12 +172,12 @@ class WorkerStatus:
 
     @property
     def part(self) -> tuple[int, int]:
-        """The position and first row of the current, or else the last, part of a batch."""
+        """The batch number and first row of the part that the process is making or made last."""
         return int(self._numbers[_POSITION]), int(self._numbers[_FIRST])
 
     @property
     def sample(self) -> int | None:
-        """The sample that is being read or decoded, or None before the first one of a part."""
+        """The sample that is being read or decoded; None before the first sample of a part."""
         sample = int(self._numbers[_SAMPLE])
         return None if sample < 0 else sample
 
@@ -188,16 +187,16 @@ class WorkerStatus:
         return int(self._numbers[_OWN_BYTES])
 
     def tally(self) -> Tally:
-        """Return the tally of the process up to its last change of stage."""
+        """Return the tally up to the process's last change of stage."""
         return dict(zip(TALLIED, self._numbers[_SECONDS : _SECONDS + len(TALLIED)], strict=True))
 
 
 current = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
-"""The status of this process, which code that reads or decodes updates."""
+"""The status of this process, updated by the code that reads and decodes."""
 
 
 def use(status: WorkerStatus) -> WorkerStatus:
-    """Make `status` the status of this process; return the previous one."""
+    """Make `status` the status of this process; return the previous status."""
     global current
     before = current
     current = status

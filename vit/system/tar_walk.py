@@ -1,12 +1,12 @@
 """List the members of a tar in a file, a part of a file, or a stream.
 
-`walk` reads the headers one by one, verifies their checksums, and skips the data between them. The
-caller may read the data of each member when it is yielded. Long names (GNU and pax) are resolved. A
-file that is not a tar, is damaged or truncated, or continues after its end raises an error with the
+`walk` reads the headers one by one, verifies their checksums, and skips the data between them. When
+a member is yielded, the caller may read its data. Long names (GNU and pax) are resolved. A file
+that is not a tar, is damaged or truncated, or continues after its end raises an error with the
 position.
 
-`tarfile` is not used because it stops silently at a damaged header, which would lose all later
-samples, and because it takes ten times as long.
+`tarfile` is not used, because it stops silently at a damaged header, which would lose all later
+samples, and is ten times as slow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAR_BLOCK = 512
 """Every header, and the data of every member, begin at a multiple of this many bytes."""
 AHEAD_BYTES = 1 << 16
 CLOSE_BYTES = 1 << 12
-"""If two headers are at most this far apart, the next read gets `AHEAD_BYTES`."""
+"""If two headers are at most this far apart, the next read fetches `AHEAD_BYTES`."""
 MAX_NAME_BYTES = 1 << 16
 """The maximum size of a GNU long name or a pax header."""
 FILE = "a file"
@@ -47,9 +47,9 @@ WITHOUT_DATA = (
     tarfile.BLKTYPE,
     tarfile.FIFOTYPE,
 )
-"""Member types without data, even if their headers state a size."""
+"""Member types that have no data, even if their headers state a size."""
 EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
-"""Headers that describe the next member."""
+"""The types of headers that describe the next member."""
 WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
 COMPRESSED = {
     b"\x1f\x8b": "compressed with gzip",
@@ -60,11 +60,12 @@ COMPRESSED = {
 
 
 class TarDamaged(ValueError):
-    """A file is not a tar, is damaged or truncated, or continues after its end."""
+    """An error for a file that is not a tar, is damaged or truncated, or continues after its
+    end."""
 
 
 class TarMember(NamedTuple):
-    """One member, with `size` bytes at `offset`. kind: FILE, FOLDER, or another type in words."""
+    """A member with `size` bytes at `offset`. kind: FILE, FOLDER, or another type in words."""
 
     name: str
     offset: int
@@ -79,25 +80,26 @@ Positions never decrease."""
 
 
 def describe_content(head: bytes) -> str:
-    """Describe a file that begins with `head` if it is a web page or compressed; else ""."""
+    """Return a description if a file that begins with `head` is a web page or compressed; else
+    ""."""
     if WEB_PAGE.match(head):
         return "a web page (a login or an error page was saved in its place)"
     return next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def pread(descriptor: int) -> Read:
-    """Return a reader of the file behind a descriptor."""
+    """Return a reader for the file behind a descriptor."""
     return lambda size, position: os.pread(descriptor, size, position)
 
 
 class Readable(Protocol):
-    """A stream that can be read only once, in order."""
+    """A stream that can be read only once, from start to end."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def in_order(stream: Readable) -> Read:
-    """Return a reader of a stream, which buffers only bytes from the last position on."""
+    """Return a reader for a stream. It buffers only bytes after the last position."""
     held = b""
     start = 0
 
@@ -121,7 +123,7 @@ def in_order(stream: Readable) -> Read:
 
 
 class _FromStart:
-    """A stream over a `Read` function that begins at the first byte."""
+    """A stream that calls a `Read` function, starting at position 0."""
 
     def __init__(self, read: Read):
         self._read = read
@@ -134,7 +136,7 @@ class _FromStart:
 
 
 def unpacked(stream: Readable) -> Read:
-    """Return a reader of a stream, decompressed if it is gzip, bzip2 or xz."""
+    """Return a reader for a stream. gzip, bzip2 and xz are decompressed."""
     read = in_order(stream)
     head = read(6, 0)
     openers: dict[bytes, Any] = {
@@ -149,16 +151,16 @@ def unpacked(stream: Readable) -> Read:
 def walk(
     read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool = True
 ) -> Iterator[TarMember]:
-    """Yield the members of the tar in the bytes [start, stop), in order. Raises TarDamaged.
+    """Yield the members of the tar in bytes [start, stop) in order. Raises TarDamaged.
 
-    stop: None for a stream, which is read up to its end mark. needs_end: whether a missing end mark
-    is an error.
+    stop: None for a stream, which is read up to its end mark. needs_end: raise an error if the end
+    mark is missing.
     """
     position = start
     previous = start - 2 * CLOSE_BYTES
     ahead = b""
     ahead_at = start
-    # Name and size of the next member, if an extension header before it has them.
+    # The name and size of the next member, if they were in an extension header before it.
     name = ""
     size = -1
 
@@ -168,8 +170,8 @@ def walk(
     while True:
         block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
         if len(block) < TAR_BLOCK:
-            # A large read gets many headers of small files. Between large files it would get only
-            # unneeded data.
+            # Between small files, one large read fetches many headers. Between large files, a large
+            # read would fetch only unneeded data.
             num_bytes = AHEAD_BYTES if position - previous <= CLOSE_BYTES else TAR_BLOCK
             if stop is not None:
                 num_bytes = max(0, min(num_bytes, stop - position))
@@ -226,7 +228,7 @@ def walk(
 
 
 def _is_plain_file(block: bytes) -> bool:
-    """Return whether a header is undamaged and of an ordinary file ("0").
+    """Return whether a header is undamaged and describes an ordinary file ("0").
 
     `walk` parses such headers 10 times as fast as `tarfile`. A header's checksum is the sum of its
     bytes, with the checksum field counted as spaces. The lower half of Adler-32 is that sum plus 1,
@@ -242,7 +244,8 @@ def _is_plain_file(block: bytes) -> bool:
 def _expect_zeros(
     read: Read, position: int, stop: int | None, damaged: Callable[[str], TarDamaged]
 ) -> None:
-    """Raise if data follow the end mark: a header was lost, or another tar was appended."""
+    """Raise an error if data follow the end mark: a header was lost, or another tar was
+    appended."""
     while stop is None or position < stop:
         data = read(1 << 20 if stop is None else min(1 << 20, stop - position), position)
         if not data:
@@ -256,7 +259,7 @@ def _expect_zeros(
 
 
 def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """Return the name and size in a pax header, or else `name` and `size`."""
+    """Return the name and size in a pax header. Defaults: `name` and `size`."""
     while entry := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
         value = extra[entry.end() : int(entry[1]) - 1]
         if entry[2] == b"path":

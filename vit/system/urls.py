@@ -1,14 +1,13 @@
-"""Handle environment variables, logins and patterns in the addresses of data.
+"""Handle environment variables, logins and brace patterns in the addresses of data.
 
-A user's address or command may contain a login (`https://user:password@host/...`, a signed query, a
-header for curl) or, better, an environment variable (`${NAME}`). `resolve` substitutes the
-variables. `bare` returns the address without its login, which identifies a data set. Requests use
-`address`, with the headers of `credentials`.
+An address or command may contain a login (`https://user:password@host/...`, a signed query, a
+header for curl) or, better, an environment variable (`${NAME}`). `resolve` substitutes variables.
+`bare` returns the address without its login, which identifies a data set. Requests use `address`,
+with the headers from `credentials`.
 
-A login is taken from the first of four sources that has one: the address; VIT_HTTP_HEADER, with
-lines of `host Header: value`; HF_TOKEN, for https://huggingface.co; and `.netrc`, or the file that
-NETRC names. A login is only sent to its own host, and never to the target of a redirect to a
-different host.
+The login is taken from the first of these sources that has one: the address; VIT_HTTP_HEADER, with
+lines of `host Header: value`; HF_TOKEN, for https://huggingface.co; and `.netrc`, or the file named
+by NETRC. A login is sent only to its own host, never to a different host after a redirect.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ def local_path(root: str | Path) -> Path | None:
 
 
 def on_the_web(url: str) -> bool:
-    """Return whether a URL is read by `vit.data.storage.http`."""
+    """Return whether `vit.data.storage.http` reads a URL."""
     return url.startswith(("http://", "https://"))
 
 
 def unset_variables(text: str) -> list[str]:
-    """Return the distinct names of `${NAME}` in `text` that are not environment variables."""
+    """Return the distinct `${NAME}` names in `text` for which no environment variable is set."""
     names = (
         reference[1]
         for part in text.split("::")
@@ -56,14 +55,15 @@ def unset_variables(text: str) -> list[str]:
 
 
 def resolve(text: str) -> str:
-    """Return `text` with the values of environment variables in place of `${NAME}`.
+    """Return `text` with `${NAME}` replaced by the values of environment variables.
 
-    `text` joins URLs, paths and commands by `::`. `$${NAME}` means the literal text `${NAME}`. A
-    recorded URL with a masked login gets its login back if this process knows it. Commands after
-    `pipe:` are left to the shell. The secrets of the result are registered for masking by `shown`.
+    `text` consists of URLs, paths and commands joined by `::`. `$${NAME}` stands for the literal
+    text `${NAME}`. If a recorded URL has a masked login, the login is restored if this process
+    knows it. Commands after `pipe:` are left to the shell. Secrets in the result are registered, so
+    that `shown` masks them.
 
     Call this function only with text from the user, never with text from a data set. Otherwise the
-    author of a data set could read the environment of every user who opens it.
+    author of a data set could read the environment variables of every user who opens it.
 
     Raises:
         ShardError: a variable is not set, or the login of a command was not recorded.
@@ -84,7 +84,7 @@ def resolve(text: str) -> str:
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
         without = bare(used)
-        # This is a recorded URL without its login. Use the login that the user gave, if any.
+        # A recorded URL lacks its login, so use the login that the user gave for this URL, if any.
         if MASK in used and without != used:
             used = _used.get(without, without)
             _lost_login.add(urllib.parse.urlsplit(used).netloc)
@@ -105,14 +105,14 @@ def not_set(names: Iterable[str]) -> str:
 
 
 _used: dict[str, str] = {}
-"""The full address that the user gave, with its login, for each bare address."""
+"""Maps each bare address to the full address, with its login, that the user gave."""
 _lost_login = set[str]()
-"""The hosts of addresses that were recorded without their login."""
+"""The hosts whose addresses were recorded without their login."""
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)\}")
 
 
 def _remember(url: str) -> None:
-    """Register the secrets of a URL for masking by `shown`."""
+    """Register the secrets of a URL, so that `shown` masks them."""
     if "://" not in url or url.startswith(PIPE):
         return
     parts = urllib.parse.urlsplit(url)
@@ -124,20 +124,21 @@ def _remember(url: str) -> None:
 
 
 def is_url(place: object) -> bool:
-    """Return whether `place`, a path or a URL, is a URL."""
+    """Return whether `place` is a URL rather than a path."""
     return re.match(r"[a-z][a-z0-9+.-]+://.", str(place)) is not None
 
 
 def bare(text: str) -> str:
-    """Return `text` without the userinfo and query of its URLs, which is equal for all users."""
+    """Return `text` without the userinfo and query of its URLs, so that it is equal for all
+    users."""
     return QUERY.sub(lambda match: match[1], USERINFO.sub(r"\1", text))
 
 
 def address(url: str, name: str = "") -> str:
-    """Return the URL of a request for the file `name` in the folder `url`, or for `url`.
+    """Return the URL to request for the file `name` in the folder `url`, or for `url` itself.
 
-    The userinfo is removed, because it is sent in a header. A query, such as the signature of a
-    folder, follows the name.
+    The userinfo is removed, because a header contains it. A query, such as the signature of a
+    folder, is placed after the name.
     """
     _remember(url)
     parts = urllib.parse.urlsplit(url)
@@ -148,9 +149,9 @@ def address(url: str, name: str = "") -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand braces as shells and webdataset do: `a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar.
+    """Expand braces like shells and webdataset: `a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar.
 
-    {000..002} keeps leading zeros, {a,b} is either text, and other braces are not expanded. The
+    {000..002} keeps leading zeros, {a,b} stands for a or b, and all other braces are kept. The
     results are distinct.
     """
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
@@ -173,7 +174,7 @@ def _choices(inside: str) -> list[str]:
 
 
 def credentials(url: str) -> dict[str, str]:
-    """Return the login headers for the host of an http(s) URL, or {}.
+    """Return the login headers to send to the host of an http(s) URL, or {}.
 
     Call this function again for the host of a redirect. Raises ShardError if VIT_HTTP_HEADER or
     `.netrc` cannot be read.
@@ -196,7 +197,7 @@ def credentials(url: str) -> dict[str, str]:
 
 
 def login_hint(url: str) -> str:
-    """Return a remedy for a response 401 or 403 from `url`."""
+    """Return a remedy for a 401 or 403 response from `url`."""
     parts = urllib.parse.urlsplit(url)
     host = parts.hostname or ""
     ways = (
@@ -264,7 +265,6 @@ def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
 
 
 def _names(parts: urllib.parse.SplitResult) -> tuple[str, str]:
-    """Return the name of the host with and without its port."""
     return parts.netloc.rpartition("@")[2].lower(), parts.hostname or ""
 
 

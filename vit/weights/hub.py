@@ -1,13 +1,12 @@
-"""Fetch weights by name from the Hugging Face hub into the hub's cache.
+"""Download weights by name from the Hugging Face hub into the hub's cache.
 
     timm/NAME.TAG                   the repository of that name
     hf-hub:OWNER/REPO[@REVISION]    any repository; `hf_hub:` is accepted as well
         -> a folder of the cache, with safetensors and json only, never a pickle
         -> the source of the weights: repository, commit, license
 
-Only rank 0 reads weights, so only rank 0 fetches them. The hub's client reads its settings for
-cache, login and address from HF_HOME, HF_TOKEN (or `hf auth login`), HF_ENDPOINT and
-HF_HUB_OFFLINE.
+Only rank 0 reads weights, so only rank 0 downloads them. The hub's client reads the cache folder,
+login and address from HF_HOME, HF_TOKEN (or `hf auth login`), HF_ENDPOINT and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from vit.system.spelling import did_you_mean
 from vit.weights.published_models import KNOWN
 
 WEIGHTS_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""A repository must have one of these files."""
+"""The supported weights files, of which a repository must have one."""
 FETCHED = (*WEIGHTS_FILES, "model-*-of-*.safetensors", "config.json", "preprocessor_config.json")
-"""Patterns of the files that are fetched."""
+"""The patterns of the files to download."""
 _NAME = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _LICENCE = re.compile(r"[\w.+-]{1,60}")
-"""Matches valid license names. They are untrusted, and are printed and written to model cards."""
+"""Matches valid license names. Names from the hub are untrusted, but are printed and written to
+model cards."""
 _LICENCE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class HubCopy:
-    """The files of a repository in this machine's cache."""
+    """A local copy of a repository, in the cache of this machine."""
 
     folder: Path
     source: dict[str, str]
@@ -43,20 +43,20 @@ class HubCopy:
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` names a hub repository rather than an existing path."""
+    """Return whether `path` is the name of a hub repository and no such path exists."""
     prefixes = ("timm/", "hf-hub:", "hf_hub:")
     return str(path).startswith(prefixes) and not Path(path).exists()
 
 
 def in_words(source: Mapping[str, str]) -> str:
-    """Return repository, commit and license as a phrase for messages."""
+    """Return the repository, commit and license as a phrase for messages."""
     licence = source.get("licence", "not stated")
     commit = source["commit"][:12]
     return f"{source['repository']} on the Hugging Face hub, commit {commit}, license {licence}"
 
 
 def fetch(name: str) -> HubCopy:
-    """Fetch the repository `name`, or return its cached copy if the hub cannot be reached.
+    """Download the repository `name`, or return the cached copy if the hub is unreachable.
 
     Raises:
         WeightsError: `name` is not a hub name; huggingface_hub is not installed; the repository or
@@ -117,7 +117,8 @@ def fetch(name: str) -> HubCopy:
 
 
 def _licence(repository: str, commit: str) -> dict[str, str]:
-    """Return {"licence": ...} from the model card, or {} if it is missing or the hub is down."""
+    """Return {"licence": ...} from the model card, or {} if there is none or the hub is
+    unreachable."""
     from huggingface_hub import HfApi, errors
 
     with suppress(OSError, errors.HTTPError):

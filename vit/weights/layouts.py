@@ -1,13 +1,13 @@
-"""Convert the names of a ViT's weights from and to other programs, with one table per program.
+"""Convert ViT weight names between this project and other programs, with one table per program.
 
-This project uses timm's names. A table maps each of them to the other program's name. In a row,
-`{n}` is the number of a block, and `{p}` is "weight" or "bias":
+This project uses timm's names. A table maps each name to the other program's name. In a row, `{n}`
+is the block number, and `{p}` is "weight" or "bias":
 
     "blocks.{n}.mlp.fc1.{p}": Row(("vit.encoder.layer.{n}.intermediate.dense.{p}",))
 
 A `Row` may list several weights that this project concatenates (query, key, value), and may state a
 different memory layout. `to_ours` and `from_ours` only rename, transpose, concatenate and split, so
-the bits of each value are preserved. A weight without a row cannot be exported to the program.
+the bits of each value do not change. A weight without a row cannot be exported to that program.
 
     torchvision    pytorch/vision:torchvision/models/vision_transformer.py
     huggingface    huggingface/transformers:src/transformers/models/vit/modeling_vit.py
@@ -29,13 +29,14 @@ from vit.system.spelling import few
 
 @dataclass(frozen=True)
 class Turn:
-    """A change of the memory layout of a weight, in both directions.
+    """A conversion of a weight's memory layout, in both directions.
 
-    Flax stores inputs before outputs, and has a separate dimension for attention heads.
+    Flax stores input dimensions before output dimensions, and has a separate dimension for
+    attention heads.
     """
 
     forth: Callable[[Tensor, int], Tensor]
-    """(weight of this project, number of heads) -> weight of the other program."""
+    """Converts (a weight of this project, number of heads) to the other program's weight."""
     back: Callable[[Tensor], Tensor]
 
 
@@ -60,7 +61,7 @@ TURNS = {
 
 @dataclass(frozen=True)
 class Row:
-    """The names and the layout of one weight of this project in another program.
+    """The name and memory layout that another program uses for one weight of this project.
 
     theirs: one name, or the names of query, key and value. turn: a key of `TURNS`.
     """
@@ -71,18 +72,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """The table of weight names for one program."""
+    """The table of weight names for one other program."""
 
     name: str
     block: str
-    """The prefix of a name before the block number."""
+    """The prefix of weight names before the block number."""
     rows: dict[str, Row]
     sign: str
-    """A pattern that matches a name only in this program's weights."""
+    """A regular expression that matches a weight name only in this program's files."""
     dropped: tuple[str, ...] = ()
     """The name prefixes of weights that classification does not use."""
     other_names: tuple[tuple[str, str], ...] = ()
-    """(pattern, replacement) pairs that turn names of other versions into the names in `rows`."""
+    """(pattern, replacement) pairs that convert names of other versions to the names in `rows`."""
 
 
 def _torchvision() -> Layout:
@@ -106,7 +107,7 @@ def _torchvision() -> Layout:
             "head.{p}": Row(("heads.head.{p}",)),
         },
         sign=r"conv_proj\.weight|encoder\.pos_embedding",
-        # Published files still have the names from before torchvision 0.13.
+        # Published files still use the names from before torchvision 0.13.
         other_names=((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
     )
 
@@ -134,8 +135,8 @@ def _huggingface() -> Layout:
         sign=r"(vit\.)?embeddings\.patch_embeddings\.projection\.weight",
         dropped=("vit.pooler.", "vit.embeddings.mask_token", "decoder."),
         other_names=(
-            (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),  # ViTModel alone
-            # Models of version 5 have these names in memory, but files still have those in `rows`.
+            (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),  # ViTModel, no head
+            # Version 5 uses these names in memory, but its files still have the names in `rows`.
             (r"^vit\.layers\.", "vit.encoder.layer."),
             (r"\.attention\.q_proj\.", ".attention.attention.query."),
             (r"\.attention\.k_proj\.", ".attention.attention.key."),
@@ -187,7 +188,7 @@ def _npz() -> Layout:
         dropped=("opt/", "params/"),
         other_names=(
             (r"^(opt/target/|params/img/|params/)", ""),
-            # big_vision
+            # names in big_vision
             (r"^pos_embedding$", "Transformer/posembed_input/pos_embedding"),
             (
                 r"(encoderblock\w*)/MultiHeadDotProductAttention_0/",
@@ -200,7 +201,7 @@ def _npz() -> Layout:
 
 
 _MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token"))
-"""The layout of MAE's pre-training, which adds a decoder to timm's names."""
+"""The layout of MAE's pre-training weights, which add a decoder to timm's names."""
 LAYOUTS = {layout.name: layout for layout in (_torchvision(), _huggingface(), _npz(), _MAE)}
 
 
@@ -215,28 +216,28 @@ FAMILIES = {
     " convolutional network",
     r"(.*\.)?(to_qkv|to_patch_embedding\..*)\.weight": "vit-pytorch",
 }
-"""Patterns of weight names that identify other model families, and the names of the families."""
+"""Maps patterns of weight names to the other model families that they identify."""
 
 
 def family_of(names: Iterable[str]) -> str:
-    """Return the other model family that uses such names, or "" if unknown."""
+    """Return the non-ViT model family that uses `names`, or "" if unknown."""
     return FAMILIES.get(_first_sign(FAMILIES, names), "")
 
 
 def layout_of(names: Iterable[str]) -> Layout | None:
-    """Return the layout that uses such names; None for timm's or unknown names."""
+    """Return the layout that uses `names`; None if the names are timm's or unknown."""
     by_sign = {layout.sign: layout for layout in LAYOUTS.values()}
     return by_sign.get(_first_sign(by_sign, names))
 
 
 def _first_sign(signs: Iterable[str], names: Iterable[str]) -> str:
-    """Return the first of the patterns `signs` that matches one of `names`, or ""."""
+    """Return the first pattern in `signs` that matches any of `names`, or "" if none does."""
     text = "\n".join(names)
     return next((sign for sign in signs if re.search(rf"(?m)^(?:{sign})$", text)), "")
 
 
 def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights by this project's names, and a note about dropped weights.
+    """Return the weights under this project's names, and a note about dropped weights.
 
     Weights without a row keep their names, so that `load_weights` reports them as unknown.
     """
@@ -258,7 +259,7 @@ def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Te
 def from_ours(
     layout: Layout, weights: Mapping[str, Tensor], num_heads: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights by the other program's names, and the names without a row."""
+    """Return the weights under the other program's names, and the names that have no row."""
     remaining = dict(weights)
     theirs: dict[str, Tensor] = {}
     for name, row in _each(layout, weights, "blocks."):
@@ -270,7 +271,7 @@ def from_ours(
 
 
 def _one_of_each_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return `tensor` by name. Split big_vision's tensors, which stack all blocks, by block."""
+    """Return {name: tensor}. A big_vision tensor, which stacks all blocks, is split by block."""
     begin, stacked, end = name.partition("Transformer/encoderblock/")
     if not stacked:
         return {name: tensor}
@@ -278,7 +279,7 @@ def _one_of_each_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[str, Row]]:
-    """Yield each row, with block numbers and parts filled in, for all blocks in `names`.
+    """Yield all rows for the blocks in `names`, with block numbers and parts filled in.
 
     begin: the prefix of `names` before the block number.
     """

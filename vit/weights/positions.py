@@ -1,4 +1,4 @@
-"""Fit the position embeddings of a weights file to the grid and prefix tokens of a model."""
+"""Fit the position embeddings of a weights file to a model's grid and prefix tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from vit.system.files import WeightsError
 def fit_posemb(
     source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None
 ) -> tuple[Tensor, list[str]]:
-    """Return `source` (1, n, D) with as many positions as `target`, and a note for each adaptation.
+    """Resample `source` (1, n, D) to the positions of `target`. Return it and a note per
+    adaptation.
 
-    new_grid, grid: (h, w) of the model's patches and of the source's positions, or None if unknown.
-    Raises WeightsError if the source's number of
-    positions does not fit a grid.
+    new_grid, grid: (h, w) of the model's patches and of the source's positions; None if unknown.
+    Raises WeightsError if the source's number of positions does not fit a grid.
     """
     fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
     if new_grid is None or not fits:
-        return source, []  # `load_weights` reports the different shape.
+        return source, []  # `load_weights` reports the different shapes.
     num_prefix_tokens = target.shape[1] - math.prod(new_grid)
     length = source.shape[1]
     # The source may have positions for its prefix tokens (ViT, DeiT) or not (DeiT III). If `grid`
-    # is None, try a square before the model's grid, because 256 positions may be 8x32 or 16x16, and
+    # is None, try a square before the model's grid: 256 positions may be 8x32 or 16x16, and
     # published weights use squares.
     lengths = (length - num_prefix_tokens, length)
     squares = [(math.isqrt(number), math.isqrt(number)) for number in lengths if number > 0]

@@ -1,4 +1,4 @@
-"""Define the table of published models: settings, accuracy and file names of their weights."""
+"""List published models with the settings, accuracy and file names of their weights."""
 
 from __future__ import annotations
 
@@ -15,44 +15,42 @@ TIMM = "huggingface/pytorch-image-models@4e5207c7:results/results-imagenet.csv"
 TORCHVISION = "pytorch/vision@f1228151:torchvision/models/vision_transformer.py"
 MAE = "facebookresearch/mae@efb2a806:FINETUNE.md"
 VAL_IMAGES = 50_000
-"""The number of ILSVRC2012 validation images, on which all accuracies in `KNOWN` were measured."""
+"""The size of the ILSVRC2012 validation set, on which all accuracies in `KNOWN` were measured."""
 NO_NUMBER = "no published accuracy known"
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """The model, preprocessing and accuracy of published weights."""
+    """Published weights: their model, preprocessing and accuracy."""
 
     name: str
-    """timm's name with its tag, or the authors' name if timm does not have the model."""
+    """timm's name with its tag, or the authors' name if timm lacks the model."""
     model: dict[str, Any]
     """The config's `model` section without image size and classes. Its name is `timm/<name>` if
     this project has no equivalent model."""
     image_size: tuple[int, int]
-    """Height and width in pixels."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """`mean` and `std` per channel, for images scaled to [0, 1]."""
     crop_pct: float
-    """Side of the center crop over the shorter side of the resized image."""
+    """The ratio of the center crop's side to the shorter side of the resized image."""
     interpolation: str = "bicubic"
     crop_mode: str = "center"
     """timm's crop mode: `center`, or `squash`, which changes the aspect ratio."""
     apply_exif: bool = False
-    """Whether images are rotated by their EXIF orientation. Only this project's exports set it."""
+    """Whether to rotate images by their EXIF orientation. Only this project's exports set it."""
     top1: float | None = None
     top5: float | None = None
-    """`top1` and `top5` in percent of the 50,000 images of ILSVRC2012 val; None if unknown."""
+    """`top1` and `top5` in percent on the 50,000 ILSVRC2012 validation images; None if unknown."""
     source: str = NO_NUMBER
-    """The publication of `top1` and `top5`, or the reason why they are missing."""
+    """The publication that reports `top1` and `top5`, or the reason why they are missing."""
     files: tuple[str, ...] = ()
-    """The file names under which the authors distribute the weights."""
     head: str = "head"
-    """The name of the classifier layer, whose weight has a row per class."""
+    """The name of the classifier layer, whose weight has one row per class."""
 
 
 def own_model(architecture: str) -> dict[str, Any] | None:
-    """Return a `model` section for a model that computes the same as timm's `architecture`.
+    """Return a `model` section that computes the same as timm's `architecture`.
 
     Returns None if this project has no such model. architecture: timm's name without a tag.
     """
@@ -68,13 +66,14 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     if match[2] == "medium":
         fields |= {"embed_dim": 512, "num_heads": 8}
     if match[1] == "deit3":
-        fields["init_values"] = 1e-6  # any value, because the weights overwrite it
+        fields["init_values"] = 1e-6  # The value does not matter, because the weights overwrite it.
     if match[5]:
         fields["qkv_bias"] = False
     return fields
 
 
-# Name, crop_pct, top-1, top-5, and the authors' file, in which `*` is the name without its tag.
+# Name, crop_pct, top-1, top-5, and the authors' file, where `*` stands for the name without its
+# tag.
 _TIMM_ROWS = """
 vit_tiny_patch16_224.augreg_in21k_ft_in1k  0.9 75.452 92.858
 vit_small_patch16_224.augreg_in1k          0.9 78.842 94.280
@@ -105,9 +104,9 @@ deit3_large_patch16_384.fb_in1k            1.0 85.820 97.602 deit_3_large_384_1k
 deit3_huge_patch14_224.fb_in1k             0.9 85.204 97.364 deit_3_huge_224_1k.pth
 deit3_huge_patch14_224.fb_in22k_ft_in1k    1.0 87.180 98.264 deit_3_huge_224_21k_v1.pth
 """
-# File, model, side of the input, side of the resized image, interpolation, top-1, top-5. MAE's
-# util/datasets.py and torchvision's presets.py use ImageNet's mean and deviation. MAE's
-# models_vit.py takes the mean of the patches, and then a norm.
+# File, model, input side, resized side, interpolation, top-1, top-5. MAE's util/datasets.py and
+# torchvision's presets.py use ImageNet's mean and standard deviation. MAE's models_vit.py averages
+# the patches before the norm.
 _OTHER_ROWS = """
 mae_finetuned_vit_base.pth     vit_b16 224 256 bicubic  83.664 96.530
 mae_finetuned_vit_large.pth    vit_l16 224 256 bicubic  85.952 97.570

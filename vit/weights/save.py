@@ -1,16 +1,16 @@
-"""Write tensors as a safetensors file atomically, and hash the file while writing it.
+"""Write tensors atomically to a safetensors file, and hash the file during writing.
 
     8 bytes        length of the header
     header         JSON: type, shape and data offsets of each tensor; and `__metadata__`
     data           tensors in little-endian order, without gaps
 
-The safetensors package writes the same bytes in a single call. Hashing would then have to read the
-file back, and a writer thread would hold Python's global lock (GIL). This module writes the file in
-pieces, and releases the GIL while a piece is hashed or written.
+The safetensors package writes the same bytes in one call. But then hashing would have to read the
+file again, and a writer thread would hold the global interpreter lock (GIL). This module writes the
+file in pieces, and releases the GIL while it hashes or writes a piece.
 
 A sealed file stores its own hash in its metadata, so that a flipped bit is detected. The hash is
 the sha256 of the complete file with zeros in place of the hash. Other programs ignore this
-metadata. Files without a hash are not checked.
+metadata. Files without a hash are not verified.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vit.system.files import WeightsError, flush, replacing
 SEAL = "sha256"
 UNSEALED = "0" * 64
 PIECE_BYTES = 2**24
-"""The number of bytes written and hashed at a time, small enough for the CPU cache."""
+"""The number of bytes hashed and written at a time, small enough for the CPU cache."""
 
 
 def place_of_seal(header: bytes, digest: str = UNSEALED) -> int:
-    """Return the offset of `digest` in the file. Raises ValueError if it is not in the header."""
+    """Return the file offset of `digest`. Raises ValueError if the header does not contain it."""
     return header.index(f'"{SEAL}":"{digest}"'.encode()) + len(SEAL) + 4
 
 
@@ -57,9 +57,9 @@ def is_intact(path: Path, metadata: Mapping[str, str]) -> bool:
 
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""The names of weights files in a Hugging Face folder."""
+"""The names of single weights files in Hugging Face folders."""
 ALIGNMENT = 8
-"""The data begin at a multiple of this many bytes, so that any type can be memory-mapped."""
+"""The alignment of the data in bytes, so that tensors of any dtype can be memory-mapped."""
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -72,15 +72,15 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The safetensors names of the types that weights and optimizers use."""
+"""Maps the dtypes that weights and optimizers use to their safetensors names."""
 
 
 class Written(NamedTuple):
-    """The size and hash of a file that `save_weights` wrote."""
+    """The size and hash of a file written by `save_weights`."""
 
     num_bytes: int
     sha256: str
-    """The hash of the file, with zeros in place of the seal if the file is sealed."""
+    """The hash of the file. If the file is sealed, the seal is replaced by zeros."""
 
 
 def save_weights(
@@ -92,15 +92,15 @@ def save_weights(
 ) -> Written:
     """Write plain (unsharded) tensors and string metadata as safetensors.
 
-    If writing fails, `path` keeps its previous content. is_sealed: add the file's own hash to the
-    metadata (`vit.weights.save`).
+    If writing fails, `path` keeps its old content. is_sealed: store the file's own hash in the
+    metadata (see `vit.weights.save`).
 
     Raises:
         WeightsError: the file cannot be written, for instance because the disk is full.
         TypeError: a tensor's type is not supported by the format, or metadata are not strings.
     """
     path = Path(path)
-    # Write the largest types first, so that each tensor begins at a multiple of its type's size.
+    # Write the largest dtypes first, so that each tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     sealable = {**metadata, SEAL: UNSEALED} if is_sealed else metadata
     header = _header({name: tensors[name] for name in names}, sealable)
@@ -135,7 +135,7 @@ def cannot_write(path: Path, error: OSError) -> WeightsError:
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before the data, which are in the order of `tensors`."""
+    """Return the bytes that precede the data, which are stored in the order of `tensors`."""
     if not all(isinstance(value, str) for value in metadata.values()):
         raise TypeError(f"metadata {metadata}: expected strings")
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -157,6 +157,6 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor in row-major order, (nbytes,) uint8 on the CPU.
 
-    A contiguous tensor on the CPU shares its memory with the result.
+    A contiguous CPU tensor shares its memory with the result.
     """
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,13 +1,13 @@
-"""Draw dropout and drop path per sample, so that they depend on neither rank nor micro-batch.
+"""Draw dropout and drop path per sample, independently of the rank and the micro-batch.
 
-torch's generators have a state, so the random numbers of a sample depend on everything that was
-drawn before in the same process. In this module, a random number is a pure function of (seed, step,
-row of the global batch, layer, position in the sample). The function is the hash that orders
-samples and draws augmentations (vit/system/hashing.py), computed on the device.
+torch's generators are stateful, so the random numbers of a sample depend on all earlier draws in
+the same process. In this module, a random number is a pure function of (seed, step, row of the
+global batch, layer, position in the sample). The function is the hash that also orders samples and
+draws augmentations (vit/system/hashing.py), computed on the device.
 
-`draw_by_sample` replaces the random modules of a model once. `SampleKeys.set` sets the keys of the
-next rows. Each dropout computes about ten elementwise operations on int64, which torch.compile
-fuses into one. Drop path costs almost nothing.
+`draw_by_sample` replaces the random modules of a model. `SampleKeys.set` sets the keys of the next
+rows. Each dropout module runs about ten elementwise int64 operations, which torch.compile fuses
+into one kernel. The cost of drop path is negligible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vit.layers.drop_path import DropPath
 from vit.system.hashing import fold
 
-# SplitMix64's constants are signed, because torch's unsigned integers lack most operations.
+# The SplitMix64 constants are signed, because torch's unsigned integers lack most operations.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
 _FACTOR_2 = 0x94D049BB133111EB - 2**64
@@ -36,34 +36,35 @@ def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
     """
     places = torch.arange(num_draws, device=keys.device)
     x = (keys.unsqueeze(1) ^ places) + _INCREMENT
-    # Right-shifting a signed number copies the sign bit. The masks remove the copies.
+    # Right-shifting a signed number copies the sign bit, so mask the copies out.
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _FACTOR_1
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _FACTOR_2
-    # Skip the last step of the hash, because it changes only bits that are shifted out.
+    # Omit the last step of the hash, which only changes bits that are shifted out.
     return (x >> (64 - _NUM_BITS)) & (2**_NUM_BITS - 1)
 
 
 class _BySample(nn.Module):
-    """Base class: zeroes values with probability `rate`, and scales the rest by 1 / (1 - rate)."""
+    """The base class of modules that zero values with probability `rate` and rescale the rest."""
 
     keys: Tensor
     threshold: Tensor
     scale: Tensor
 
     def __init__(self, rate: float, keys: Tensor):
-        """Store `rate` in [0, 1) and `keys`, (rows,) int64, which `SampleKeys` fills."""
+        """Store `rate`, in [0, 1), and `keys`, (rows,) int64, whose values `SampleKeys` sets."""
         super().__init__()
         self.rate = rate
         self.register_buffer("keys", keys, persistent=False)
-        # These are tensors because torch.compile would compile a graph for each number.
+        # Use tensors, because torch.compile would compile one graph per Python number.
         threshold = torch.tensor(round(rate * 2**_NUM_BITS), device=keys.device)
         self.register_buffer("threshold", threshold, persistent=False)
         scale = torch.tensor(1.0 / (1.0 - rate), device=keys.device)
         self.register_buffer("scale", scale, persistent=False)
 
     def _kept(self, num_rows: int, num_draws: int) -> Tensor:
-        """Return which of `num_draws` values for `num_rows` rows are kept, (keys, ...) bool."""
-        # Windows of an image, as in Swin, are consecutive rows and use the key of that image. A
+        """Return a mask of the values to keep, (keys, ...) bool, with `num_draws` values per
+        row."""
+        # Windows of an image, as in Swin, are consecutive rows and share the key of their image. A
         # tensor with an unrelated first dimension uses the keys of the first rows, so its values
         # depend on the micro-batch.
         num_keys = math.gcd(num_rows, len(self.keys))
@@ -71,7 +72,7 @@ class _BySample(nn.Module):
 
 
 class DropoutBySample(_BySample):
-    """A replacement of `nn.Dropout` for inputs (rows, ...)."""
+    """A replacement for `nn.Dropout` on inputs (rows, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -80,7 +81,7 @@ class DropoutBySample(_BySample):
 
 
 class DropPathBySample(_BySample):
-    """A replacement of `vit.layers.drop_path.DropPath` for inputs (rows, ...)."""
+    """A replacement for `vit.layers.drop_path.DropPath` on inputs (rows, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -90,7 +91,7 @@ class DropPathBySample(_BySample):
 
 
 class SampleKeys:
-    """The keys of all layers of a model: (layers, rows) int64 on the device, filled in place."""
+    """The keys of all layers of a model: (layers, rows) int64 on the device, updated in place."""
 
     def __init__(self, num_layers: int, num_rows: int, device: torch.device):
         self.by_layer = torch.zeros(num_layers, num_rows, dtype=torch.int64, device=device)
@@ -101,18 +102,18 @@ class SampleKeys:
         rows = first_row + np.arange(self.by_layer.shape[1])
         keys = torch.from_numpy(fold(seed, step, rows, self._layers).view(np.int64))
         if self.by_layer.is_cuda:
-            keys = keys.pin_memory()  # A copy from pinned memory does not block.
+            keys = keys.pin_memory()  # Copying from pinned memory does not block.
         self.by_layer.copy_(keys, non_blocking=True)
 
 
 def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> SampleKeys:
-    """Replace each Dropout and DropPath of `model`, and return the keys that they use.
+    """Replace each Dropout and DropPath module of `model`, and return the keys for all of them.
 
-    A module that is called twice in a forward pass must have two names, or both calls would drop
-    the same values. Other random modules (dropout in attention, patch dropout, `drop_path_form:
-    subset`) are not changed.
+    A module that is called twice per forward pass must be registered under two names. Otherwise
+    both calls would drop the same values. Other random modules (dropout in attention, patch
+    dropout, `drop_path_form: subset`) are not replaced.
 
-    num_rows: rows of a micro-batch.
+    num_rows: number of rows in a micro-batch.
     """
     # `named_children` would skip the second name of a module.
     children = [
@@ -132,12 +133,12 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
 
 
 def _rate(module: nn.Module) -> float | None:
-    """Return the rate of a module that is to be replaced, else None."""
+    """Return the rate of a module to replace, or None to keep the module."""
     if isinstance(module, nn.Dropout):
-        return module.p or None  # Most models have dropout modules with rate 0.
+        return module.p or None  # Do not replace dropout modules with rate 0.
     if isinstance(module, DropPath):
-        return module.rate  # Rate 0 is replaced too, so that all blocks share a compiled graph.
-    # Recognize timm's class by its name, because timm may not be installed.
+        return module.rate  # Replace even rate 0, so that all blocks share one compiled graph.
+    # Recognize the timm class by its name, because timm may not be installed.
     if type(module).__name__ == "DropPath" and isinstance(rate := module.drop_prob, float):
         return rate
     return None

@@ -1,9 +1,9 @@
 """Compute gradients whose bits do not depend on the number of ranks: `train.exact_over_ranks`.
 
-A leaf is a micro-batch at a fixed position in the global batch. Every rank would compute it with
-the same kernels and shapes. `Leaves` makes the rest equal as well: random numbers depend on the
-sample (vit/distributed/exact/by_sample.py) or on the leaf, and gradients and losses are added along
-a tree over all leaves (vit/distributed/exact/tree_sum.py).
+A leaf is a micro-batch at a fixed position in the global batch. Any rank can compute it with the
+same kernels and shapes. `Leaves` removes all other dependence on the rank: random numbers depend on
+the sample (vit/distributed/exact/by_sample.py) or on the leaf, and gradients and losses are added
+along a tree over all leaves (vit/distributed/exact/tree_sum.py).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTI
 
 
 def same_kernels(world: World) -> str:
-    """Fix the number of threads, and return a text of everything that affects the bits of a sum.
+    """Fix the number of threads, and return a description of everything that affects a sum's bits.
 
-    Raises ValueError on a rank whose text differs from rank 0's, and if OMP_NUM_THREADS is not a
-    number.
+    Raises ValueError if OMP_NUM_THREADS is not a number, and on each rank whose description differs
+    from rank 0's.
     """
     version = f"torch {torch.__version__}"
     if world.device.type == "cuda":
         own = f"{version} on {torch.cuda.get_device_name(world.device)}"
     else:
-        # A matrix product is divided over the threads, so its bits depend on their number. torchrun
-        # gives each rank one thread, but a process without torchrun would use all cores.
+        # A matrix product is split over threads, so its bits depend on their number. torchrun
+        # starts each rank with one thread, but a process without torchrun would use all cores.
         with world.fail_together():
             torch.set_num_threads(_num_threads())
         capability = torch.backends.cpu.get_cpu_capability()
         threads = f"{torch.get_num_threads()} thread(s)"
-        # Matrix-product libraries choose kernels by CPU vendor and cache size.
+        # BLAS libraries choose kernels by CPU vendor and cache size.
         own = f"{version} on {cpu_name()} with {capability}, {threads}"
         limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
         own = ", ".join([own, *limits])
@@ -60,7 +60,7 @@ def same_kernels(world: World) -> str:
 
 
 def check_leaves(model: nn.Module) -> None:
-    """Raise ValueError if a pass over a leaf changes the result of the next pass."""
+    """Raise ValueError if a forward pass changes the model, and therefore the next pass."""
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             raise ValueError(
@@ -71,7 +71,6 @@ def check_leaves(model: nn.Module) -> None:
 
 
 def _num_threads() -> int:
-    """Return OMP_NUM_THREADS; 1 if it is not set."""
     variable = os.environ.get("OMP_NUM_THREADS", "1")
     if not variable.isdecimal() or not int(variable):
         raise ValueError(
@@ -82,10 +81,10 @@ def _num_threads() -> int:
 
 
 class Leaves:
-    """The leaves of a rank, in the order of their rows: a `vit.training.reduce.Reduce`.
+    """The leaves of a rank, in row order: an implementation of `vit.training.reduce.Reduce`.
 
-    This class replaces the dropout modules of `model`. It also reduces the gradients, because the
-    model is not wrapped by DDP.
+    This class replaces the dropout modules of `model`. It also reduces the gradients, so the model
+    must not be wrapped by DDP.
     """
 
     def __init__(
@@ -93,11 +92,10 @@ class Leaves:
     ):
         self.module = model
         self.world = world
-        # Use the norm of one rank: all ranks have the same norm, and averaging would round.
+        # All ranks have the same norm, so use one rank's norm. Averaging would round.
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
-        """The number of rows in the global batch."""
         self._rows_per_leaf = rows_per_leaf
         self._seed = seed
         self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))
@@ -105,15 +103,16 @@ class Leaves:
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
-        # All ranks initialize with the same seed, but library versions may differ between hosts.
+        # Despite equal seeds, initial weights may differ between hosts with other library versions.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
     def divisor(self, num_rows: int) -> int:
-        """Return the rows of the global batch, because gradients are summed over all ranks."""
+        """Return the number of rows in the global batch, because gradients are summed over all
+        ranks."""
         return self.num_rows
 
     def first_row(self, num_rows: int) -> int:
-        """Return the row of the global batch at which this rank's rows begin."""
+        """Return the index of this rank's first row in the global batch."""
         return self.gradients.leaves.start * self._rows_per_leaf
 
     @contextmanager
@@ -129,21 +128,22 @@ class Leaves:
         return self.gradients.leaves.start + row // self._rows_per_leaf
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Store the sums of the losses and of the weights over the rows of a leaf."""
+        """Store the sums of the losses and of the row weights of one leaf."""
         leaf = self._number(row)
         self._sums[0, leaf].copy_(loss_sum)
         self._sums[1, leaf].copy_(row_weights)
 
     def finish(self) -> None:
-        """Store the sum of the gradients over all leaves of all ranks in `grad`."""
+        """Set `grad` of each parameter to the gradient sum over all leaves of all ranks."""
         self.gradients.finish()
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Sum `values` over the ranks in place; set the first two to the batch's loss and weight.
+        """Sum `values` over the ranks in place; set the first two to the loss and weight of the
+        batch.
 
         values: (n,) float32; all but the first two are integers, or zero on all ranks but one.
         """
-        # Each leaf's sums are zero on all ranks but one, so adding them in any order is exact.
+        # On all ranks but one, the sums of a leaf are zero, so adding them in any order is exact.
         summed = self.world.sum_(torch.cat([values, self._sums.flatten()]))
         values.copy_(summed[: len(values)])
         values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)
@@ -155,4 +155,4 @@ class Leaves:
         return False
 
     def prepare(self, rows: object, losses: Callable[..., Tensor], num_passes: int) -> None:
-        """Do nothing, because the tree is the same in each step."""
+        """Do nothing, because all steps use the same tree."""

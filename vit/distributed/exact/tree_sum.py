@@ -10,15 +10,16 @@ size, and their gradients are added along a binary tree over the leaves. With 6 
     level 1     (1, 0)  (1, 1)      (1, 2)          (2, 1) is (1, 2), the last node of its level
     level 0     0   1   2   3       4   5           the leaves
 
-A rank computes consecutive leaves (`leaves_of`), and adds them like a binary counter (`Stack`): as
-soon as two siblings exist, they are added to form their parent. A rank therefore stores at most two
-vectors per level. Then all ranks add the remaining nodes (`TreeSum.finish`). The gradients are
-split into one piece per rank. Each rank receives its piece of all remaining nodes, adds them in the
-order of the tree, and sends the sum to all ranks. If each rank has one remaining node, as with
-equal shares of 2**k leaves, the traffic equals that of a ring all-reduce. A bucket of gradients is
-exchanged as soon as the rank's last backward pass has computed it.
+Each rank computes consecutive leaves (`leaves_of`) and adds them like a binary counter (`Stack`):
+as soon as both siblings exist, they are replaced by their parent, which is their sum. A rank
+therefore stores at most two vectors per level. Then all ranks add the remaining nodes together
+(`TreeSum.finish`). The gradients are split into one piece per rank. Each rank receives its piece of
+all remaining nodes, adds these nodes in tree order, and sends the sum to all ranks. If each rank
+has one remaining node, as with equal shares of 2**k leaves, the traffic equals that of a ring
+all-reduce. A bucket of gradients is exchanged as soon as the rank's last backward pass has computed
+it.
 
-docs/exactness.md describes how the other parts of a step are independent of the ranks.
+docs/exactness.md explains how the rest of a training step is made independent of the ranks.
 """
 
 from __future__ import annotations
@@ -36,24 +37,23 @@ from torch import Tensor, nn
 from vit.distributed.world import World, leaves_of
 
 BUCKET_BYTES = 25 * 2**20
-"""Size of a bucket of gradients that are exchanged together (DDP's default)."""
+"""The size of the gradient buckets that are exchanged together (DDP's default)."""
 
 
 ALIGNED_VALUES = 16
 """Each gradient begins at a multiple of this many values (64 bytes). Kernels add the values of an
-unaligned tensor in a different order, so a norm would depend on the padding of earlier buckets and
+unaligned tensor in another order, so a norm would depend on the padding of earlier buckets and
 therefore on the number of ranks."""
 
 
 class Node(NamedTuple):
-    """The sum of those leaves in [number * 2**level, (number + 1) * 2**level) that exist."""
+    """The sum of all existing leaves in [number * 2**level, (number + 1) * 2**level)."""
 
     level: int
     number: int
 
 
 def _multiple_of(unit: int, length: int) -> int:
-    """Return `length`, rounded up to a multiple of `unit`."""
     return math.ceil(length / unit) * unit
 
 
@@ -68,7 +68,7 @@ class Stack:
         self.nodes: list[Node] = []
 
     def push(self, node: Node) -> int:
-        """Append a node, and return how often the caller must add the last two vectors."""
+        """Append a node. Return how often the caller must add the last two vectors."""
         node = self._raised(node)
         additions = 0
         while self.nodes and node.number % 2 and self.nodes[-1] == (node.level, node.number - 1):
@@ -79,7 +79,7 @@ class Stack:
         return additions
 
     def _raised(self, node: Node) -> Node:
-        """Return the highest node that has the same leaves as `node`."""
+        """Return the highest node of the tree that contains the same leaves as `node`."""
         level, number = node
         while number and number % 2 == 0 and (number + 1) << level >= self.num_leaves:
             level += 1
@@ -88,7 +88,7 @@ class Stack:
 
 
 def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
-    """Return the nodes that remain on a rank after it has added its `leaves`."""
+    """Return the nodes that remain on a rank after the rank has added its `leaves`."""
     stack = Stack(num_leaves)
     for leaf in leaves:
         stack.push(Node(0, leaf))
@@ -97,7 +97,7 @@ def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
 
 def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
     """Return the peak memory of `TreeSum` on a rank: partial sums, the gradients of a leaf, and
-    pieces from other ranks. num_values: number of all gradient values."""
+    pieces from other ranks. num_values: total number of gradient values."""
     most = 0
     received = 0
     for rank in range(num_ranks):
@@ -112,7 +112,7 @@ def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Return the sum (...) of values (leaves, ...) along the tree."""
+    """Add values (leaves, ...) along the tree; return the sum (...)."""
     while len(values) > 1:
         pairs = len(values) // 2 * 2
         added = values[0:pairs:2] + values[1:pairs:2]
@@ -125,23 +125,24 @@ class _Bucket:
     """Neighboring parameters whose gradients are exchanged together."""
 
     first: int
-    """Index of its first value in the flat vector of all gradients."""
+    """The index of the bucket's first value in the flat vector of all gradients."""
     num_padded: int
-    """Number of values with padding, a multiple of the number of ranks."""
+    """The number of values including padding, a multiple of the number of ranks."""
     waits_for: int
-    """Number of parameters whose gradients are not yet complete."""
+    """The number of parameters whose gradients are still incomplete."""
     num_parameters: int
     sent: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
-    """The pending exchanges (work, sent, received): one per remaining node of the rank that has the
-    most."""
+    """The pending exchanges (work, sent, received). Their number is the largest number of remaining
+    nodes of any rank."""
 
 
 class TreeSum:
-    """The sum of the gradients of `parameters` (float32) along the tree of `num_leaves` leaves.
+    """The gradient sum of `parameters` (float32) along the tree of `num_leaves` leaves.
 
-    The backward pass of each leaf of this rank, in order, must run inside `leaf()`. Then all ranks
-    call `finish`, which stores the sum over all leaves of all ranks in the parameters' `grad`. The
-    sum has the same bits on all ranks and for any number of ranks. It is not an average.
+    The backward passes of this rank's leaves must run in order, each inside `leaf()`. Then all
+    ranks call `finish`, which stores the sum over all leaves of all ranks in the parameters'
+    `grad`. The sum has the same bits on all ranks and for any number of ranks. It is not an
+    average.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class TreeSum:
             nodes_of(leaves_of(rank, world.size, num_leaves), num_leaves)
             for rank in range(world.size)
         ]
-        """The remaining nodes of each rank."""
+        """The nodes that remain on each rank."""
         # Backward passes compute gradients from the last layer to the first.
         self._parameters = list(reversed(parameters))
         self._places: list[int] = []
@@ -167,9 +168,9 @@ class TreeSum:
         self._num_values = self._lay_out(bucket_bytes)
         self._device = world.device
         self._spare: list[Tensor] = []
-        """Free vectors, each as long as all gradients together."""
+        """Unused vectors for reuse, each as long as all gradients together."""
         self._held: list[Tensor] = []
-        """The vectors of the nodes on the stack."""
+        """The vectors of the nodes on `Stack`."""
         self._stack = Stack(num_leaves)
         self._next_leaf = 0
         self._next_bucket = 0
@@ -189,7 +190,7 @@ class TreeSum:
             bucket.num_parameters += 1
             place = _multiple_of(ALIGNED_VALUES, place + parameter.numel())
             if 4 * (place - bucket.first) >= bucket_bytes or parameter is self._parameters[-1]:
-                # Each rank's piece must also be a multiple of `ALIGNED_VALUES`.
+                # Each rank's piece of the bucket must also be a multiple of `ALIGNED_VALUES`.
                 unit = ALIGNED_VALUES * self.world.size
                 place = bucket.first + _multiple_of(unit, place - bucket.first)
                 bucket.num_padded = place - bucket.first
@@ -198,7 +199,8 @@ class TreeSum:
 
     @contextmanager
     def leaf(self) -> Iterator[None]:
-        """Zero the gradients before the backward pass of the next leaf, and add them after it."""
+        """Zero the gradients before the backward pass of the next leaf; add the gradients after
+        it."""
         vector = (
             self._spare.pop() if self._spare else torch.empty(self._num_values, device=self._device)
         )
@@ -215,7 +217,7 @@ class TreeSum:
                 bucket.waits_for = bucket.num_parameters
         yield
         if self._is_last:
-            # Send the buckets of parameters without a gradient, for which no hook has run.
+            # No hook runs for parameters without a gradient, so send their buckets now.
             while self._next_bucket < len(self._buckets):
                 self._send(self._buckets[self._next_bucket])
         else:
@@ -224,7 +226,7 @@ class TreeSum:
         del self._held[len(self._stack.nodes) :]
 
     def _add(self, part: slice) -> None:
-        """Do the pending additions for a part of the gradients."""
+        """Do the pending additions for a slice of the gradients."""
         for right in range(len(self._held) - 1, len(self._held) - 1 - self._additions, -1):
             self._held[right - 1][part] += self._held[right][part]
 
@@ -241,19 +243,20 @@ class TreeSum:
 
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:
-        """Finish a bucket's additions on this rank, and begin its exchange."""
+        """Finish the additions of a bucket on this rank, and start its exchange."""
         self._next_bucket += 1
         part = slice(bucket.first, bucket.first + bucket.num_padded)
         self._add(part)
         if self.world.size == 1:
             return
         piece = bucket.num_padded // self.world.size
-        # Each node is exchanged separately, because one exchange would require copying vectors.
+        # Exchange each node separately, because a single exchange would require copying the
+        # vectors.
         for turn in range(max(map(len, self._left))):
             takes_part = [turn < len(nodes) for nodes in self._left]
             own = self._held[turn][part] if takes_part[self.world.rank] else self._held[0][:0]
             received = torch.empty(sum(takes_part) * piece, device=self._device)
-            # Piece r goes to rank r.
+            # Rank r receives piece r.
             work = dist.all_to_all_single(
                 received,
                 own,
@@ -265,7 +268,7 @@ class TreeSum:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the other ranks, and store the sum in `grad`."""
+        """Wait for the other ranks, and store the sum in the parameters' `grad`."""
         total = self._held[0]
         gathers: list[tuple[Any, Tensor]] = []
         for bucket in self._buckets if self.world.size > 1 else ():
@@ -275,7 +278,7 @@ class TreeSum:
             length = bucket.num_padded // self.world.size
             piece = self._finish_piece([received.split(length) for _, _, received in bucket.sent])
             bucket.sent = []
-            # This part has been sent, so its memory can receive the result.
+            # The slice has been sent, so its memory can receive the result.
             out = total[bucket.first : bucket.first + bucket.num_padded]
             work = dist.all_gather_into_tensor(out, piece, async_op=True)
             gathers.append((work, piece))
@@ -290,10 +293,10 @@ class TreeSum:
         self._next_bucket = 0
 
     def _finish_piece(self, received: list[tuple[Tensor, ...]]) -> Tensor:
-        """Add the remaining nodes of all ranks in the order of the tree; return (n,).
+        """Add the remaining nodes of all ranks in tree order; return (n,).
 
-        received: a tuple of (n,) for each exchange: the first nodes of all ranks, then the second
-        nodes of the ranks that have two, and so on.
+        received: a tuple of (n,) per exchange: the first nodes of all ranks, then the second nodes
+        of the ranks that have two, and so on.
         """
         of_turn = [iter(vectors) for vectors in received]
         stack = Stack(self.num_leaves)
