@@ -114,8 +114,7 @@ def index(
     indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
     sidecars = {name: indexed[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
-    # Entries of this project's writer have no offsets.
-    invalid = [entry for entry in entries if "tar_offset" in entry]
+    invalid = [each for each in entries if "tar_offset" in each]  # Our writer adds no offsets.
     _refuse_invalid(sidecars, invalid, max_unreadable)
     for info in (given_info, own_info):
         if info is not None:

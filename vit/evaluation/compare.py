@@ -60,8 +60,7 @@ def evaluate_weights(
     selected: bool = False,
     probes: Asked | None = None,
 ) -> Result:
-    """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print the results
-    to `out`.
+    """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
 
     The image size of `config` may differ from that of the weights; position embeddings are then
     resampled. selected: use only the logits of the data's classes, matched by name. probes: the
