@@ -197,11 +197,11 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
             builder.add(
                 split,
                 file,
-                [str(number) for number in numbers],
-                loaded.target[numbers],
-                offsets,
-                sizes,
-                keys,
+                names=[str(number) for number in numbers],
+                labels=loaded.target[numbers],
+                offsets=offsets,
+                sizes=sizes,
+                keys=keys,
             )
 
 

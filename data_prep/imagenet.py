@@ -126,11 +126,11 @@ def _add_split(
                 builder.add(
                     layout.split,
                     files[images.file],
-                    [images.names[row] for row in rows],
-                    numbers,
-                    images.offsets[rows],
-                    images.sizes[rows],
-                    keys,
+                    names=[images.names[row] for row in rows],
+                    labels=numbers,
+                    offsets=images.offsets[rows],
+                    sizes=images.sizes[rows],
+                    keys=keys,
                 )
             done += len(images.names)
             meter.update(done)

@@ -225,11 +225,11 @@ def _fill(
             builder.add(
                 "val" if split == "test" and test_is_val else split,
                 builder.file(rows.file),
-                [name or f"row {first + row}" for row, name in enumerate(rows.names)],
-                [labels[label] for label in rows.labels],
-                rows.offsets,
-                rows.sizes,
-                [f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
+                names=[name or f"row {first + row}" for row, name in enumerate(rows.names)],
+                labels=[labels[label] for label in rows.labels],
+                offsets=rows.offsets,
+                sizes=rows.sizes,
+                keys=[f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
             )
             first += len(stems)
     if not builder.count("val").any():

@@ -290,4 +290,12 @@ def add_images(
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])
-            builder.add(split, file, places.names, label, places.offsets, places.sizes, keys)
+            builder.add(
+                split,
+                file,
+                names=places.names,
+                labels=label,
+                offsets=places.offsets,
+                sizes=places.sizes,
+                keys=keys,
+            )

@@ -130,10 +130,10 @@ def _in_place(
         split,
         title,
         path,
-        partial(_images_in, places),
-        lambda _: {place.wnid for place in places()} - {""},
-        tuple(inputs) or (path,),
-        flat,
+        images=partial(_images_in, places),
+        wnids=lambda _: {place.wnid for place in places()} - {""},
+        inputs=tuple(inputs) or (path,),
+        flat=flat,
     )
 
 
@@ -227,9 +227,9 @@ def _parquet_layout(split: str, files: Sequence[Path]) -> Layout:
         split,
         f"{len(files):,} parquet files, copied once to read them",
         files[0].parent,
-        images,
-        lambda builder: {wnid for part in images(builder) for wnid in part.wnids or ()},
-        tuple(files),
+        images=images,
+        wnids=lambda builder: {wnid for part in images(builder) for wnid in part.wnids or ()},
+        inputs=tuple(files),
         lacking=parquet.missing_files(split, files),
     )
 
@@ -314,7 +314,15 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
         images = partial(_zip_images, path, split)
         title = f"{kind} in a zip, read in place"
         search.layouts.append(
-            Layout(split, title, path, images, partial(_always, folders), (path,), flat)
+            Layout(
+                split,
+                title,
+                path,
+                images=images,
+                wnids=partial(_always, folders),
+                inputs=(path,),
+                flat=flat,
+            )
         )
     if named and not wnids:
         raise PrepError(

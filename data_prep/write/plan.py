@@ -176,7 +176,12 @@ def make_plan(
         if root != output.local:
             stack.callback(_remove_if_empty, root)
         opened = open_catalogue(
-            source, root, settings.seed, settings.workers, _minival(settings), dry
+            source,
+            root,
+            seed=settings.seed,
+            workers=settings.workers,
+            finish=_minival(settings),
+            dry=dry,
         )
         catalogue = stack.enter_context(opened)
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
@@ -184,7 +189,15 @@ def make_plan(
         if record and settings.num_shards is None and settings.shard_bytes is None:
             # Repaired images may have changed the measured sizes.
             counts = record["options"].get("num_shards", counts)
-        plan = WritePlan(source, settings, output, catalogue, counts, mean_bytes, seconds)
+        plan = WritePlan(
+            source,
+            settings,
+            output=output,
+            catalogue=catalogue,
+            counts=counts,
+            mean_bytes=mean_bytes,
+            seconds_per_image=seconds,
+        )
         compare(output, record, plan.recorded)
         yield plan
 

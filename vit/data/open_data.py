@@ -42,11 +42,11 @@ def open_split(
         opened = data_set.open_split(
             resolve(root or data.root),
             split,
-            data.cache_dir,
-            data.cache_gib,
-            RetryPolicy(data.patience_s),
-            is_checked,
-            versions,
+            cache_dir=data.cache_dir,
+            cache_gib=data.cache_gib,
+            retry=RetryPolicy(data.patience_s),
+            is_checked=is_checked,
+            versions=versions,
         )
         if not opened.num_classes:
             raise ShardError(

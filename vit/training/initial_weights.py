@@ -86,7 +86,14 @@ def load_initial_weights(
     def read() -> dict[str, Any]:
         assert init.checkpoint is not None, "the caller checks"
         loaded = read_weights(init.checkpoint)
-        for line in _load(model, loaded, init, config.model, data.class_names, data.num_classes):
+        for line in _load(
+            model,
+            loaded,
+            init=init,
+            model_config=config.model,
+            class_names=data.class_names,
+            num_classes=data.num_classes,
+        ):
             print(f"{loaded.path}: {line}", file=sys.stderr)
         # Hash the whole file, before classes are selected.
         facts: dict[str, Any] = {"init_sha256": fingerprint(loaded.weights)}

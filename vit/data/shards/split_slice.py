@@ -89,11 +89,11 @@ class SplitSlice(Split):
             whole.root,
             name,
             whole.filenames,
-            whole.lengths,
-            _PartRows(whole, self.numbers),
-            whole.num_classes,
-            whole.class_names,
-            whole.tars,
+            lengths=whole.lengths,
+            index=_PartRows(whole, self.numbers),
+            num_classes=whole.num_classes,
+            class_names=whole.class_names,
+            tars=whole.tars,
             apply_exif=whole.apply_exif,
         )
 

@@ -93,7 +93,17 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
     precision = config.train.precision
     peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
     in_use = device_memory.bytes_in_use(world.device)
-    return Subject(config, world, plan, data, wishes, peak, sizes, loadable, in_use)
+    return Subject(
+        config,
+        world,
+        plan=plan,
+        data=data,
+        wishes=wishes,
+        peak=peak,
+        sizes=sizes,
+        loadable=loadable,
+        in_use=in_use,
+    )
 
 
 def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
