@@ -126,31 +126,14 @@ def _build(
 
     # 6. metrics.jsonl. Rank 0 goes first because it creates the folder.
     record = world.main_first(
-        lambda: start_record(
-            config,
-            world,
-            folder=place.folder,
-            lock=lock,
-            data=data,
-            notes=notes,
-            state=state,
-            train_step=train_step,
-        )
+        lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
     )
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL
     beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
     keep_last = config.checkpoint.keep_last
     saved_as = config_io.to_dict(config)
-    saver = Saver(
-        place,
-        train_step,
-        saved_as,
-        class_names=data.class_names,
-        keep_last=keep_last,
-        record=record,
-        beside=beside,
-    )
+    saver = Saver(place, train_step, saved_as, data.class_names, keep_last, record, beside)
     times.end("record")
     return Run(
         config=config,
