@@ -1,4 +1,4 @@
-"""Test that training from a faulty server ends with the same weights or with an error that
+"""Test that training from a faulty server ends with the same weights, or with an error that
 describes the fault."""
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Return rows of a rank's batch as a new worker would make them."""
+    """Return rows of a rank's batch as a new worker would fill them."""
     layout = batches.layout
     rows = Batch(
         torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
@@ -202,7 +202,7 @@ def test_by_batch_copies_share_a_batch_and_every_image_occurs_equally_often(orde
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
 def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_shard_readers(order, position):
-    """In the form `sampler`, a batch has all copies of its images."""
+    """In the form `sampler`, a batch contains all copies of its images."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [
@@ -260,8 +260,7 @@ def order_of(config: Config) -> Order:
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    # `create_order` rejects fewer images, because copies of a sample would be too close to each
-    # other.
+    # `create_order` rejects fewer images, because copies of a sample would be too close together.
     assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)
