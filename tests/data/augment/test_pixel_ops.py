@@ -40,8 +40,8 @@ def assert_equal_levels(
     share: float = 0.0,
     on_border: float = 0.0,
 ) -> None:
-    """Assert that at most a `share` of the levels differ, by at most `largest`. A share `on_border`
-    may differ by more."""
+    """Assert that at most a `share` of all levels differ, and that at most a share `on_border` of
+    each image differs by more than `largest`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
     assert further.max() <= on_border, (
