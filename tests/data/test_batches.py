@@ -177,7 +177,6 @@ def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_not_mixed(shards, tm
 
 
 def test_mixing_ends_after_its_last_epoch_and_nothing_else_changes(shards):
-    """Images and crops must match those of a run that mixes in all epochs."""
     split = open_split(shards, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     steps = order.steps_per_epoch

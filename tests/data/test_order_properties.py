@@ -43,8 +43,7 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 @settings(max_examples=15)
 @given(orders(lanes=(24,)), st.integers(0, 12))
 def test_resuming_on_another_number_of_ranks_continues_the_batches(order, stop):
-    """Each rank creates a new `Order` in each attempt, as real processes do. The run has 12
-    steps."""
+    """Each rank creates a new `Order` in each attempt, as real processes do."""
 
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
         share = order.global_batch_size // ranks

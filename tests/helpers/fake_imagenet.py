@@ -4,8 +4,8 @@
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-Images are created once, and then written in the requested layout. As in the original, the ids of
-the development kit (ILSVRC2012_ID) are not in WNID order. Numbers in file names have gaps and no
+Images are created once, and then written in the requested layout. As in the original, the ids in
+the development kit (ILSVRC2012_ID) are not in WNID order, numbers in file names have gaps and no
 fixed width, and validation images are not sorted by class.
 """
 

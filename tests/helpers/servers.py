@@ -56,10 +56,10 @@ class WebServer(LocalServer):
             download(f"{server.url}/a.bin", path)
 
     `statuses`: status codes to send instead of the file, one per GET. `ranges`: False for a server
-    that ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: the
-    length to send instead of the true length. `hang_after`: a response pauses after this many bytes
+    that ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: a
+    length to send instead of the true one. `hang_after`: a response pauses after this many bytes
     until the value is None. `whole_if_empty`: an empty file gets 200 instead of 416, as from
-    servers in Go. `fails_each`: one in this many GETs gets 503, and is cut halfway the next time.
+    servers in Go. `fails_each`: one in this many GETs gets 503, and is cut midway the next time.
     `delay_s`: the delay before each response. `retry_after`: sent with each status. `away_until_s`
     (of time.monotonic): 503 until then. `wrong_ranges`: this many responses have a range that was
     not requested. `endless`: responses never end. `drip` (bytes, seconds): pause after this many

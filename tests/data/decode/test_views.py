@@ -102,7 +102,6 @@ def test_rare_samplings_have_the_same_pixels_as_in_pillow(luma, progressive, dec
 
 
 def test_gray_is_the_stored_luma_even_if_pillow_decodes(decoder):
-    """Gray pixels must be the stored luma, not computed from the decoded colors."""
     data = other_sampling(b"\x14")
     luma = Image.open(io.BytesIO(data))
     luma.draft("YCbCr", None)

@@ -250,7 +250,6 @@ def test_streamed_as_indexed(form, tmp_path, capsys):
 
 
 def test_batches_are_those_of_our_own_shards(tmp_path):
-    """The same images in the same order must give the same bytes, crops and augmentation tables."""
     filled = []
     for form in ("jpg + cls", "json, nested"):
         root = foreign(tmp_path / form.replace(" ", ""), form)

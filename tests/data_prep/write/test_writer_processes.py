@@ -66,7 +66,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(prepare, undisturbed, tmp_
 
 
 def without_progress(stderr: str) -> list[str]:
-    """Return the lines that a command printed, without its progress lines."""
     return [line for line in stderr.splitlines() if not line.startswith("writing: ")]
 
 
