@@ -1,5 +1,5 @@
-"""Test the digits dataset: digits must be real and legible, each original must be in a single
-split, and the bytes must be reproducible."""
+"""Test the digits dataset: real and legible digits, each original in a single split, and
+reproducible bytes."""
 
 import io
 import json

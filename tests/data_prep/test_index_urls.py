@@ -34,7 +34,6 @@ def s3():
 
 @pytest.fixture
 def bucket(foreign, s3) -> str:
-    """Return the URL of a folder in a bucket with the shards from another tool."""
     output = Output(f"{s3.new_bucket()}/shards")
     for tar in foreign.glob("*.tar"):
         output.publish(Path(shutil.copy(tar, foreign.parent)))

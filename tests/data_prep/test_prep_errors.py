@@ -236,7 +236,6 @@ class Background:
             time.sleep(0.001)
 
     def end(self) -> None:
-        """Wait until the command ends, and store its output, status and files."""
         self.place.stdout, self.place.stderr = "", self.process.communicate(timeout=240)[1]
         self.place.status = self.process.returncode
         self.place.after = snapshot(self.place.folder)

@@ -125,7 +125,6 @@ class TwoHosts:
         ip("link", "set", f"{self._mark}n1", "up")
 
     def slow_down(self, rate: str) -> None:
-        """Limit each direction to `rate`, given in the notation of tc."""
         for number in range(len(self.hosts)):
             network = f"{self._mark}n{number}"
             limit = ["tbf", "rate", rate, "burst", "8kb", "latency", "400ms"]

@@ -157,7 +157,6 @@ class Place:
         )
 
     def own_shards(self) -> Path:
-        """Return a copy of the shards that the test may corrupt."""
         root = shutil.copytree(self.shards, self.folder / "shards")
         self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
         return root

@@ -3,8 +3,9 @@
 This includes processes in other sessions, which torchrun creates. Every process of a test has a
 mark in its environment, which child processes inherit in any session. `Family` gives its process a
 unique mark and kills all processes that have the mark. Processes also inherit the test's name,
-which pytest puts into the environment. If the test fails, its processes are killed. If pytest is killed, a small guard process kills the processes. Only
-Linux exposes the environment of processes. On other systems, a `Family` kills only its own process.
+which pytest puts into the environment. If the test fails, its processes are killed. If pytest is
+killed, a small guard process kills them. Only Linux exposes the environment of processes. On other
+systems, a `Family` kills only its own process.
 """
 
 from __future__ import annotations

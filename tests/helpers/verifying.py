@@ -67,7 +67,6 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
 
 
 def foreign(folder: Path, *shards: Sequence[tuple[str, bytes]], split: str = "train") -> Path:
-    """Write shards as another tool would, and index them with `data_prep.index`."""
     folder.mkdir(exist_ok=True)
     for number, members in enumerate(shards):
         write_tar(folder / f"{split}-{number:03d}.tar", members)

@@ -1,5 +1,4 @@
-"""Test the rows of errors/rows.yaml about prediction and plots: the real command must print each
-row.
+"""Test the rows of errors/rows.yaml about prediction and plots.
 
 If a mistake ends the command, the command runs in this process and raises ValueError.
 """

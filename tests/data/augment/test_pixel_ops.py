@@ -275,8 +275,7 @@ def test_jitter_equals_torchvision_on_pillow_images(op, name):
 
 
 def test_hue_equals_torchvision_on_tensors():
-    """The reference is torchvision's function for tensors. Its function for Pillow images has only
-    256 hues, so its results differ by several levels."""
+    """torchvision's function for Pillow images has only 256 hues and differs by several levels."""
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
     for turn, ours in zip(turns, at_strengths(jitter, photographs(), 3, turns), strict=True):

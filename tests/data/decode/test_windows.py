@@ -258,7 +258,7 @@ def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, mo
 
 
 def test_the_operator_is_used_with_this_release_of_torch():
-    """If this test fails, results are correct but slow. Find out what changed in torch, and whether
-    the code that plans the rows of the center crop is still valid."""
+    """If this test fails, results are correct but slow. Check what changed in torch, and whether
+    the code that plans the center crop's rows is still valid."""
     assert decoding._resize_operator("bilinear") is not None
     assert decoding._resize_operator("bicubic") is not None
