@@ -31,8 +31,8 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 def global_batches(
     root, ranks: int, workers: int, start: int, stop: int
 ) -> list[list[torch.Tensor]]:
-    """Return the global batches at positions [start, stop), concatenated over ranks: ids, images,
-    labels and augmentation parameters."""
+    """Return the global batches at positions [start, stop): ids, images, labels and augmentation
+    parameters, concatenated over ranks."""
     split = open_split(root, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     share = BATCH // ranks
@@ -59,7 +59,7 @@ def reference(shards):
 def test_batches_are_the_same_for_any_number_of_ranks_and_workers(
     ranks, workers, shards, reference, monkeypatch
 ):
-    monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share each batch
+    monkeypatch.setattr(slots, "PART_ROWS", 5)  # make workers share each batch
     for step, (ours, expected) in enumerate(
         zip(global_batches(shards, ranks, workers, 0, 12), reference, strict=True)
     ):
@@ -98,8 +98,8 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     of_the_first_alone = fetched(1, "a")
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
-    # The order within the first batch varies, because blocks that a reader is waiting for are
-    # fetched before prefetched blocks.
+    # The order within the first batch varies, because requested blocks are fetched before
+    # prefetched ones.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 
@@ -177,7 +177,6 @@ def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_not_mixed(shards, tm
 
 
 def test_mixing_ends_after_its_last_epoch_and_nothing_else_changes(shards):
-    """Images and crops must equal those of a run that mixes in all epochs."""
     split = open_split(shards, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     steps = order.steps_per_epoch

@@ -1,5 +1,5 @@
-"""Test runs on selected samples and on several sources: their reports, resumes after kills, and
-rejected changes."""
+"""Test runs on selected samples and on several sources: reports, resumes after kills, and rejected
+changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vit.training.print_config import describe
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory) -> Path:
-    """Copy the shards to another folder, with a file that excludes one sample."""
+    """Copy the shards to another folder, and add a file that excludes one sample."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     (root.parent / "exclude.txt").write_text(open_split(shards, "train").key(4) + "\n")
     return root

@@ -1,4 +1,4 @@
-"""Test that training from a faulty server ends with the same weights or with an error that
+"""Test that training from a faulty server ends with the same weights, or with an error that
 describes the fault."""
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def web(shards) -> WebServer:
 
 @pytest.mark.slow
 def test_many_faults_together_change_nothing(web, shards, config, tmp_path):
-    """The server constantly refuses requests, cuts transfers and returns wrong ranges."""
     train(config, tmp_path / "whole", f"data.root={shards}", ranks=2)
     rng = random.Random(0)
     web.statuses = [rng.choice([503, 429, 500]) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Test that a process imports only those modules of vit/data that its kind of data needs."""
+"""Test that a process imports only the modules of vit/data that its kind of data needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def loaded(shards: Path, cache_dir: Path | None) -> set[str]:
-    """Open and read a split as training does; return the names of the imported project modules."""
+    """Open and read a split as training does. Return the names of the imported project modules."""
     code = f"""
 import sys
 from vit.config.schema import DataConfig

@@ -1,5 +1,5 @@
-"""Test that workers yield the batches of a single process and use a bounded amount of shared
-memory."""
+"""Test that workers return the same batches as a single process, and that shared memory is
+bounded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_batches_are_complete_and_in_order(workers):
 
 
 class Held(Numbered):
-    """A `Numbered` that fills no part of a batch until `go` is set."""
+    """A `Numbered` that fills no part of a batch until the event `go` is set."""
 
     def __init__(self, *args: int):
         super().__init__(*args)
@@ -64,7 +64,7 @@ class Held(Numbered):
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
 def test_waiting_parts_fit_into_the_smallest_pipe():
     """Linux gives small pipes to a user with many pipes. If the trainer waited for space in the
-    pipe, trainer and workers would deadlock."""
+    pipe, the trainer and the workers would deadlock."""
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
         # Linux refuses this size if the pipe already contains more bytes.
@@ -77,8 +77,8 @@ def test_waiting_parts_fit_into_the_smallest_pipe():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_held_batch_stays_unchanged(workers):
-    """The loop keeps either more batches than there are buffers, or only views into every fifth
-    batch."""
+    """The loop either keeps more batches than there are buffers, or keeps only views into every
+    fifth batch."""
     batches = Numbered()
     with Loader(
         batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
@@ -140,8 +140,8 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
 def test_workers_are_forked_regardless_of_the_default_of_python():
-    """Python 3.14 uses forkserver by default, which costs 340 MiB per worker, reopens every shard,
-    and delays the first batch by seconds."""
+    """Python 3.14 uses forkserver by default. It costs 340 MiB per worker, reopens every shard, and
+    delays the first batch by seconds."""
     code = """
     import multiprocessing, os, sys
     from numbered import Numbered
@@ -189,7 +189,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
     enough = float(re.search("raise it to ([0-9.]+)", str(raised.value))[1])
     assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
     # A batch of thousands of images does not need one buffer per worker, and small batches must not
-    # take a gigabyte.
+    # use a gigabyte.
     assert (
         plan_ring(
             BatchLayout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False
@@ -228,7 +228,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def memory_bytes(pid: int, *kinds: str) -> int:
-    """Return the sum of `kinds` (Pss, Private_Dirty, ...) for a process in bytes."""
+    """Return the memory of a process in bytes, summed over `kinds` (Pss, Private_Dirty, ...)."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(
         int(re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024 for kind in kinds
@@ -237,8 +237,8 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 @needs_proc
 def test_workers_share_one_index_of_any_length(shards, tmp_path):
-    """A worker must need as much private memory with two million samples as with sixty. A copy of
-    the index alone would need more."""
+    """A worker must need as much private memory for two million samples as for sixty. A copy of the
+    index would need more."""
     small = open_split(shards, "train")
     own_bytes = {}
     for repeats in (1, 120_000):
@@ -263,7 +263,7 @@ def test_workers_share_one_index_of_any_length(shards, tmp_path):
             for _ in range(50):
                 next(loader)
             [worker] = multiprocessing.active_children()
-            # Measure only anonymous memory, because the index file is page cache.
+            # Measure only anonymous memory, because the index file is in the page cache.
             own_bytes[repeats] = memory_bytes(worker.pid, "Pss_Anon")
     assert split.index.nbytes > 50 * 2**20
     assert own_bytes[120_000] - own_bytes[1] < 10 * 2**20, own_bytes
@@ -280,7 +280,7 @@ def test_memory_does_not_grow_over_20_epochs(shards):
     used = []
     with Loader(batches, 0, 20 * 5, num_workers=2) as loader:
         for position, _ in enumerate(loader):
-            # Mapped files such as libraries are excluded, because their share depends on other
+            # Exclude mapped files such as libraries, because their share depends on other
             # processes.
             if position % 5 == 4:
                 tree = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]

@@ -28,7 +28,7 @@ from vit.data.worker_pool import WorkerError
 
 
 class Dying(Numbered):
-    """Batches whose worker fails at position 3 in the way that `ending` specifies."""
+    """Batches whose worker fails at position 3. `ending` selects how it fails."""
 
     def __init__(self, ending: str):
         super().__init__()
@@ -120,11 +120,11 @@ def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
 
 
 def test_closing_does_not_wait_for_workers():
-    """All buffers are full, parts of batches are waiting, and a worker is still making a long part.
-    The loader must kill the worker."""
+    """All buffers are full, parts of batches are queued, and a worker is still busy with a long
+    part. The loader must kill the worker."""
     loader = Loader(Numbered(pause_s=600), 0, 1000, num_workers=2)
     assert len(multiprocessing.active_children()) == 2
-    time.sleep(0.5)  # wait until the workers have begun
+    time.sleep(0.5)  # wait until the workers have started
     loader.close()
     loader.close()
     assert not multiprocessing.active_children()

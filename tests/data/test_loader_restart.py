@@ -1,6 +1,6 @@
-"""Test loaders that restart with the same workers, as in evaluation.
+"""Test loaders that restart with the same workers, as evaluation does.
 
-Leftover batches must be dropped. Workers that died or stopped between passes must be detected.
+Leftover batches must be dropped, and workers that died or stopped between passes must be detected.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def test_each_pass_begins_with_the_first_batch_even_after_an_incomplete_pass(wor
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [1, 2, 9])
 def test_held_batches_outlive_the_pass(num_batches, workers):
-    """If the loader allocated only what a pass of a single batch needs, it would have one
-    buffer."""
+    """A pass of a single batch needs only one buffer, but the caller may keep that batch."""
     batches = Numbered()
     held: list[Batch] = []
     with Loader(batches, 0, num_batches, num_workers=workers, max_ready=0) as loader:
@@ -115,7 +114,7 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
 @ON_LINUX
 def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next():
     batches = Numbered()
-    # The timeout includes the time that the stopped workers need to die.
+    # The timeout includes the time that stopped workers need to die.
     with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:
         list(loader)
         crew = crew_of(loader)

@@ -43,8 +43,7 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 @settings(max_examples=15)
 @given(orders(lanes=(24,)), st.integers(0, 12))
 def test_resuming_on_another_number_of_ranks_continues_the_batches(order, stop):
-    """Each rank creates a new `Order` in each attempt, as real processes do. The run has 12
-    steps."""
+    """Each rank creates a new `Order` in each attempt, as real processes do."""
 
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
         share = order.global_batch_size // ranks
@@ -75,7 +74,7 @@ def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Return rows of a rank's batch as a new worker would make them."""
+    """Return rows of a rank's batch as a new worker would fill them."""
     layout = batches.layout
     rows = Batch(
         torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
@@ -202,7 +201,7 @@ def test_by_batch_copies_share_a_batch_and_every_image_occurs_equally_often(orde
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
 def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_shard_readers(order, position):
-    """In the form `sampler`, a batch has all copies of its images."""
+    """In the form `sampler`, a batch contains all copies of its images."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [
@@ -260,8 +259,7 @@ def order_of(config: Config) -> Order:
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    # `create_order` rejects fewer images, because copies of a sample would be too close to each
-    # other.
+    # `create_order` rejects fewer images, because copies of a sample would be too close together.
     assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)

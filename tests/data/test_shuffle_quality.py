@@ -1,6 +1,6 @@
 """Compare the two measures of shuffle quality with a brute-force count.
 
-Both measures must rank a perfect shuffle above webdataset's buffer on real shards.
+On real shards, both measures must rank a perfect shuffle above webdataset's shuffle buffer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_an_epoch_of_one_batch_and_one_class_is_measured():
 
 
 def test_the_buffer_of_webdataset_mixes_class_sorted_shards_worse(tmp_path):
-    """The test reads 30 real shards of 50 samples with a buffer of two shards, a usual size for
+    """The test reads 30 real shards of 50 samples with a buffer of two shards, a typical size for
     ImageNet."""
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)

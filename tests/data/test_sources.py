@@ -31,8 +31,8 @@ from vit.system.files import ShardError
 
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
-    """Return the samples of pass `number` over a source: its shuffled blocks, cut at the block
-    borders of the endless sequence."""
+    """Return the samples of pass `number` over a source. They are its shuffled blocks, cut at the
+    block borders of the endless sequence."""
     whole = num_samples // block
     blocks = [
         range(b * block, (b + 1) * block)
@@ -40,7 +40,7 @@ def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int
     ]
     rest = [*range(whole * block, num_samples)]
     lead = min(-number * num_samples % block, num_samples)
-    # The partial blocks at both ends may together be as long as a whole block.
+    # The partial blocks at both ends may together be as long as a full block.
     if (num_samples - lead) // block < whole:
         rest += blocks.pop()
     return [*rest[:lead], *(sample for b in blocks for sample in b), *rest[lead:]]
@@ -62,7 +62,8 @@ def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, 
 
 @st.composite
 def mixtures(draw):
-    """Draw shares of up to three sources, some with selected samples, and an order over them."""
+    """Generate shares of up to three sources, some with selected samples, and an order over
+    them."""
     shares = []
     first = 0
     for _ in range(draw(st.integers(1, 3))):
@@ -141,8 +142,8 @@ def test_the_example_in_the_module_docstring_is_correct():
 
 
 def test_blocks_stay_whole_in_every_pass():
-    """Samples that are adjacent in a shard must be read together: 64 consecutive draws from one
-    block cross at most one block border."""
+    """Adjacent samples in a shard must be read together: 64 consecutive draws from one block cross
+    at most one block border."""
     share = Share(640, 1000)
     for shuffle in range(20):
         samples, _ = share(np.arange(640), shuffle, 64, np.uint64(7))
@@ -154,7 +155,7 @@ def test_batch_shares_and_shuffle_measures_follow_the_weights():
     order = make_order(3000, 60, 1, shares=(Share(2000, 500), Share(1000, 4000, 500)))
     from_first = [int((order.batch(step) < 500).sum()) for step in range(order.steps_per_epoch)]
     assert sum(from_first) == pytest.approx(2000, abs=60)
-    # The limit is five standard deviations.
+    # Allow five standard deviations.
     assert max(abs(count - 40) for count in from_first) < 16
     quality = measure_shuffle(order, np.arange(4500) % 90)
     assert quality.classes_per_batch == pytest.approx(quality.perfect_classes_per_batch, rel=0.05)
@@ -197,7 +198,7 @@ def test_the_rows_of_a_mixture_equal_the_golden_rows():
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory):
-    """Copy the shards with their classes renamed and reordered, and with one new class."""
+    """Copy the shards, rename and reorder their classes, and add a new class."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     info = json.loads((root / "_info.json").read_text())
     names = info["class_names"]

@@ -1,8 +1,8 @@
 """Test that batches arrive intact on a GPU for any timing that its streams and events allow.
 
 `LateGpu` queues its work and runs it in random order, as late as the waits allow. It reuses memory
-as torch's allocator does. Each step compares the batch that it reads with the content that was
-written. If any wait is omitted, at least one order must fail.
+in the same way as torch's allocator. Each step compares the batch that it reads with the data that
+was written. If any wait is omitted, at least one order must fail.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Cuda` with device memory on the host. without: the wait to omit."""
+    """A `vit.data.to_gpu.Cuda` that keeps device memory on the host. without: the wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)
@@ -224,8 +224,7 @@ class LateGpu:
         return replace(batch, images=out)
 
     def step(self, number: int, batch: Batch) -> None:
-        """Queue a comparison of `batch`, including its part on the host, with the expected
-        content."""
+        """Queue a comparison of `batch`, including its part on the host, with the expected data."""
         names = (*DTYPES, "table", "ids")
         tensors = {name: untracked(getattr(batch, name)) for name in names}
         expected = Batch(*(torch.empty_like(tensors[name]) for name in names))
@@ -244,7 +243,7 @@ class LateGpu:
 
 
 def untracked(tensor: Tensor) -> Tensor:
-    """Return a view that does not keep the memory alive, because a kernel only has an address."""
+    """Return a view that does not keep the memory alive, because a kernel only gets an address."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -255,7 +254,7 @@ def fill(batch: Batch, number: int) -> None:
 
 
 class Training:
-    """A loop over `ToGpu` with real buffers. Workers immediately write into every free buffer."""
+    """A loop over `ToGpu` with real buffers. Workers immediately overwrite every free buffer."""
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
@@ -310,7 +309,7 @@ def test_omitting_any_wait_breaks_some_order_of_work(wait):
 
 
 def test_a_batch_is_changed_while_the_previous_step_computes():
-    """The host is one step ahead and waits only for the step before the previous one."""
+    """The host runs one step ahead and waits only for the step before the previous one."""
     gpu = LateGpu(0)
     gpu.pace = {"copying": 1.0, "computing": 0.0}
     training = Training(gpu)

@@ -1,6 +1,6 @@
 """Test that a hanging worker is replaced, and that a report names the worker and its task.
 
-A message must explain every long wait of training.
+A message must explain every long wait during training.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reading(Numbered):
 
 
 class Hanging(Reading):
-    """Batches for which the first `times` processes to reach row 0 of position 3 hang."""
+    """Batches in which the first `times` processes that reach row 0 of position 3 hang."""
 
     def __init__(self, times: int):
         super().__init__()
@@ -74,7 +74,8 @@ class Killed(Numbered):
 
 
 class Stopped(Reading):
-    """Batches for which the first worker to reach row 0 of position 3 stops itself with SIGSTOP."""
+    """Batches in which the first worker that reaches row 0 of position 3 stops itself with
+    SIGSTOP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,8 @@ class Stopped(Reading):
         return super().fill(position, first, rows)
 
     def wake(self, may_go_on: Callable[[], bool]) -> None:
-        """Start a thread that continues the stopped process once `may_go_on()` is true."""
+        """Start a thread that continues the stopped process as soon as `may_go_on()` returns
+        True."""
 
         def wait() -> None:
             while not (self.stopped.value and state_of(self.stopped.value) == "T" and may_go_on()):
@@ -128,7 +130,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._pool._queued:
             loader._note(loader._pool.results(wait=True))
-        # The worker's result arrives shortly before the worker is idle again.
+        # The worker's result arrives shortly before the worker becomes idle.
         while loader._pool.statuses[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._pool._workers[0][0].pid
@@ -150,7 +152,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
 def test_a_part_that_a_worker_took_but_did_not_begin_is_made_by_another_worker(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        # Take a part like a worker that is then stopped.
+        # Take a part, like a worker that is stopped immediately afterwards.
         os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -198,7 +200,7 @@ def test_a_part_that_hangs_two_workers_ends_the_run(caplog):
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_worker_that_does_not_die_is_reported_repeatedly(dies, caplog):
-    """A worker that waits in the kernel for a dead mount cannot be killed until the mount
+    """A worker that waits in the kernel for an unavailable mount cannot be killed until the mount
     returns."""
     batches = Stopped()
     with Loader(batches, 0, 10, num_workers=1, stall_timeout_s=2.0) as loader:
@@ -276,7 +278,7 @@ def test_a_slow_batch_is_reported_without_workers(caplog):
 
 
 def test_decoding_between_batches_is_not_counted_as_waiting_in_training(caplog):
-    """The report decodes its pictures while training has a loader open in the same process."""
+    """The report decodes images while training has a loader open in the same process."""
     with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # a wait is reported after 1 s
         next(loader)
         stages.current.enter(Stage.RESIZE)

@@ -15,7 +15,7 @@ from data_prep import imagefolder
 
 @pytest.fixture(autouse=True)
 def no_catalogue_is_left_open() -> Iterator[None]:
-    """Close catalogues after each test, because each one holds a file descriptor."""
+    """Close catalogs after each test, because each one holds a file descriptor."""
     yield
     close_catalogues()
     held = []
@@ -27,8 +27,8 @@ def no_catalogue_is_left_open() -> Iterator[None]:
 
 @pytest.fixture
 def foreign(tmp_path) -> Path:
-    """Write shards with webdataset's own writer, named like timm's ImageNet shards. Labels are at
-    most 4 in train and 2 in validation."""
+    """Write shards with webdataset's writer and the names of timm's ImageNet shards. The highest
+    label is 4 in train and 2 in validation."""
     root = tmp_path / "foreign"
     root.mkdir()
     for split, num_shards in (("train", 3), ("validation", 1)):
@@ -49,8 +49,8 @@ def foreign(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
-    """Prepare a dataset of 3 classes and 7 + 1 shards, with a converted PNG and an unreadable
-    image."""
+    """Prepare a dataset of 3 classes in 7 + 1 shards. One image was converted from PNG, and one is
+    unreadable."""
     folder = tmp_path_factory.mktemp("sound")
     for label, (name, count) in enumerate(PER_CLASS.items()):
         (folder / "images" / name).mkdir(parents=True)

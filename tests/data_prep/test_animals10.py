@@ -1,4 +1,5 @@
-"""Test Animals-10: every known layout must give the same shards, and the recipe must train."""
+"""Test Animals-10: every known layout must produce the same shards, and the recipe must train on
+them."""
 
 import io
 import json
@@ -16,7 +17,7 @@ from processes import metrics, run
 from data_prep import animals10
 from vit.data.shards.data_set import open_split
 
-# Typed from the dataset's page on Kaggle, in its order.
+# The order is that of the dataset's page on Kaggle.
 CLASSES = [
     ("dog", "cane"),
     ("cat", "gatto"),
@@ -33,8 +34,8 @@ ITALIAN = dict(CLASSES)
 
 
 def photographs() -> dict[str, bytes]:
-    """Return images by their path below raw-img: 20 to 29 per class, mostly OIP-<letters>.jpeg,
-    some .jpg and .png. Two names differ only in their suffix."""
+    """Return images by their path below raw-img. Each class has 20 to 29 images, mostly
+    OIP-<letters>.jpeg, and some .jpg and .png. Two names differ only in their suffix."""
     files = {}
     for number, (_, folder) in enumerate(CLASSES):
         for n in range(20 + number):

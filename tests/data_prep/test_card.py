@@ -1,5 +1,5 @@
-"""Test the dataset card: its numbers match the images, its picture shows them, and writing it again
-gives the same bytes."""
+"""Test the dataset card: its numbers match the images, its contact sheet shows them, and writing it
+again produces the same bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ COLOURS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Prepare a dataset of plain colors with a lighter center and different sizes, with one CMYK
-    and one truncated image."""
+    """Prepare a dataset of images of different sizes in plain colors with a lighter center. One
+    image is CMYK, and one is truncated."""
     folder = tmp_path_factory.mktemp("card")
     for name, colour in COLOURS.items():
         (folder / "images" / name).mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_control_characters_are_shown_as_escapes(root):
 
 
 def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
-    """Return (image, its bytes, label) of all samples, read with tarfile."""
+    """Return (image, its bytes, label) for all samples, read with tarfile."""
     found = []
     for path in sorted(root.glob(f"{split}-*.tar")):
         with tarfile.open(path) as tar:
@@ -95,7 +95,7 @@ def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
 
 
 def table(text: str, heading: str) -> list[list[str]]:
-    """Return the cells of the first table under a heading, without the header rows."""
+    """Return the cells of the first table below a heading, without the header rows."""
     lines = text.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines()
     return [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -168,7 +168,7 @@ def test_colours_are_those_of_the_pixels(made):
 def test_the_sheet_shows_every_class(made):
     with Image.open(made / "contact_sheet.png") as opened:
         sheet = opened.convert("RGB")
-    assert sheet.width == 2 * MARGIN + 10 * (CELL + GAP) - GAP  # 10 of each class
+    assert sheet.width == 2 * MARGIN + 10 * (CELL + GAP) - GAP  # 10 images of each class
     for row, name in enumerate(sorted(COLOURS)):
         top = MARGIN + row * (CELL + TEXT_HEIGHT + GAP)
         shown = 0
@@ -333,7 +333,7 @@ def test_names_mean_nothing_to_markdown():
 
 def test_the_histogram_counts_every_image():
     lines = histogram(np.array([1, 20, 20, 20, 40, 65535])).splitlines()
-    assert len(lines) == 16  # from the first to the last bin that is not empty
+    assert len(lines) == 16  # from the first to the last nonempty bin
     assert [float(line.split()[3]) for line in lines if not line.endswith("0.0 %")] == [
         16.7,
         50.0,

@@ -1,5 +1,5 @@
-"""Test CIFAR-10 and CIFAR-100 in binary form: every record is compared with an independent reader,
-and damaged files are rejected."""
+"""Test CIFAR-10 and CIFAR-100 in binary form: every record must match an independent reader, and
+corrupt files are rejected."""
 
 import gzip
 import hashlib
@@ -28,18 +28,18 @@ CLASSES = {
 
 
 def contents(classes: int) -> dict[str, bytes]:
-    """Return all files of a dataset, with gradients that get brighter from one label to the
-    next."""
+    """Return all files of a dataset. Its images are gradients whose brightness increases with the
+    label."""
     kind = cifar.KINDS[classes]
     y, x = np.mgrid[:32, :32].astype(np.uint8)
-    # the original ends with a blank line
+    # The original file ends with a blank line.
     files = {kind.class_names: "".join(f"{name}\n" for name in CLASSES[classes]).encode() + b"\n"}
     for seed, (name, (_, count)) in enumerate(kind.files.items()):
         labels = (
             np.random.default_rng(seed).permutation(np.arange(count) % classes).astype(np.uint8)
         )
         records = np.empty((len(labels), kind.label_bytes + 3072), np.uint8)
-        records[:, 0] = labels // 5  # CIFAR-100's coarse label, which CIFAR-10 overwrites
+        records[:, 0] = labels // 5  # CIFAR-100's coarse label, overwritten for CIFAR-10
         records[:, kind.label_bytes - 1] = labels
         for channel in range(3):
             plane = records[
@@ -73,7 +73,7 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str = "w:gz") -> Path:
-    """Write an archive like the official ones, with a folder, its files and a readme."""
+    """Write an archive with a folder, its files and a readme, as in the official archives."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, **({"compresslevel": 1} if mode == "w:gz" else {})) as tar:
         for name, content in {**files, "readme.html": b"<html>"}.items():
@@ -151,7 +151,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
 
 
 def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
-    """Return the catalogue's hash of keys and labels, and the images by key."""
+    """Return the hash of the catalog's keys and labels, and the images by key."""
     catalogue = new_catalogue(found, folder, seed=0)
     tables = [
         catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()
@@ -244,7 +244,7 @@ def test_hostile_and_damaged_archives(small, tmp_path):
 
 
 def test_pickles_are_refused_unopened(tmp_path):
-    """The pickle would create a file if it were read."""
+    """The pickle would create a file if it were loaded."""
 
     class Trap:
         def __reduce__(self) -> tuple:

@@ -1,4 +1,4 @@
-"""Test that a wrong flag is an error before the source is read, for all sources."""
+"""Test that a wrong flag raises an error before the source is read, for every kind of source."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Test the digits dataset: real digits, legible, each original in a single split, and the same
-bytes every time."""
+"""Test the digits dataset: real and legible digits, each original in a single split, and
+reproducible bytes."""
 
 import io
 import json
@@ -20,7 +20,7 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 
 
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
-    """Return the samples of each split, catalogued in `folder`."""
+    """Return the samples of each split from a catalog created in `folder`."""
     catalogue = new_catalogue(found, folder / f"seed{seed}", seed)
     return {
         split: catalogue.table(split).samples(range(total))
@@ -133,7 +133,8 @@ def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
 
 
 def test_pixels_are_those_of_the_first_version(tmp_path):
-    """The test compares mean colors, because a hash of the file would change with Pillow."""
+    """The test compares mean colors, because a hash of the file would change with the Pillow
+    version."""
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 4)
     data = read(Sample("digit0007_02", 3, "7", str(pixels), 0, 64), 48, 5)
@@ -144,7 +145,7 @@ def test_pixels_are_those_of_the_first_version(tmp_path):
 
 def test_uniform_numbers_are_splitmix64():
     uniform = Uniform((1234567).to_bytes(8, "little"))
-    # computed by the reference C program with seed 1234567
+    # The reference C program computes these values with seed 1234567.
     first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert uniform.array(2).tolist() + uniform.array(1).tolist() == [
         (z >> 11) * 2.0**-53 for z in first
@@ -167,7 +168,7 @@ def luminance_of(data: bytes) -> np.ndarray:
 
 
 def test_digits_contrast_with_the_background_and_do_not_touch_the_border(tmp_path):
-    """Digit and background must differ clearly in luminance for any colors and texture, and the
+    """The luminance of digit and background must differ clearly for any colors and texture, and the
     border must be background."""
     found = source(seed=3)
     for sample in listed(found, tmp_path, 3)["val"][::20]:

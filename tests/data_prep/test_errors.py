@@ -1,4 +1,4 @@
-"""Test that any file that cannot be opened gives a one-line error."""
+"""Test that any file that cannot be opened causes a one-line error."""
 
 import pytest
 

@@ -41,7 +41,6 @@ def prepared(folder: Path, out: Path, *flags: str) -> dict:
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_each_row_is_an_image_of_its_class(tmp_path, kind):
-    """Names and labels must equal those of `datasets`."""
     folder = tmp_path / "photos"
     classes = {f"{'old/' if n % 4 else ''}{name}": CLASSES[name] for n, name in enumerate(CLASSES)}
     write_images(folder, list(classes))

@@ -89,15 +89,15 @@ def test_classes_alone_are_split_by_class(flat):
     keys = {split: {s.key for s in samples} for split, samples in found.items()}
     assert not keys["train"] & keys["val"]
     assert len(keys["train"] | keys["val"]) == 51
-    add(flat / "ape" / "another.jpg")  # one more image may move at most one other image
+    add(flat / "ape" / "another.jpg")  # adding an image may move at most one other image
     assert len(keys["val"] - {s.key for s in listed(flat, 0.2)["val"]}) <= 1
     assert list(listed(flat, 0)) == ["train"]
     assert [len(s) for s in listed(flat).values()] == [47, 5]
 
 
 def test_the_choice_of_held_out_images_never_changes(flat):
-    """Another choice of validation images would put images that a model was trained on into val.
-    The expected choice is that of the first version."""
+    """A different choice of validation images would put images that a model was trained on into
+    val. The expected choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
 
@@ -275,7 +275,8 @@ def numbered(folder: Path, num_classes: int) -> list[str]:
 
 
 def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, capsys):
-    """ImageNet-V2's folders are named 0 to 999. Sorted as text, 988 labels would be wrong."""
+    """ImageNet-V2's folders are named 0 to 999. With names sorted as text, 988 labels would be
+    wrong."""
     options = numbered(tmp_path / "v2", 12)
     assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err
@@ -332,8 +333,8 @@ def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
 
 
 def test_runs_without_torch(flat, tmp_path):
-    """Neither the command nor its workers may import torch. Setting `sys.modules["torch"] = None`
-    would be shorter, but scipy fails with it."""
+    """Neither the command nor its workers may import torch. `sys.modules["torch"] = None` would be
+    shorter, but breaks scipy."""
     (tmp_path / "blocked" / "torch").mkdir(parents=True)
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text(
         "raise ImportError('torch is blocked')"

@@ -1,4 +1,4 @@
-"""Test class folders in a zip or tar, local or on a server: the shards must equal those of the
+"""Test class folders in a zip or tar, local or on a server: the shards must match those of the
 unpacked folder."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def as_tgz(path: Path, files: dict[str, bytes], prefix: str = "") -> Path:
 
 
 def prepare(source: Path, out: Path, *words: str) -> dict[str, str]:
-    """Run the command; return the digests of the tars that it wrote."""
+    """Run the command, and return the digests of the tars that it wrote."""
     line = [str(source), "--out", str(out), "--num-shards", "2", "--workers", "1", *words]
     assert imagefolder.main(line) == 0
     return {path.name: digest(path.read_bytes()) for path in out.glob("*.tar")}
@@ -65,7 +65,7 @@ def prepare(source: Path, out: Path, *words: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory) -> dict[str, str]:
-    """Return the shards of the folder that the archives contain."""
+    """Return the digests of shards prepared from the unpacked folder."""
     folder = tmp_path_factory.mktemp("unpacked")
     for name, content in SPLIT.items():
         (folder / "food" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -146,8 +146,8 @@ def web(tmp_path, monkeypatch):
 
 
 def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys):
-    """The transfer is cut twice, once between two commands. After that, the archive is not fetched
-    again."""
+    """The transfer is cut twice, the second time between two commands. After that, the archive is
+    not downloaded again."""
     whole = web.files["/a/food.zip"]
     folder = tmp_path / "downloads"
     folder.mkdir()
@@ -168,7 +168,7 @@ def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys)
 
 
 def test_animals_are_downloaded_from_kaggle_with_a_login(tmp_path, monkeypatch, web, capsys):
-    """Kaggle redirects to the zip, and only Kaggle may receive the login."""
+    """Kaggle redirects to the zip. Only Kaggle may receive the login."""
     files = {f"raw-img/{name}/{n}.jpeg": jpeg(n) for name in animals10.ENGLISH for n in range(2)}
     with WebServer({"/storage.zip": as_zip(tmp_path / "a.zip", files).read_bytes()}) as storage:
         web.redirects = {"/api/animals10": f"{storage.url}/storage.zip"}

@@ -1,4 +1,4 @@
-"""Test that all layouts of ImageNet give the same catalogue, the same bytes and torchvision's
+"""Test that all layouts of ImageNet produce the same catalog, the same bytes and torchvision's
 labels."""
 
 import hashlib
@@ -99,7 +99,7 @@ def test_the_layout_is_reported(tmp_path, fake, capsys):
 
 def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
     """torchvision unpacks the same archives and reads the same development kit. Published weights
-    use its labels."""
+    use torchvision's labels."""
     from torchvision.datasets import ImageNet
     from torchvision.datasets import imagenet as theirs
 
@@ -123,7 +123,7 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
 
 
 def test_the_kits_ids_are_not_the_labels(tmp_path, fake):
-    """ILSVRC2012_ID - 1 looks like a label but gives an accuracy of 0.1 %."""
+    """ILSVRC2012_ID - 1 looks like a label but results in an accuracy of 0.1 %."""
     found = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
     by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
     assert sorted(set(by_id.values())) == list(range(12))
@@ -161,7 +161,7 @@ def test_shards_do_not_depend_on_the_layout(tmp_path, fake):
     train = open_split(tmp_path / "a" / "out", "train")
     labels = {train.key(n): int(train.index["label"][n]) for n in range(train.num_samples)}
     missing = fake.labels("train").keys() - labels.keys()
-    assert len(missing) == 1  # the truncated image, in quarantine
+    assert len(missing) == 1  # the truncated image is in quarantine
     assert labels == {
         key: label for key, label in fake.labels("train").items() if key not in missing
     }
@@ -235,7 +235,7 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
 def test_whole_counts_differ_in_nothing():
     train = np.full(1000, 1300)
     train[0] = 732
-    # 1,300 in each class would be 18,833 too many
+    # With 1,300 images in each class, the total would be 18,833 too high.
     train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))
     assert train.sum() == 1_281_167
     assert differences("train", WNIDS, train) == []
@@ -278,7 +278,7 @@ def test_less_needs_partial(tmp_path, fake, capsys):
     assert "val: 9 images instead of 50,000" in said
     assert "--partial" in said
     assert not list((tmp_path / "out").glob("*.tar"))
-    found = catalogue(tmp_path, folder)  # val skips the classes that train does not have
+    found = catalogue(tmp_path, folder)  # val skips the classes that are missing from train
     assert found.class_names == small.wnids
     assert found.splits == {"train": 6, "val": 9}
     assert any("27 images of unknown classes" in note for note in found.notes)
@@ -306,10 +306,10 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
     folder = as_parquet(fake, tmp_path)[0]
     spooled = {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 0)}
     assert len(spooled) == 10
-    # another seed, the same images
+    # Another seed must reuse the same images.
     assert {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 1)} == spooled
     victim = sorted(tmp_path.glob("_spool/train-00000*.json"))[0]
-    victim.unlink()  # as if the command was killed between the images and their table
+    victim.unlink()  # as if the command was killed between writing the images and their table
     assert {path.name for path in _spooled(tmp_path, folder, 2)} == spooled.keys()
     changed = folder / "data" / "train-00000-of-00003.parquet"
     os.utime(changed, (1, 1))

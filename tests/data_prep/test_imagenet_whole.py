@@ -1,6 +1,6 @@
-"""Test ImageNet's own archives with all 1,000 classes, killed repeatedly.
+"""Test the original ImageNet archives with all 1,000 classes, with repeated kills of the command.
 
-The shards must equal those of an uninterrupted run, and every other reader must read them.
+The shards must match those of an uninterrupted run, and every other reader must read them.
 VIT_KILLS sets the number of kills.
 """
 
@@ -29,7 +29,7 @@ from vit.data.shards.data_set import open_split
 
 KILLS = int(os.environ.get("VIT_KILLS", "3"))
 ODD = 7
-"""Images that are not plain color JPEGs. One of them is truncated."""
+"""Images that are not plain color JPEGs. One image is truncated."""
 
 
 def command(source: Path, out: Path, workers: int) -> list[str]:
@@ -49,7 +49,7 @@ def archives(fake, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(archives, tmp_path_factory) -> tuple[Path, str, float]:
-    """Return the shards, the printed output, and the seconds of an uninterrupted run."""
+    """Return the shards, the output and the duration in seconds of an uninterrupted run."""
     out = tmp_path_factory.mktemp("undisturbed") / "imagenet"
     began = time.monotonic()
     done = subprocess.run(
@@ -86,7 +86,7 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
         if kill % 2:
             os.killpg(process.pid, signal.SIGKILL)  # as if the machine went down
         else:
-            process.kill()  # its workers need time to notice
+            process.kill()  # the workers need time to notice
         process.wait()
         for tar in out.glob("*.tar"):
             assert filecmp.cmp(tar, expected / tar.name, shallow=False), (

@@ -1,4 +1,4 @@
-"""Test MNIST and similar datasets against torchvision, with damaged files, verified downloads and a
+"""Test MNIST and similar datasets against torchvision, with corrupt files, verified downloads and
 training."""
 
 import gzip
@@ -31,8 +31,8 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def contents(counts: dict[str, int] = COUNTS) -> dict[str, bytes]:
-    """Return the four files by name. Stripes are as wide as the label, and brighter from one image
-    to the next."""
+    """Return the four files by name. The images have stripes as wide as the label, and each image
+    is brighter than the previous one."""
     x = np.arange(28, dtype=np.uint8)
     files = {}
     for part, count in counts.items():
@@ -60,7 +60,7 @@ def torchvision_root(full, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(monkeypatch) -> dict[str, bytes]:
-    """Write files of 200 and 50 images. The real ones have 60,000 and 10,000."""
+    """Write files of 200 and 50 images. The real files have 60,000 and 10,000."""
     monkeypatch.setattr(mnist, "PARTS", {"train": ("train", 200), "val": ("t10k", 50)})
     return contents({"train": 200, "t10k": 50})
 
@@ -271,7 +271,7 @@ def md5_of(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
-    """The test first uses the md5s of the generated files. MNIST's own md5s must then reject
+    """The test first uses the md5s of the generated files. The real md5s of MNIST must then reject
     them."""
     served = {
         f"/m/{name}.gz": gzip.compress(content, 1, mtime=0) for name, content in small.items()

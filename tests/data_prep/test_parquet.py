@@ -1,5 +1,5 @@
-"""Test Parquet files of images from `datasets` and pyarrow: shards have the same bytes and labels,
-and each row once."""
+"""Test Parquet files of images from `datasets` and pyarrow: shards must contain each row once, with
+the same bytes and labels."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]
 
 
 def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n % 3) -> list[dict]:
-    """Return rows, of which every third image has no name."""
+    """Return rows. Every third image has no name."""
     return [
         {
             "image": {"bytes": image_bytes(start + n), "path": f"{n}.jpg" if n % 3 else None},
@@ -33,7 +33,7 @@ def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n %
 
 
 def by_datasets(folder: Path, train: list[dict], num_files: int = 3, **others: list[dict]) -> Path:
-    """Write the files that `push_to_hub` uploads."""
+    """Write the same files as `push_to_hub` uploads."""
     kinds = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     )
@@ -59,7 +59,7 @@ def prepared(source: Path, out: Path, *flags: str) -> dict[str, Any]:
 
 
 def assert_rows(root: Path, split: str, listed: list[dict], labels: dict[Any, int]) -> None:
-    """Assert that the shards have each of these rows once, with the row number as key."""
+    """Assert that the shards contain each of these rows once, with the row number as the key."""
     found = stored(root, split)
     assert len(found) == len(listed)
     by_row = {int(key.partition("_")[0]): sample for key, sample in found.items()}
@@ -113,7 +113,7 @@ def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
 
 
 def test_class_names_of_the_readme(tmp_path):
-    """The hub's own conversion has a folder per split and no schema of `datasets`."""
+    """Files converted by the hub have a folder per split and no `datasets` schema."""
     listed = rows(12)
     by_pyarrow(tmp_path / "hub" / "default" / "train" / "0000.parquet", listed)
     by_pyarrow(tmp_path / "hub" / "default" / "test" / "0000.parquet", rows(3, 50))
@@ -125,7 +125,7 @@ def test_class_names_of_the_readme(tmp_path):
         "          '0': no\n          '1': 'yes'\n          '2': maybe\n---\n# Data\n"
     )
     info = prepared(tmp_path / "hub", tmp_path / "out")
-    assert info["class_names"] == ["False", "yes", "maybe"]  # in YAML an unquoted no means false
+    assert info["class_names"] == ["False", "yes", "maybe"]  # YAML reads an unquoted no as false
     assert_rows(tmp_path / "out", "train", listed, {0: 0, 1: 1, 2: 2})
 
 
@@ -147,7 +147,7 @@ def test_without_names_the_labels_are_the_names(tmp_path, values, names):
 
 
 def test_other_kinds_of_columns_beside_them(tmp_path):
-    """The other columns are boxes, as in detection datasets, and texts that pandas stores as a
+    """The other columns are boxes, as in detection datasets, and text that pandas stores as a
     category."""
     listed = [{**row, "objects": [{"names": "x", "box": [1, 2]}]} for row in rows(6)]
     whole = datasets.Dataset.from_list(listed).cast_column("image", datasets.Image())

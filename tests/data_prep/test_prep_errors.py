@@ -1,10 +1,10 @@
-"""Test the section "Data preparation" of errors/rows.yaml: the real command provokes each row, on
-files of the true format.
+"""Test the section "Data preparation" of errors/rows.yaml: the real command must print each row,
+for files in the real format.
 
-The first cell of a row names its scenario. Besides output and exit status, the test checks the
-remaining files. A problem found before the first shard is written must leave nothing. A later one
-must leave complete shards. If the row says "continues", the same command is run again. Commands run
-in this process unless they need a signal, another user or a second call.
+The first cell of a row names its scenario. The test checks the output, the exit status and the
+remaining files. A problem found before the first shard is written must leave no files. A later
+problem must leave complete shards. If the row says "continues", the same command runs again.
+Commands run in this process unless they need a signal, another user or a second call.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _(place):
 def _(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
-        # an earlier test of this process may have imported it
+        # An earlier test in this process may have imported it.
         patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
         place.run("imagefolder", images(place), "--out", "s3://bucket/shards")
 
@@ -198,7 +198,7 @@ def _(place):
 
 
 class Background:
-    """A command that writes shards of large images with two workers, which takes a while."""
+    """A command that takes a while, because it writes shards of large images with two workers."""
 
     def __init__(self, place: Place):
         self.place = place
@@ -221,13 +221,13 @@ class Background:
         ]
         self.line = [*command("imagefolder"), *map(str, arguments)]
         piped = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        # The command must not finish before the test sees its files, even on a busy machine.
+        # Even on a busy machine, the command must not finish before the test sees its files.
         self.process = subprocess.Popen(
             ["nice", "-n", "5", *self.line], cwd=REPOSITORY, env=environment(), text=True, **piped
         )
 
     def wait_for_shard(self) -> None:
-        """Wait until one shard is complete and the next ones are being written."""
+        """Wait until one shard is complete and more are being written."""
         while not (
             list(self.place.out.glob("train-*.json"))
             and list(self.place.out.glob(".train-*.tar.*.tmp"))
@@ -236,7 +236,6 @@ class Background:
             time.sleep(0.001)
 
     def end(self) -> None:
-        """Wait until the command ends; store its output, status and files."""
         self.place.stdout, self.place.stderr = "", self.process.communicate(timeout=240)[1]
         self.place.status = self.process.returncode
         self.place.after = snapshot(self.place.folder)
@@ -262,7 +261,7 @@ def photograph() -> bytes:
 def stopped(place: Place, number: signal.Signals) -> None:
     background = Background(place)
     background.wait_for_shard()
-    # test_writer.py tests that the same command continues
+    # test_writer.py tests that the same command continues.
     background.process.send_signal(number)
     background.end()
 
@@ -292,7 +291,8 @@ def _(place):
         signal.SIGKILL,
     )
     background.end()
-    # This file is written last. The next command removes the files that the killed worker left.
+    # Sidecars are written last. The next command removes the files that the killed worker left
+    # behind.
     for sidecar in place.out.glob("train-*.json"):
         assert (
             len(
@@ -436,7 +436,7 @@ DATA_SET: dict[str, bytes] = {}
 
 
 def finished(place: Place) -> Path:
-    """Return a small dataset, which is made only once."""
+    """Return a small dataset, which is created only once."""
     if not DATA_SET:
         place.prepare("imagefolder", images(place), "--num-shards", 2)
         assert place.status == 0, place.stderr

@@ -1,5 +1,4 @@
-"""Test the code in docs/data.md under "Read by others" on our shards and on those of
-webdataset's writer."""
+"""Test the code in docs/data.md under "Read by others" on our shards and on webdataset's shards."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def photo(number: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
-    """Write 8 training shards and one validation shard. One image is unreadable, so that a list of
+    """Write 8 training shards and one validation shard. One image is unreadable, so a list of
     unreadable images exists."""
     folder = tmp_path_factory.mktemp("others")
     for n in range(18):
@@ -63,7 +62,7 @@ def expected(root: Path) -> list[tuple[tuple[int, int], int]]:
 
 
 def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int], int]]:
-    """Return (image size, label) of all training samples, read with the code of the page."""
+    """Return (image size, label) for all training samples, read with the code from the page."""
     line = LINES[reader].replace("ROOT", str(root))
     if reader == "Hugging Face":
         import datasets
@@ -80,7 +79,8 @@ def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int],
     if reader == "timm":
         import timm.data
 
-        # Training repeats its shards endlessly. One pass in order has the same samples.
+        # The training loader repeats its shards endlessly. A single pass in order has the same
+        # samples.
         dataset = eval(
             line.replace("is_training=True, batch_size=64", "is_training=False, batch_size=1"),
             {"timm": timm},

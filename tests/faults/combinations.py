@@ -148,7 +148,7 @@ VIT: Choices = {
         ),
     ],
 }
-"""Choices that work only for the project's own ViT."""
+"""Choices that only the project's own ViT supports."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
@@ -170,9 +170,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL to one rank or all ranks of an attempt with this number of ranks, `delay_s` after
-    the metrics reach `step` (-1: after the start). takes_folder: a run at a URL also loses its
-    local folder."""
+    """A SIGKILL to one rank or all ranks, in an attempt with this number of ranks. The signal is
+    sent `delay_s` seconds after the metrics reach `step` (-1: after the start). takes_folder: a run
+    at a URL also loses its local folder."""
 
     ranks: int
     step: int

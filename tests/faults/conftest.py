@@ -29,7 +29,7 @@ def ip(*arguments: str) -> None:
 
 
 class Host:
-    """A host with its own name, network and process ids. The host shares this machine's files."""
+    """A host with its own name, network and process ids. It shares this machine's files."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name
@@ -43,7 +43,7 @@ class Host:
         return self._folder / f"{self.name}.log"
 
     def start(self, arguments: list[str], **variables: str) -> None:
-        # The shell remains process 1, which even SIGKILL from inside the namespace cannot end.
+        # The shell remains process 1, which even a SIGKILL from inside the namespace cannot end.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
             *("nsenter", f"--net=/run/netns/{self._network}"),
@@ -125,7 +125,6 @@ class TwoHosts:
         ip("link", "set", f"{self._mark}n1", "up")
 
     def slow_down(self, rate: str) -> None:
-        """Limit each direction to `rate`, in the notation of tc."""
         for number in range(len(self.hosts)):
             network = f"{self._mark}n{number}"
             limit = ["tbf", "rate", rate, "burst", "8kb", "latency", "400ms"]

@@ -1,9 +1,9 @@
 """Check that a process's memory, file descriptors and threads do not grow.
 
 They must stay constant over the steps, evaluations and saves of one run, and over many starts in
-one process. The ranks are observed through /proc during the run. The first third warms up
-allocators, thread pools and library pages. A line is fitted to the other two thirds of each number,
-and its rise is compared with a limit.
+one process. The ranks are observed through /proc during the run. The first third of the
+measurements is warm-up for allocators, thread pools and library pages. A line is fitted to the rest
+of each series, and its rise is compared with a limit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from faults.kills import Whole
 from processes import Background, call, environment, last_step
 
 LIMITS = {"MiB": 4.0, "descriptors": 1.5, "threads": 1.5}
-"""The largest allowed rise of each number after the warm-up. If each save leaked a descriptor, a
-thread or a copy of this state (0.4 MiB), the rise would be in the hundreds. An allocator keeps and
-returns one or two MiB."""
+"""The maximum rise of each number after the warm-up. If each save leaked a descriptor, a thread or
+a copy of this state (0.4 MiB), the rise would be in the hundreds. An allocator retains and frees
+one or two MiB."""
 PAUSE_S = 0.25
-"""The seconds between two measurements."""
+"""The interval between two measurements, in seconds."""
 LONGEST_S = 3600.0
 STARTS = """
 import json, sys
@@ -43,7 +43,7 @@ for number in range(1, int(count) + 1):
 
 @dataclass(frozen=True)
 class Look:
-    """One measurement of a process. at: its step or start; MiB: of anonymous memory."""
+    """A measurement of a process. at: its step or start; MiB: of anonymous memory."""
 
     at: int
     MiB: float

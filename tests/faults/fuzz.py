@@ -5,11 +5,11 @@ Each run must end with the bits of the uninterrupted run.
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
 Each combination has its own seed: the first is `--seed`, and each later seed is one higher. If the
-program rejects a combination, another is drawn. All tensors of the last checkpoint, its state, the
-weights, the predictions and the metrics are compared. With `train.exact_over_ranks`, a run on
-another number of ranks is compared, too. For each combination, the script prints a line with the
-command that repeats it, and appends a line of JSON to `--out`. If a combination differs, its runs
-remain in `--folder`.
+program rejects a combination, the script draws another one. The script compares the last
+checkpoint's tensors and state, the weights, the predictions and the metrics. With
+`train.exact_over_ranks`, it also compares a run on another number of ranks. For each combination,
+it prints a line with the command that repeats it, and appends a line of JSON to `--out`. If a
+combination differs, its runs remain in `--folder`.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ MEASURED = re.compile(
 )
 """The fields of metrics.jsonl that differ between any two runs."""
 NAMED_DIFFERENCES = 5
-"""The maximum number of differences on a printed line. The JSON has all of them."""
+"""The maximum number of differences on a printed line. The JSON file has all of them."""
 LONGEST_S = 900.0
-"""The time limit of an attempt. Attempts that compile take minutes."""
+"""The time limit of an attempt. An attempt that compiles takes minutes."""
 
 
 class Refused(Exception):
-    """The program rejected a combination, with its reason."""
+    """Raised if the program rejects a combination. The message is the reason."""
 
 
 @dataclass
 class Result:
-    """A combination's result. refused: the reasons for rejecting earlier draws; differences: from
-    the uninterrupted run."""
+    """The result of a combination. refused: why earlier draws were rejected; differences: from the
+    uninterrupted run."""
 
     seed: int
     combination: Combination
@@ -150,8 +150,8 @@ class Fuzz:
         assert done.returncode == 0, f"the run ended with status {done.returncode}: {done.stderr}"
 
     def broken(self, folder: Path, result: Result) -> Result:
-        """Kill, resume and compare. If the bits must be equal, also compare a run on another number
-        of ranks."""
+        """Kill, resume and compare. If the bits must match, also compare a run on another number of
+        ranks."""
         combination = result.combination
         run_dir = folder / "run"
         place = self._place(combination, folder)
@@ -179,7 +179,7 @@ class Fuzz:
         return result
 
     def _place(self, combination: Combination, folder: Path) -> tuple[str, ...]:
-        """Return settings for a run at a URL, whose local folder is compared."""
+        """Return the settings for a run stored at a URL. The comparison uses its local folder."""
         if not combination.place:
             return ()
         at = self.s3.new_bucket() if combination.place == "s3" else f"file://{folder / 'bucket'}"
@@ -197,7 +197,7 @@ class Fuzz:
         for pid in hit:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if kill.hits_all or not hit:  # if one rank was killed, torchrun ends without a signal
+        if kill.hits_all or not hit:  # if one rank was killed, torchrun exits without a signal
             attempt.process.kill()
         output = attempt.end(LONGEST_S)
         status = attempt.process.returncode
@@ -234,8 +234,8 @@ def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
 
 
 def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
-    """Map names to digests or values from the last checkpoint, the losses of images, the weights
-    and the predictions."""
+    """Return {name: digest or value} for the last checkpoint, the losses of images, the weights and
+    the predictions."""
     contents: dict[str, Any] = dict(final_state(run_dir, steps))
     # Omit links to a file under timm's name, because a URL has no links.
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
@@ -262,7 +262,7 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """Return the last error that a program printed, from "error: " on."""
+    """Return the last error that a program printed, starting with "error: "."""
     return text[text.rfind("error: ") :].strip()
 
 

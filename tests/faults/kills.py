@@ -1,6 +1,6 @@
 """Send SIGKILL, SIGTERM and SIGUSR1 in every phase of a run.
 
-The same command must then continue the run and end with the bits of an uninterrupted run.
+The same command must then resume the run and end with the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
-"""The number of attempts to hit a phase at the random moment, each in a new folder."""
+"""The maximum number of attempts to hit a phase at the random moment. Each uses a new folder."""
 
 
 class Whole:
-    """Shards, a config, and the final states of uninterrupted runs. A run is trained when the state
-    for its number of ranks is first needed. settings: settings for each run in addition to the
+    """Shards, a config, and the final states of uninterrupted runs. The run for a number of ranks
+    is trained when its state is first needed. settings: settings for each run in addition to the
     config."""
 
     def __init__(
@@ -110,10 +110,10 @@ def broken_and_continued(
     s3: S3Server | None = None,
     ranks: int = 0,
 ) -> Broken:
-    """Train in `folder`, interrupt the run in `phase` with signal `number`, continue, and compare.
+    """Train in `folder`, interrupt the run in `phase` with signal `number`, resume, and compare.
 
     The signal goes to a random rank, to all ranks, or, for SIGTERM, to torchrun, which forwards it.
-    The number of ranks is random if it is 0.
+    If the number of ranks is 0, it is chosen at random.
     """
     ranks = ranks or rng.choice([1, 2, 2, 2, 3])
     expected = whole.state(ranks)
@@ -163,7 +163,7 @@ class _Attempt:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
                 continue
             if self.phase != "upload" or number != signal.SIGKILL or victims == "one rank":
-                # Release the server's requests, because the signal could otherwise not arrive.
+                # Release the server's requests, because they could otherwise block the signal.
                 self.place.let_go()
             return victims, self._wrong_with(run.end(), run.process.returncode, number, victims)
         raise AssertionError(f"{self.phase}: missed {TRIES} times")
@@ -183,7 +183,7 @@ class _Attempt:
         self, run: Background, pids: list[int], number: signal.Signals, victims: str = ""
     ) -> str:
         whom = ["one rank", "one rank", "all ranks"]
-        # torchrun forwards SIGTERM to its ranks, but SIGUSR1 kills torchrun
+        # torchrun forwards SIGTERM to its ranks, but SIGUSR1 kills torchrun.
         whom += ["torchrun"] if number == signal.SIGTERM else []
         victims = victims or self.rng.choice(whom)
         if victims == "torchrun":
@@ -191,7 +191,7 @@ class _Attempt:
         for pid in {"one rank": [self.rng.choice(pids)], "all ranks": pids}.get(victims, []):
             os.kill(pid, number)
         if number == signal.SIGKILL and victims == "all ranks":
-            run.process.kill()  # for processes, this equals a power cut
+            run.process.kill()  # for processes, this is like a power failure
         return victims
 
     def _wrong_with(

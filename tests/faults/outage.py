@@ -1,8 +1,7 @@
 """Test that training on two ranks survives an outage of the data server.
 
-The runs must end as without an outage. The cache holds two of three shards, so that blocks are
-always being fetched. At step 4, all connections are closed, and for a while new requests get status
-503.
+The runs must end as without an outage. The cache holds two of three shards, so blocks are
+constantly fetched. At step 4, all connections are closed. For a while, new requests get status 503.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ STEPS = 12
 
 @contextmanager
 def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
-    """Serve `shards` from a web server or a store behind a gate; yield the URL and the gate."""
+    """Serve `shards` from a web server or a store behind a gate. Yield the URL and the gate."""
     files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
     if kind == "http":
         with (
@@ -57,7 +56,7 @@ def trained_through(
     kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
 ) -> tuple[str, bool]:
     """Train without and with an outage of `away_s`. Return the output of the second run, and
-    whether both runs ended with equal states."""
+    whether both runs ended in the same state."""
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):
         train(

@@ -3,17 +3,17 @@
 The phase is recognized from metrics.jsonl, the run's folder, a server and /proc.
 
     phase        lasts while
-    start        the ranks are alive and metrics.jsonl has no `ready` line from this attempt
+    start        the ranks are alive, but metrics.jsonl has no `ready` line from this attempt
     step         the newest line is a step that no save or evaluation follows
     save         the run's folder contains an unfinished file or folder from rank 0's thread
     upload       the server suspends the upload of one of the run's objects
     evaluation   metrics.jsonl has the step before the evaluation, but not the result
     data wait    the server suspends the data, and metrics.jsonl does not grow
-    report       metrics.jsonl has the end of the run, but the page does not exist
+    report       metrics.jsonl has the end of the run, but the HTML page does not exist
 
-After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase still lasts, the
-fault is sent to ranks that cannot leave the phase. Otherwise, the ranks continue until the phase
-occurs again.
+After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase has not ended by
+then, the fault is sent to the stopped ranks. Otherwise, the ranks continue until the phase occurs
+again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SAVE_EVERY_STEPS = 3
 EVALUATE_EVERY_STEPS = 6
 """The number of steps in an epoch of `processes.write_config`."""
 STILL_S = 0.3
-"""A run is considered waiting if metrics.jsonl has no new line for this many seconds. A step takes
-a tenth of this."""
+"""A run counts as waiting if metrics.jsonl has no new line for this many seconds. A step takes a
+tenth of this time."""
 LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
 """The scale of the random delay before the fault, in the phases of a warm run. The scale is halved
 each time the fault comes too late."""
@@ -51,7 +51,7 @@ FOUND_WITHIN_S = 240.0
 
 
 class Missed(Exception):
-    """The run ended before the phase occurred at the random moment."""
+    """Raised if the run ends before the phase occurs at the random moment."""
 
 
 @dataclass
@@ -95,13 +95,13 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
     """Serve a run at a URL, and suspend the upload of one randomly chosen object."""
     with Way(s3.port) as proxy:
         url = f"{s3.new_bucket()}/runs/x"
-        left = [rng.randrange(1, 40)]  # a run of 24 steps uploads about 50 objects, with its saves
+        left = [rng.randrange(1, 40)]  # a run of 24 steps uploads about 50 objects
         is_saving = False
 
         def fault(method: str, path: str) -> str | None:
             nonlocal is_saving
-            # Start counting at the first object of a save. The config and the first metrics are
-            # uploaded at the start.
+            # Start counting at the first object of a save, because the config and the first metrics
+            # are uploaded at the start.
             is_saving |= "/samples/" in path
             if method != "PUT" or not is_saving or "lease.json" in path:
                 return None
@@ -125,8 +125,8 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
-    """Serve data, and stop sending them at some step. The cache holds half of the data, so that
-    blocks are always being fetched."""
+    """Serve data, and stop sending it at some step. The cache holds half of the data, so blocks are
+    constantly fetched."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
 
@@ -167,7 +167,8 @@ def unfinished(run_dir: Path) -> list[Path]:
 
 @dataclass
 class Watched:
-    """An attempt of a run, observed from outside. num_starts: `start` lines of earlier attempts."""
+    """An attempt of a run, observed from outside. num_starts: the number of `start` lines from
+    earlier attempts."""
 
     run: Background
     run_dir: Path
@@ -214,8 +215,8 @@ class Watched:
 
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
-        """Stop all ranks in the phase until the block ends; yield their process ids. scale: of the
-        random delay. Raises Missed."""
+        """Stop all ranks in the phase until the block ends; yield their process ids. scale: the
+        scale of the random delay. Raises Missed."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)
@@ -237,7 +238,7 @@ class Watched:
         while not is_there():
             if self.run.process.poll() is not None or time.monotonic() > deadline:
                 raise Missed(f"{phase}: not seen\n{self.run.end()}")
-            # Sleep, because each look takes CPU time from the ranks.
+            # Sleep, because each check takes CPU time from the ranks.
             time.sleep(0.001 if phase == "save" else 0.004)
 
 

@@ -1,4 +1,4 @@
-"""Test runs that continue on a different number of ranks after each kill, and two simultaneous
+"""Test runs that resume on a different number of ranks after each kill, and two simultaneous
 runs."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on each of these numbers of ranks. In all attempts but the last, one rank
-    or all ranks are killed at regular intervals. Return the faults.
+    """Train in `folder` on each of these numbers of ranks. In all attempts except the last, one
+    rank or all ranks are killed at regular intervals. Return the faults.
 
-    If `whole` is exact over ranks, the bits are compared, otherwise only the batches.
+    If `whole` is exact over ranks, compare the bits. Otherwise, compare only the batches.
     """
     run_dir = folder / "run"
     for number, ranks in enumerate(numbers[:-1], 1):
@@ -41,8 +41,8 @@ def on_each_number(
 
 
 def two_at_once(whole: Whole, folder: Path) -> list[str]:
-    """Train twice at the same time on this node, and try a third run in a folder that is in use.
-    Return the faults."""
+    """Start two trainings at the same time on this node, and a third one in a folder that is in
+    use. Return the faults."""
     folders = [folder / "one", folder / "two"]
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)

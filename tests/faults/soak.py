@@ -16,9 +16,9 @@ than an hour on two cores.
     exits      count / 5 finished runs on two ranks, each with status 0
     secrets    tests/project/test_secrets.py
 
-To save time, killed and compared runs are forks of interpreters that have imported torch. `steps`,
-`starts` and `exits` need real interpreters. A part that fails lists the cases and keeps the folder
-with their runs.
+To save time, killed and compared runs are forked from interpreters that have imported torch.
+`steps`, `starts` and `exits` need real interpreters. A part that fails lists the failed cases and
+keeps the folder with their runs.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ STOPPED_FOR_S = 60.0
 
 
 class Failed(Exception):
-    """A part failed. The message has one fault per line."""
+    """Raised if a part fails. The message has one fault per line."""
 
 
 @dataclass(frozen=True)
 class Soak:
-    """The shards, a folder for all runs, and the values of the command line."""
+    """The shards, a folder for all runs, and the values from the command line."""
 
     folder: Path
     shards: Path
@@ -177,8 +177,8 @@ class Soak:
         return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
 
     def exits(self) -> str:
-        """Finish whole runs. An interpreter that ends with threads of gloo has a race that only
-        exits can show."""
+        """Run complete trainings. Only the exit of an interpreter with gloo threads can trigger a
+        certain race."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []

@@ -1,9 +1,9 @@
 """Stop a rank, a loader worker or the saver thread for a while: the run must continue and end with
 the same bits.
 
-SIGSTOP stops a process with all of its threads. To stop only the saver thread, as by a disk that
-does not answer, the test uses the debugger's system call (ptrace, PTRACE_SEIZE and
-PTRACE_INTERRUPT). Training then continues to the next save, where it waits.
+SIGSTOP stops a process with all of its threads. To stop only the saver thread, as an unresponsive
+disk would, the test uses the system call for debuggers (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
+Training then continues to the next save, where it waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def stopped_and_continued(
     """Train on two ranks in `folder`, stop `target` (one of `TARGETS`) for a while, and compare.
 
     Returns the faults. The run must halt while the target is stopped, unless `target` is a worker,
-    which another worker may replace. Raises PermissionError if threads may not be traced.
+    which another worker may replace. Raises PermissionError if tracing threads is not permitted.
     """
     run_dir = folder / "run"
     run = Background(
@@ -75,8 +75,8 @@ def stopped_and_continued(
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """Return the faults during the next `for_s`, in which metrics.jsonl must not grow and the run
-    must not end."""
+    """Return the faults during the next `for_s` seconds. In this time, metrics.jsonl must not grow
+    and the run must not end."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)
@@ -86,8 +86,7 @@ def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[
 
 
 def _newest_thread(pid: int) -> int:
-    """Return the saver thread of rank 0, which is its newest thread because each save starts a new
-    one."""
+    """Return rank 0's saver thread. It is the newest thread, because each save starts a new one."""
 
     def began_at(thread: int) -> int:
         return int((stat_of(pid, thread) or ["0"] * 20)[19])

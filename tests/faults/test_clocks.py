@@ -160,7 +160,7 @@ def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, conf
 
 
 def set_clock(off: Path, seconds: int) -> None:
-    """Replace the clock's file atomically, because a partly written file reads as empty."""
+    """Replace the clock's file atomically, because a partly written file could be read as empty."""
     new = off.with_name("new")
     new.write_text(str(seconds))
     os.replace(new, off)

@@ -13,7 +13,7 @@ STEPS = 200
 SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
 ENDS_WITHIN_S = 150.0
 """A time limit that covers torchrun's timeout of 30 s, the project's own timeout, and starts on a
-loaded machine."""
+busy machine."""
 
 
 def wait_for_step(run_dir, step: int, timeout_s: float = 240) -> None:
@@ -92,7 +92,7 @@ def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, confi
 
 
 def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
-    """No remaining process can report the loss, so the other host must end on its own."""
+    """No remaining process can report the loss, so the other host must end by its own timeout."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")

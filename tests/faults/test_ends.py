@@ -23,7 +23,7 @@ STEPS = 48
 
 def test_a_closed_terminal_is_remembered_but_not_after_nohup():
     def heard(number, frame):
-        """Handle signals whose default action would end this process."""
+        """Catch signals whose default action would end this process."""
 
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -104,7 +104,7 @@ def test_refuses_ranks_with_different_settings(tmp_path, config, word, differenc
 
 @pytest.mark.full
 def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
-    """A closed terminal signals all of its processes, including the loader's workers."""
+    """A terminal that closes signals all of its processes, including the loader's workers."""
     settings = (f"train.steps={STEPS}", "data.num_workers=2", "checkpoint.every_steps=1000")
     train(config, tmp_path / "whole", *settings, ranks=2)
     run = Background(config, tmp_path / "run", *settings, ranks=2, cold=True)
@@ -142,7 +142,7 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
 
 
 def _pending(pid: int) -> int:
-    """Return the pending signals of a process, or none if the process has ended."""
+    """Return the pending signals of a process, or 0 if the process has ended."""
     lines = status_of(pid)
     return int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
 

@@ -77,7 +77,7 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 
 class Writer(NamedTuple):
-    """A function that writes into a folder, after `prepare` has created the folder's old files."""
+    """A function that writes into a folder. `prepare` first creates the folder's old files."""
 
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None
@@ -135,7 +135,7 @@ def handed_over(folder: Path, program: str) -> None:
 
 def recipe(folder: Path) -> None:
     line = "torchrun main.py --model deit_small_patch16_224 --batch-size 128"
-    with chdir(folder):  # use a relative path, because the file records the command that made it
+    with chdir(folder):  # use a relative path, because the file records its command
         run_here("launch/recipe.py", "import", line, "--out", "recipe.yaml")
 
 
@@ -155,7 +155,7 @@ def results(folder: Path) -> None:
 
 
 def fetched(folder: Path) -> None:
-    """Return a run at a URL that is read through the cache on this disk."""
+    """Read a run at a URL through the cache on this disk."""
     local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
     place_at_url = Path(os.environ["PLACE_WITH_ROOM"])
     (place_at_url / "weights").mkdir(exist_ok=True)
@@ -306,7 +306,7 @@ def test_locks_a_run_on_a_full_disk(disk):
 
 
 def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
-    """Without the outcome, a launcher would restart a finished run again and again."""
+    """Without the outcome, a launcher would restart a finished run forever."""
     monkeypatch.setenv(OUTCOME_VARIABLE, str(disk / "outcome"))
     leave_free(disk, 0)
     for word in ("stopped", "finished"):
@@ -314,8 +314,7 @@ def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# Python prints the stack of an unhandled exception in a thread, so such an exception must fail the
-# test.
+# Python only prints an unhandled exception in a thread, but such an exception must fail the test.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):

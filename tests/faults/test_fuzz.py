@@ -14,14 +14,13 @@ from servers import S3Server
 
 @pytest.fixture
 def data(shards) -> Data:
-    """Return data without the files that these combinations do not need."""
     return Data(shards, shards, shards)
 
 
 @pytest.mark.full
 def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, tmp_path):
-    """The combination is an exact run with Muon that rewinds after spikes, on three ranks and on
-    two."""
+    """The combination is a bitwise exact run with Muon that rewinds after loss spikes, on three
+    ranks and on two."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
     drawn = draw(random.Random(0), data)

@@ -1,5 +1,7 @@
 """Test that a run interrupted in a named phase ends with the bits of an uninterrupted run.
-`tests/faults/soak.py` repeats this test hundreds of times."""
+
+`tests/faults/soak.py` repeats this test hundreds of times.
+"""
 
 from __future__ import annotations
 

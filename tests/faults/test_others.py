@@ -1,4 +1,4 @@
-"""Test paused processes and threads, changed numbers of ranks, and two jobs at once."""
+"""Test paused processes and threads, changes of the number of ranks, and two simultaneous jobs."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ from servers import forget_clients
 
 
 class Way:
-    """A proxy to an S3 server that injects faults. The environment contains its address as that of
-    the server.
+    """A proxy to an S3 server that injects faults. The environment contains the proxy's address
+    instead of the server's.
 
     `fault`: called with the method and path of each request in order of arrival. It returns None
-    for a successful request, a status with S3's code ("503 SlowDown"), "cut" for a connection that
-    ends in the middle of the body, or "hold" to wait until `let_go` is set. `requests`: all
-    requests.
+    for a successful request, a status with an S3 error code ("503 SlowDown"), "cut" for a
+    connection that ends in the middle of the body, or "hold" to wait until `let_go` is set.
+    `requests`: all requests.
     """
 
     def __init__(self, port: int):

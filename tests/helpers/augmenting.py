@@ -1,4 +1,4 @@
-"""Pictures, keys and augmentation tables for tests."""
+"""Images, keys and augmentation tables for tests."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """Return an `Augment` with ten classes and identity normalization, which returns gray
-    levels."""
+    """Return an `Augment` that returns gray levels, with ten classes and identity normalization."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
 
@@ -77,7 +76,7 @@ def one_op(
 ) -> np.ndarray:
     """Apply operation `op` of a config's first layer, and return integer levels.
 
-    values: strength and position, each given once for all images or once per image.
+    values: strength and position. Each is given either once for all images or once per image.
     """
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
@@ -92,7 +91,7 @@ def one_op(
 def at_strengths(
     config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]
 ) -> Iterator[np.ndarray]:
-    """Apply `one_op` at each strength, in one batch."""
+    """Apply `one_op` at all strengths in one batch."""
     levels = one_op(
         config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images))
     )
@@ -106,7 +105,7 @@ def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def photographs() -> np.ndarray:
-    """Return images (7, 3, 40, 120): edges, low contrast, dark, bright, noise, and two with flat
+    """Return (7, 3, 40, 120) images: edges, low contrast, dark, bright, noise, and two with flat
     channels."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]

@@ -1,7 +1,7 @@
-"""Compare files by short digests, so a failed comparison names files instead of printing their
+"""Compare files by short digests, so that a failed comparison prints file names instead of
 contents.
 
-The module also simulates images that were damaged before indexing, by changing their bytes and
+The module also simulates images that were corrupt before indexing, by changing their bytes and
 their checksums in the index.
 """
 
@@ -28,14 +28,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:
-    """Write the checksums of the samples' current bytes into the index, as indexing again would
-    do."""
+    """Write the checksums of the samples' current bytes into the index, as a new indexing would."""
     path = Path(split.root) / f"{split.name}.index.npy"
     rows = np.load(path)
     for sample in samples:
         with open(split.where(sample), "rb") as tar:
             tar.seek(int(rows["offset"][sample]))
             rows["crc32c"][sample] = crc32c(tar.read(int(rows["size"][sample])))
-    with open(path, "r+b") as file:  # writing in place lets an open split see the change
+    with open(path, "r+b") as file:  # an open split sees changes made in place
         file.seek(-rows.nbytes, 2)
         file.write(rows.tobytes())

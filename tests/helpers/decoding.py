@@ -1,4 +1,4 @@
-"""Images to decode, the pixels that Pillow decodes from them, and the colors in a picture."""
+"""Images to decode, the pixels that Pillow decodes from them, and the colors in a plot."""
 
 import io
 import os
@@ -18,7 +18,7 @@ needs_native = pytest.mark.skipif(
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Return an image of smooth shapes with edges and some noise, like a photograph."""
+    """Return a photo-like image of smooth shapes with edges and some noise."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -53,9 +53,9 @@ def photographs() -> list[bytes]:
 
 
 def pixels(picture: Path) -> np.ndarray:
-    """Return (H, W, 3) int16 pixels of a PNG.
+    """Return the (H, W, 3) int16 pixels of a PNG.
 
-    Asserts that the picture is 1400 pixels wide, not blank and not truncated.
+    Asserts that the image is 1400 pixels wide, not blank and not truncated.
     """
     with Image.open(picture) as image:
         assert image.format == "PNG"
@@ -68,8 +68,8 @@ def pixels(picture: Path) -> np.ndarray:
 
 
 def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndarray:
-    """Return an (H, W) bool mask of pixels of one color, given as #rrggbb or (red, green, blue) in
-    0..255."""
+    """Return an (H, W) bool mask of the pixels with this color, given as #rrggbb or (red, green,
+    blue) in 0..255."""
     if isinstance(color, str):
         color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
     return (np.abs(shown - np.array(color)) <= tolerance).all(2)

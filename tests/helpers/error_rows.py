@@ -1,5 +1,5 @@
-"""Read rows of errors/rows.yaml for tests that provoke their errors, and prefix commands with
-causes of failures."""
+"""Read the rows of errors/rows.yaml for tests that trigger these errors, and define command
+prefixes that cause failures."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ class Row(NamedTuple):
 
 
 def rows(section: str) -> list[Row]:
-    """Return the rows of a section of rows.yaml."""
     parts = yaml.safe_load(DOCUMENT.read_text())[section].values()
     return [Row(**row) for part in parts for row in part]
 
 
 def pattern_of(printed: str) -> str:
-    """Convert the text to a regular expression. A <placeholder> matches one or more characters in a
-    line."""
+    """Convert the text to a regular expression. A <placeholder> matches one or more characters
+    within a line."""
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Return digests of all files below `folder`, except the run's lock."""
+    """Return digests of all files below `folder`, except for the run's lock."""
     return {
         str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
@@ -57,15 +56,16 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def python(code: str) -> tuple[object, ...]:
-    """Return a command prefix that runs `code` and is then replaced by the command after it."""
+    """Return a command prefix that runs `code` and then executes the command after it in the same
+    process."""
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 
 WITH_SHORT_FILES = python(
     "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 )
-"""A prefix that limits file sizes to less than a checkpoint, so a write fails halfway, as on a full
-disk."""
+"""A prefix that limits the size of files to less than a checkpoint, so that a write fails midway,
+as on a full disk."""
 # Drop the two capabilities that let root ignore permission bits.
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
@@ -75,7 +75,7 @@ WITHOUT_PRIVILEGES = python(
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
-    """Mount a file system with 8 MiB, or with the size in the mount `options`."""
+    """Mount a file system of 8 MiB, or of the size given in the mount `options`."""
     place.mkdir()
     if (
         sys.platform != "linux"
@@ -91,7 +91,7 @@ def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
 
 
 def leave_free(disk: Path, free_kib: int) -> Path:
-    """Fill `disk` up to `free_kib`. Return the file that fills it."""
+    """Fill `disk` until `free_kib` are left. Return the file that fills it."""
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
     return filler
@@ -104,8 +104,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with its own config for running commands. Stores the last command's output and file
-    changes."""
+    """A folder with its own config, in which commands run. It stores the last command's output and
+    file changes."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -128,7 +128,7 @@ class Place:
         **variables: str,
     ) -> None:
         """Run `launch/train.py` on one rank. Prefixes and variables require a real interpreter,
-        because a warm one is already running."""
+        because a warm interpreter is already running."""
         arguments = [
             "--config",
             config or self.config,
@@ -157,7 +157,6 @@ class Place:
         )
 
     def own_shards(self) -> Path:
-        """Return a copy of the shards that the test may damage."""
         root = shutil.copytree(self.shards, self.folder / "shards")
         self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
         return root
@@ -167,8 +166,8 @@ class Scenarios:
     """The scenarios for the rows of "Training and evaluation". `@scenario("first cell of the row")`
     registers a function that takes a `Place`.
 
-    The output, the exit status and the remaining files are checked. A mistake that is detected
-    before the start must leave no files, and a later mistake only complete files.
+    The output, the exit status and the remaining files are checked. A mistake found before the
+    start must leave no files. A later mistake must leave only complete files.
     """
 
     def __init__(self) -> None:
@@ -200,7 +199,7 @@ class Scenarios:
         ]
 
     def check(self, row: Row, place: Place) -> None:
-        """Compare the output, exit status and files of the command with the row."""
+        """Compare the command's output, exit status and files with the row."""
         output = place.done.stderr
         assert place.done.returncode == row.status, output
         assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), (

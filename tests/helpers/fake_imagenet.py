@@ -4,8 +4,8 @@
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-Images are created once, and then written in the requested layout. As in the original, the ids of
-the development kit (ILSVRC2012_ID) are not in WNID order. Numbers in file names have gaps and no
+Images are created once, and then written in the requested layout. As in the original, the ids in
+the development kit (ILSVRC2012_ID) are not in WNID order, numbers in file names have gaps and no
 fixed width, and validation images are not sorted by class.
 """
 
@@ -76,12 +76,12 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """Return one file of each unusual kind in ImageNet, all named .JPEG. Only "truncated" is
-    unreadable."""
+    """Return one file of each unusual kind that ImageNet contains, all named .JPEG. Only
+    "truncated" is unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
-    turned[0x0112] = 6  # sets the orientation to a rotation by 90 degrees
+    turned[0x0112] = 6  # rotates by 90 degrees
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),
@@ -102,8 +102,7 @@ def make_fake(
 ) -> Fake:
     """Return a fake ImageNet with the first classes.
 
-    With `odd`, each unusual file is the last training image of one class, starting with the first
-    class.
+    With `odd`, one class after another gets an unusual file as its last training image.
     """
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
@@ -144,7 +143,7 @@ def make_fake(
 
 
 def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
-    """Return a tar in the form that GNU tar writes, padded to 10 KiB."""
+    """Return a tar in the format of GNU tar, padded to 10 KiB."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, data in files:
@@ -180,7 +179,8 @@ def write_val_tar(fake: Fake, path: Path) -> Path:
 
 
 def meta_mat(fake: Fake) -> bytes:
-    """Return the development kit's `meta.mat`: classes by ILSVRC2012_ID, then groups of classes."""
+    """Return the development kit's `meta.mat`: classes by ILSVRC2012_ID, followed by groups of
+    classes."""
     from scipy.io import savemat
 
     dtype = [
@@ -299,8 +299,8 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """Return all files of imagenet-object-localization-challenge, with the table rows in random
-    order."""
+    """Return all files of imagenet-object-localization-challenge. The rows of its tables are in
+    random order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
         for wnid, images in fake.train.items()
@@ -450,4 +450,4 @@ LAYOUTS = {
     for name, function in sorted(globals().items())
     if name.startswith("as_")
 }
-"""All layouts above, by name. Each must result in the same shards."""
+"""All layouts above, by name. Each must produce the same shards."""

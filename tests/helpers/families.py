@@ -1,12 +1,11 @@
-"""End every process that a test starts.
+"""Kill every process that a test starts.
 
-This includes processes in other sessions, which torchrun creates, and works even if pytest is
-killed. Every process of a test has a mark in its environment, which child processes inherit in any
-session. `Family` gives its process a unique mark and ends all processes that have the mark.
-Processes also inherit the test's name, which pytest puts into the environment. If the test fails,
-its processes are ended. No process may be left when the session ends. If pytest is killed, a small
-guard process ends the processes. Only Linux shows the environment of processes. On other systems, a
-`Family` ends only its own process.
+This includes processes in other sessions, which torchrun creates. Every process of a test has a
+mark in its environment, which child processes inherit in any session. `Family` gives its process a
+unique mark and kills all processes that have the mark. Processes also inherit the test's name,
+which pytest puts into the environment. If the test fails, its processes are killed. If pytest is
+killed, a small guard process kills them. Only Linux exposes the environment of processes. On other
+systems, a `Family` kills only its own process.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from proc import all_pids, command_line, environment_of, stat_of
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
 ENDS_WITHIN_S = 60.0
-"""The maximum time for helper processes (multiprocessing's, W&B's) to exit after their program has
-ended."""
+"""The maximum time to wait until helper processes (of multiprocessing or W&B) exit after their
+program has ended."""
 _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
-    """Map the ids of live processes whose mark begins with `mark` to their command line and test.
+    """Return the live processes whose mark begins with `mark`: {id: command line and test}.
 
-    This process is omitted. name: select only the processes of this test.
+    The current process is excluded. name: select only the processes of this test.
     """
     processes = {}
     for pid in all_pids():
@@ -51,7 +50,7 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
         if int(parent) == os.getpid() and re.search(
             "multiprocessing.(resource_tracker|forkserver) import", line
         ):
-            continue  # keep the helper, which lives as long as this process
+            continue  # skip the helper, which lives as long as this process
         if state != "Z" and (not name or test == name):
             processes[pid] = f"{line[:200]} [{test}]"
     return processes
@@ -60,7 +59,7 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
 def kill(mark: str, name: str = "") -> None:
     """Send SIGKILL to all processes that `bearing` lists, until none is left.
 
-    One search is not enough, because a process may start another one meanwhile.
+    A single search is not enough, because a process may start another one during the search.
     """
     deadline = time.monotonic() + ENDS_WITHIN_S
     while processes := bearing(mark, name):
@@ -83,10 +82,10 @@ def left_over(mark: str) -> dict[int, str]:
 
 
 class Family:
-    """A process and its descendants, which are ended with the block. Takes the arguments of
+    """A process and its descendants, which end with the block. Takes the arguments of
     `subprocess.Popen`.
 
-    If the process is alive when the block ends, or if the block raised an exception, the process
+    If the process is alive when the block ends, or if the block raises an exception, the process
     and its descendants are killed. If the process has ended but its children do not exit soon, an
     AssertionError names them.
     """
@@ -109,10 +108,10 @@ class Family:
         assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """Return stdout and stderr after the process has ended.
+        """Wait until the process ends, and return its stdout and stderr.
 
-        Children that outlive the process keep its streams open, and must close them within the time
-        limit.
+        Children that outlive the process keep its streams open. They must close them within the
+        time limit.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -122,8 +121,8 @@ class Family:
                     timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0)
                 )
             except subprocess.TimeoutExpired:
-                # Check before waiting, because the next call closes the streams of a process that
-                # has just ended.
+                # Check first, because the next call closes the streams of a process that has just
+                # ended.
                 if had_ended:
                     raise AssertionError(
                         f"{self.process.args!r} has ended and left {bearing(self.mark)}"
@@ -143,7 +142,7 @@ class Family:
 def inherited() -> dict[str, str]:
     """Return the environment for a child process.
 
-    Threads other than the main thread serve several tests at a time, so their processes get no test
+    Other threads than the main thread serve several tests at a time, so their processes get no test
     name.
     """
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
@@ -156,9 +155,9 @@ def inherited() -> dict[str, str]:
 
 
 def begin_session() -> None:
-    """Mark the processes that this pytest, or this worker of pytest-xdist, will start. Start the
-    guard."""
-    # Restore SIGINT, because a shell's `&` ignores it, and children inherit that. Some tests send
+    """Mark the processes that this pytest process (or pytest-xdist worker) will start, and start
+    the guard."""
+    # Restore SIGINT, because a shell's `&` ignores it and children inherit this. Some tests send
     # Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -173,9 +172,9 @@ def begin_session() -> None:
 def _own_temporary_folder() -> str:
     """Create a folder that replaces /tmp for this session and for all processes of its tests.
 
-    Some programs leave folders in /tmp: W&B if it is killed, and torchrun always.
+    Some programs leave folders in /tmp: torchrun always does, and W&B does when it is killed.
     """
-    # Keep pytest's own folders, so people can inspect them.
+    # Keep pytest's own folders, so that people can inspect them.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     # Use a short path, because a socket's path is limited to 107 bytes.
     folder = tempfile.mkdtemp(prefix="vit-")
@@ -185,7 +184,7 @@ def _own_temporary_folder() -> str:
 
 
 def end_session() -> list[str]:
-    """End the remaining processes. Return a line about each process that should have ended."""
+    """Kill the remaining processes. Return a line about each process that should have ended."""
     left = [f"{pid}: {line}" for pid, line in left_over(os.environ[MARK]).items()]
     kill(os.environ[MARK])
     return left
@@ -196,7 +195,7 @@ def end_of_failed_test() -> None:
 
 
 def _guard(pid: int, mark: str, folder: str) -> None:
-    """Wait until pytest ends, then end all processes with `mark` and remove the folder."""
+    """Wait until pytest ends, then kill all processes with `mark` and remove the folder."""
     while os.getppid() == pid:
         time.sleep(0.5)
     kill(mark)

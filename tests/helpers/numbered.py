@@ -1,4 +1,4 @@
-"""Batches that contain their own numbers, for testing the processes that make batches."""
+"""Batches that contain their own number, for tests of the processes that prepare batches."""
 
 from __future__ import annotations
 

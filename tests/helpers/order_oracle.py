@@ -1,7 +1,7 @@
 """Compute the expected sample order one sample at a time.
 
 The code uses Python's integers and lists, without numpy or the tested code. Only `orders`, which
-draws random cases, creates a real `Order`.
+generates random cases, creates a real `Order`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def feistel(n: int, key: int, value: int) -> int:
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
     """Return all batches of (sample, copy) in one shuffle.
 
-    A shuffle is an epoch. In the form `batch`, a shuffle has as many epochs as copies.
+    A shuffle is an epoch. In the form `batch`, a shuffle covers as many epochs as there are copies.
     """
     n = order.num_samples
     block = order.block_samples
@@ -102,7 +102,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """Return an equal order that was created independently, as in another process."""
+    """Return an equal order, created independently as in another process."""
     o = order
     sizes = (
         o.num_samples,

@@ -1,4 +1,4 @@
-"""A `TrainStep` without a config, for tests that only need a step."""
+"""A `TrainStep` without a config, for tests that need only a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_step(
     norms: Norms | None = None,
     **options: Any,
 ) -> TrainStep:
-    """Return the training step of `model`. wrapped: the model in DDP, or the model itself."""
+    """Return a training step for `model`. wrapped: the model, possibly wrapped in DDP."""
     objective = Objective(loss)
     if teacher is not None:
         objective = Distilled(loss, teacher)

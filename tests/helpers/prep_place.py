@@ -1,4 +1,4 @@
-"""A folder in which a scenario of tests/data_prep/test_prep_errors.py runs data_prep commands."""
+"""A folder in which the scenarios of tests/data_prep/test_prep_errors.py run data_prep commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder in which one scenario runs data_prep commands. Stores the last command's output and
+    """A folder in which a scenario runs data_prep commands. It stores the last command's output and
     file changes."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
@@ -54,7 +54,8 @@ class Place:
     def run(
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
-        """Run `python -m data_prep.<module>`. With `alone` or a prefix, use a separate process."""
+        """Run `python -m data_prep.<module>`. With `alone` or a prefix, run it in a separate
+        process."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -75,7 +76,7 @@ class Place:
         self.after = snapshot(self.folder)
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
-        """Run the command that prepares a source. The command writes to `out`."""
+        """Prepare a source with this command, which writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
@@ -123,7 +124,8 @@ BEGUN: set[str] = set()
 
 
 def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario for the row `problem`. begun: whether writing shards had started."""
+    """Register the scenario for the row `problem`. begun: whether the command had started to write
+    shards."""
 
     def register(function: Scenario) -> Scenario:
         SCENARIOS[problem] = function

@@ -254,13 +254,13 @@ def _(place: Place) -> None:
 @scenario("an encrypted zip")
 def _(place: Place) -> None:
     data = bytearray(write_zip(animals(), place.folder / "archive.zip").read_bytes())
-    data[data.index(b"PK\1\2") + 8] |= 1  # sets the encryption flag of the first member
+    data[data.index(b"PK\1\2") + 8] |= 1  # set the first member's encryption flag
     (place.folder / "archive.zip").write_bytes(data)
     place.prepare("animals10", place.folder / "archive.zip")
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Set the size of a member in the zip's table of contents, and return the path."""
+    """Set a member's size in the zip's central directory, and return the path."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -295,7 +295,7 @@ def _(place: Place) -> None:
 def idx_files(place: Place, **contents: bytes) -> Path:
     """Write MNIST files with correct labels.
 
-    The images depend on the first word of a file's name. Without such a word, the file is empty.
+    The first word of a file's name selects its images. A file without such a word is empty.
     """
     folder = place.folder / "mnist"
     folder.mkdir()
@@ -379,7 +379,7 @@ def _(place: Place) -> None:
 def _(place: Place) -> None:
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
     with pytest.MonkeyPatch.context() as patch:
-        # Make `import pyarrow` fail as it does without the package.
+        # Make `import pyarrow` fail as if the package were missing.
         patch.setitem(sys.modules, "pyarrow", None)
         place.prepare("imagenet", folder)
 
@@ -427,7 +427,7 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: the server cannot be reached")
 def _(place: Place) -> None:
-    # Bind the port without listening, so that no other process takes it.
+    # Bind the port without listening, so that no other process uses it.
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")

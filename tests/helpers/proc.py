@@ -1,7 +1,7 @@
 """Read information about processes from Linux's /proc.
 
-A process may end at any moment. If a process has ended or belongs to another user, functions return
-an empty value.
+A process may end at any moment. Functions return an empty value if the process has ended or belongs
+to another user.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Map the names in a process's `status` file to their values."""
+    """Map the field names of a process's `status` file to their values."""
     rows = (row.partition(":") for row in _read(pid, "status").decode().splitlines())
     return {name: value.strip() for name, _, value in rows}
 
@@ -39,7 +39,7 @@ def status_of(pid: int) -> dict[str, str]:
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
     """Return the fields of `stat` after the name, for a process or one of its threads.
 
-    The first fields are the state (R, S, D, T, Z ...) and the parent (proc(5), from field 3).
+    The first fields are the state (R, S, D, T, Z ...) and the parent's id (proc(5), from field 3).
     """
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
@@ -51,7 +51,7 @@ def state_of(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process is running. Zombies do not count."""
+    """Return whether the process is running. A zombie counts as ended."""
     return state_of(pid) not in ("", "Z", "X")
 
 

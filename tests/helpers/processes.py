@@ -1,7 +1,7 @@
 """Helpers for tests with real processes: tiny shards, torchrun and kills.
 
-Runs are small (width 32, 16 px images), because the tested behavior does not depend on size. Most
-of the time is spent starting Python.
+Models and images are small (width 32, 16 px), because the tested behavior does not depend on size.
+Most of the time is spent starting Python.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from vit.weights.save import SEAL
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
-"""The folder that contains launch/: an installed package (tests/project/test_wheel.py) or the
-repository."""
+"""The folder that contains launch/: the repository or an installed package
+(tests/project/test_wheel.py)."""
 TINY = [
     "model.embed_dim=32",
     "model.depth=2",
@@ -69,7 +69,8 @@ def make_shards(
     size: tuple[int, int] = (24, 20),
     seed: int = 0,
 ) -> Path:
-    """Use the real writer to write shards of noise images, each centered on its class's color.
+    """Write shards of noise images with the real writer. The noise is centered on the color of the
+    class.
 
     Returns the root folder.
     """
@@ -103,8 +104,8 @@ def write_config(
 ) -> Path:
     """Write a config that trains on `root`.
 
-    The config has dropout, drop path, mixing and averaged weights, all of which a resume must
-    restore.
+    The config uses dropout, drop path, mixing and averaged weights, because a resume must restore
+    their state.
     """
     path = folder / name
     path.write_text(f"""
@@ -149,8 +150,7 @@ def call(
     cwd: Path = REPOSITORY,
     timeout_s: float = 240,
 ) -> subprocess.CompletedProcess:
-    """Run a command line and its child processes to completion. Return stdout and stderr as
-    text."""
+    """Run a command and its child processes to completion. Return stdout and stderr as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
         stdout, stderr = family.communicate(timeout_s)
@@ -165,10 +165,10 @@ def run(
     timeout_s: float = 240,
     cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to completion, and return stdout and stderr as text.
+    """Run a command to completion. Return stdout and stderr as text.
 
-    The interpreters of torchrun and its ranks are warm (tests/helpers/warm_python.py). With `cold`,
-    they start as for a user.
+    torchrun and its ranks use warm interpreters (tests/helpers/warm_python.py). With `cold`, they
+    start as for a user.
     """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
@@ -180,7 +180,7 @@ def run(
 
 @contextmanager
 def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
-    """Give this process the arguments and path of a process that runs `script` with `arguments`."""
+    """Set this process's arguments and path as if it ran `script` with `arguments`."""
     argv = sys.argv
     path = list(sys.path)
     sys.argv = [script, *map(str, arguments)]
@@ -222,8 +222,8 @@ def train(
 class Background:
     """A training run that a test will kill.
 
-    torchrun and its ranks are warm: `process` and `trainers` forward signals to forks and exit with
-    them. With `cold`, they are real child processes of torchrun.
+    torchrun and its ranks are warm: `process` and `trainers` are programs that forward signals to
+    forks and exit with them. With `cold`, they are real processes.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until metrics.jsonl lists a checkpoint at `step` or later, which is then
+        """Wait until metrics.jsonl lists a checkpoint at `step` or later. The checkpoint is then
         complete."""
         deadline = time.monotonic() + timeout_s
         while last_checkpoint(self.run_dir) < step:
@@ -289,7 +289,7 @@ class Background:
     def trainers(self) -> list[int]:
         """Return the process ids of the ranks, rank 0 first.
 
-        torchrun gives each rank its own session, so ranks are found through their parents. Warm
+        torchrun starts each rank in its own session, so ranks are found through their parents. Warm
         ranks are found through the mark.
         """
         pids = bearing(self._family.mark) if self._warm else children(self.process.pid)
@@ -305,12 +305,12 @@ class Background:
         """
         pids = []
         for pid in self.trainers():
-            with suppress(OSError, ValueError):  # skips a rank that has not forked yet
+            with suppress(OSError, ValueError):  # skip a rank that has not forked yet
                 pids.append(warm_python.fork_of(pid) if self._warm else pid)
         return pids
 
     def kill_all(self) -> None:
-        """Send SIGKILL to torchrun and all ranks at once, like a power failure."""
+        """Send SIGKILL to torchrun and all ranks at the same time, like a power failure."""
         for pid in [*self.trainers(), self.process.pid]:
             # Skip a rank that has ended and was reaped by torchrun.
             with suppress(ProcessLookupError):
@@ -359,7 +359,7 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a weights file without its hash, as another program would write it."""
+    """Return a weights file's metadata without its hash, as another program would write it."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 

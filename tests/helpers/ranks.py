@@ -13,10 +13,8 @@ from vit.distributed.process_group import World
 
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """Run `function` on each of `size` ranks. Return each result or exception.
-
-    The ranks are threads with a shared store.
-    """
+    """Run `function` on each of `size` ranks, which are threads with a shared store. Return each
+    result or exception."""
     # The store is in memory. Tests with processes use a store behind a socket.
     store = dist.HashStore()
     ended: list[Any] = [None] * size

@@ -1,4 +1,4 @@
-"""Access to shards at a URL: their samples, and the requests that the server received."""
+"""Read the samples of shards at a URL, and inspect the requests that the server received."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
 
 
 def claim_encoding(web: WebServer, encoding: str) -> None:
-    """Claim this Content-Encoding in all later responses, without encoding their bytes."""
+    """Declare this Content-Encoding in all later responses without encoding their bytes."""
     handler: Any = web._server.RequestHandlerClass
     original = handler.end_headers
     handler.end_headers = lambda self: (

@@ -56,10 +56,10 @@ class WebServer(LocalServer):
             download(f"{server.url}/a.bin", path)
 
     `statuses`: status codes to send instead of the file, one per GET. `ranges`: False for a server
-    that ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: the
-    length to send instead of the true length. `hang_after`: a response pauses after this many bytes
+    that ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: a
+    length to send instead of the true one. `hang_after`: a response pauses after this many bytes
     until the value is None. `whole_if_empty`: an empty file gets 200 instead of 416, as from
-    servers in Go. `fails_each`: one in this many GETs gets 503, and is cut halfway the next time.
+    servers in Go. `fails_each`: one in this many GETs gets 503, and is cut midway the next time.
     `delay_s`: the delay before each response. `retry_after`: sent with each status. `away_until_s`
     (of time.monotonic): 503 until then. `wrong_ranges`: this many responses have a range that was
     not requested. `endless`: responses never end. `drip` (bytes, seconds): pause after this many
@@ -181,7 +181,7 @@ class _FileHandler(BaseHTTPRequestHandler):
         if body:
             end = start + web.cuts.pop(0) if web.cuts else (start + stop) // 2 if cut else stop
             pause = end if web.hang_after is None else start + web.hang_after
-            with suppress(ConnectionError):  # ignores a client that was killed
+            with suppress(ConnectionError):  # ignore a client that was killed
                 while web.drip is not None and start < pause:
                     self.wfile.write(content[start : min(start + web.drip[0], pause)])
                     start += web.drip[0]
@@ -204,11 +204,10 @@ class _FileHandler(BaseHTTPRequestHandler):
 
 
 class HubServer(LocalServer):
-    """A Hub with `repositories` ({name: {file: bytes}}), each with one commit, until the block
-    ends.
+    """A Hub with `repositories` ({name: {file: bytes}}) of one commit each, until the block ends.
 
-    `gated`: repositories that refuse all readers. `licences`: maps names to the licenses on their
-    cards. `requests`: the path of each request. `downloads`: the files that were sent.
+    `gated`: repositories that refuse all readers. `licences`: maps repository names to the licenses
+    on their cards. `requests`: the path of each request. `downloads`: the files that were sent.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -367,7 +366,7 @@ class _FtpHandler(socketserver.StreamRequestHandler):
 
 
 _NUMBERS = itertools.count()
-"""The numbers for bucket names, because the servers of one process share their buckets."""
+"""Numbers for bucket names, because all servers in a process share their buckets."""
 
 
 class S3Server:
@@ -384,7 +383,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        # Restore only these variables, because other tests set variables of their own.
+        # Restore only these variables, because other tests set their own variables.
         self._environment = pytest.MonkeyPatch()
         for name, value in {
             "AWS_ACCESS_KEY_ID": "test",
@@ -413,7 +412,7 @@ class S3Server:
         return f"s3://{name}"
 
     def objects(self, url: str) -> dict[str, bytes]:
-        """Return all objects of a bucket by key, as Amazon's client sees them."""
+        """Return all objects in a bucket by key, as Amazon's client sees them."""
         client = boto3.client("s3")
         bucket = url.split("/")[2]
         entries = client.list_objects_v2(Bucket=bucket).get("Contents", [])
@@ -424,8 +423,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Use credentials with only these permissions, and let the server check them, until the
-        block ends."""
+        """Until the block ends, use credentials with only these permissions, and let the server
+        check them."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -469,7 +468,7 @@ def forget_clients() -> None:
 class Gate:
     """A port that forwards to `port` on this machine.
 
-    While the gate is `closed`, existing connections end, and new ones get status 503.
+    While the gate is `closed`, existing connections end, and new connections get status 503.
     """
 
     def __init__(self, port: int):
@@ -498,7 +497,7 @@ class Gate:
         self.closed = False
 
     def _serve(self) -> None:
-        with suppress(OSError):  # ignores the error of a closed listener
+        with suppress(OSError):  # ignore the error of a closed listener
             while True:
                 client = self._listener.accept()[0]
                 threading.Thread(
@@ -539,8 +538,8 @@ def cable(
     """Forward a port to `port` on this machine.
 
     Each of the first `times` connections stops after sending `carries` bytes to the server, and
-    sets the event. Then the connection is "cut" or "hangs", as `then` states. Later connections
-    have no fault.
+    sets the event. Then the connection is "cut" or "hangs", as `then` specifies. Later connections
+    work normally.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()

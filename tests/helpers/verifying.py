@@ -1,4 +1,4 @@
-"""Datasets to verify, functions that alter datasets, and the problems in a report."""
+"""Datasets to verify, functions that alter datasets, and helpers to read the reported problems."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def edit(path: Path, change: Callable[[bytearray], object]) -> None:
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    # Update the digest as in a deliberate edit. Other tests cover edits without this update.
+    # Update the digest, as a deliberate edit would. Other tests cover edits without this update.
     if path.name == "_info.json" and "info_sha256" in content:
         content["info_sha256"] = info_sha256(content)
     path.write_text(json.dumps(content))
@@ -67,7 +67,6 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
 
 
 def foreign(folder: Path, *shards: Sequence[tuple[str, bytes]], split: str = "train") -> Path:
-    """Write shards as another tool does, and index them with `data_prep.index`."""
     folder.mkdir(exist_ok=True)
     for number, members in enumerate(shards):
         write_tar(folder / f"{split}-{number:03d}.tar", members)

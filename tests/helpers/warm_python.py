@@ -1,16 +1,16 @@
 """A fast-starting interpreter, forked from a server that has already imported torch and this
 project.
 
-Most commands in tests import torch for three seconds and then work for one second. A fork starts in
-a tenth of a second. `python()` is the path of a program that takes the arguments of `python [-u]
-SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as a separate process
-with the caller's arguments, environment, folder and streams. Exit status and signals are passed
-through. Tests of versions, missing packages, process limits or parent processes need a real start
-and use `sys.executable`. A real interpreter also starts if a variable that Python, torch or the
-project reads during import has a different value in the server.
+Most commands in tests need three seconds to import torch, and then work for one second. A fork
+starts in a tenth of a second. `python()` returns the path of a program that takes the arguments of
+`python [-u] SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as a
+separate process with the caller's arguments, environment, folder and streams. Exit status and
+signals are passed through. Tests of versions, missing packages, process limits or parent processes
+need a real start and use `sys.executable`. A real interpreter also starts if a variable that
+Python, torch or the project reads during import has a different value in the server.
 
 The program sends its streams over a socket to the server, which forks. The program runs until the
-fork ends. If the program is killed, the fork is killed too.
+fork ends. If the program is killed, the fork is also killed.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ _starting = threading.Lock()
 def python(environment: dict[str, str]) -> str:
     """Return the path of the program.
 
-    The first call starts the server with `environment`, and the server runs until `stop`. If the
-    system cannot fork safely, the path is that of the real interpreter.
+    The first call starts the server with `environment`. The server runs until `stop` is called. If
+    the system cannot fork safely, return the path of the real interpreter.
     """
     if sys.platform != "linux":
         return sys.executable
     with _starting:
         if not _started:
-            # A short path is needed, because a socket's path is limited to 107 bytes.
+            # Use a short path, because a socket's path is limited to 107 bytes.
             folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
@@ -126,7 +126,7 @@ def python(environment: dict[str, str]) -> str:
 
 
 def fork_of(pid: int) -> int:
-    """Return the id of the fork that works for the process `pid` of the program.
+    """Return the id of the fork that works for the program's process `pid`.
 
     Child processes belong to this fork.
     """
@@ -164,9 +164,9 @@ def _receive(client: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
-    """Fork for each request, until SIGTERM or until the parent ends.
+    """Fork for each request, until SIGTERM arrives or the parent ends.
 
-    Returns None in the server, and the request and its streams in a fork.
+    Returns None in the server. Returns the request and its streams in a fork.
     """
     expected = _early(dict(os.environ))
     parent = os.getppid()
@@ -241,7 +241,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             sys.path[0] = folder
-            sys.modules.pop(arguments[1], None)  # prevents a warning from runpy
+            sys.modules.pop(arguments[1], None)  # prevent a warning from runpy
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -263,7 +263,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    # Exit as Python does, but without destroying all modules, which would copy shared memory.
+    # Exit as Python does, but do not destroy all modules, because this would copy shared memory.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -277,7 +277,7 @@ def _import_all() -> None:
     import vit
 
     for module in pkgutil.walk_packages(vit.__path__, "vit."):
-        if not module.name.startswith("vit._native"):  # skips plain libraries
+        if not module.name.startswith("vit._native"):  # skip plain libraries
             importlib.import_module(module.name)
 
 
@@ -290,4 +290,4 @@ if __name__ == "__main__":
         _become(*accepted)
     # If pytest was killed, no other process removes the socket.
     shutil.rmtree(sys.argv[1], ignore_errors=True)
-    os._exit(0)  # exits without destroying the frozen modules
+    os._exit(0)  # exit without destroying the frozen modules

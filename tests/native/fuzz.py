@@ -1,8 +1,8 @@
-"""Fuzz the C decoder and transcoder with damaged files: `python tests/native/fuzz.py --minutes 10`.
+"""Fuzz the C decoder and transcoder with corrupt files: `python tests/native/fuzz.py --minutes 10`.
 
-Seeds are small JPEGs of every kind, so that changes reach all parts of them. fuzz.c changes the
-seeds and compares the results of the library's two implementations. gcc or clang compiles both
-implementations with the sanitizers for addresses, leaks and undefined behavior.
+The seeds are small JPEGs of every kind, so that mutations reach every part of the format. fuzz.c
+mutates the seeds and compares the library's two implementations. Both are compiled by gcc or clang
+with the address, leak and undefined-behavior sanitizers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MARKERS: tuple[dict[str, Any], ...] = (
 
 
 class NoSanitizer(Exception):
-    """This machine's compilers cannot build a working program with sanitizers."""
+    """Raised if this machine's compilers cannot build a working program with sanitizers."""
 
 
 def write_seeds(folder: Path) -> Path:
@@ -76,8 +76,8 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """Return a JPEG whose only block needs 64 codes of 16 bits with values of 15 bits, all of which
-    are missing.
+    """Return a JPEG whose only block needs 64 codes of 16 bits with 15-bit values, all of which are
+    missing.
 
     No other file makes the decoder read further beyond the end.
     """
@@ -85,7 +85,7 @@ def longest_block() -> bytes:
     def segment(marker: int, content: bytes) -> bytes:
         return bytes((0xFF, marker)) + (len(content) + 2).to_bytes(2, "big") + content
 
-    # The only code has 16 bits and means no zeros and a value of 15 bits.
+    # The only code has 16 bits and stands for no zeros and a 15-bit value.
     one_code = bytes([*[0] * 15, 1, 15])
     tables = (
         segment(0xDB, bytes([0] + [1] * 64))
@@ -133,10 +133,10 @@ def run(
     seconds: int = 10**9,
     fill: int = -1,
 ) -> tuple[int, str]:
-    """Run the program; return its exit status and its output.
+    """Run the program, and return its exit status and output.
 
-    If a file fails, the program writes it next to the folder of seeds. fill: the byte that fresh
-    memory contains; -1: any byte.
+    If a file fails, the program saves it next to the folder of seeds. fill: the byte with which
+    fresh memory is filled. -1 means any byte.
     """
     options = "quarantine_size_mb=64"
     if fill >= 0:

@@ -1,4 +1,4 @@
-"""Run the C code on damaged files with sanitizers: it must access only its own memory, and its two
+"""Run the C code on corrupt files with sanitizers: it must access only its own memory, and its two
 implementations must agree.
 
 For longer runs, use `python tests/native/fuzz.py --minutes 10`.

@@ -1,5 +1,5 @@
-"""Test that the comment at the top of vit/data/decode/c/blocks.h describes its tables, and that the
-C files compile without warnings."""
+"""Test that the comment at the top of vit/data/decode/c/blocks.h describes its tables correctly,
+and that the C files compile without warnings."""
 
 import os
 import shutil
@@ -28,8 +28,8 @@ def test_the_comment_describes_the_tables_correctly(tmp_path):
 
 @pytest.mark.parametrize("name", ["window.c", "transcode.c"])
 def test_c_files_compile_without_warnings_about_aliasing(name, tmp_path):
-    """A compiler may reorder accesses that break C's aliasing rules. gcc warns if it detects such
-    accesses."""
+    """A compiler may reorder accesses that break C's aliasing rules. gcc warns about accesses that
+    it detects."""
     aliasing = ["-fstrict-aliasing", "-Wstrict-aliasing=1"]
     options = ["-O3", *WARNINGS, *aliasing, "-c"]
     command = ["gcc", *options, str(SOURCES / name), "-o", str(tmp_path / "object")]
@@ -39,7 +39,7 @@ def test_c_files_compile_without_warnings_about_aliasing(name, tmp_path):
 
 @pytest.mark.parametrize("folder", [SOURCES, Path(__file__).parent], ids=lambda path: path.name)
 def test_lines_of_c_have_at_most_100_columns(folder):
-    """ruff checks the same limit in Python. `.clang-format` beside the sources defines the
+    """ruff checks the same limit in Python. `.clang-format`, next to the sources, defines the
     layout."""
     for path in sorted(folder.glob("*.[ch]")):
         for number, line in enumerate(path.read_text().splitlines(), 1):

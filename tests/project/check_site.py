@@ -1,4 +1,4 @@
-"""Check that every link, picture and anchor of a built site has a target in the site.
+"""Check that every link, image and anchor in a built site has a target in the site.
 
     python tests/project/check_site.py build/site
 
@@ -31,7 +31,7 @@ class Page(HTMLParser):
 
 
 def find_dead_links(site: Path) -> list[str]:
-    """Return `page -> link` for each relative link of `site` whose file or anchor does not
+    """Return `page -> link` for each relative link in `site` whose file or anchor does not
     exist."""
     read = cache(Page)
     dead = []

@@ -1,4 +1,4 @@
-"""Test the check of commit messages as the hook and the workflow call it."""
+"""Test the check of commit messages as called by the hook and the workflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that every recipe fits the schema, names its source, uses that source's values, and runs its
+"""Test that every recipe fits the schema, names its source, uses the source's values, and runs its
 first steps."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 HEADER = ("source", "command")
 
-# He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet": the column
-# of ViT-B.
+# He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet": the ViT-B
+# column.
 MAE_TABLE_11 = {
     "optim.name": "adamw",
     "optim.lr": 1e-4 * 4096 / 256,
@@ -43,7 +43,7 @@ MAE_TABLE_11 = {
     "model.drop_path_rate": 0.1,
     "train.ema_decay": 0.9999,
 }
-# Table 11's values for ViT-L and ViT-H.
+# The values for ViT-L and ViT-H in Table 11.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
 # The options of the commands in facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for
 # ViT-S, B and L at resolution 384x384". Omitted options have the defaults of main.py and timm.
@@ -79,15 +79,16 @@ TABLES = {
     "vit_b16": MAE_TABLE_11,
     "vit_l16": MAE_TABLE_11_LARGE,
     "vit_h14": MAE_TABLE_11_LARGE,
-    # Drop path is that of the base model, as in affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k.
+    # Drop path uses the value of the base model, as in
+    # affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k.
     "vit_b16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.1, "model.image_size": 384},
     "vit_l16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 384},
     # 392 = 28 * 14
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
-# tests/extras/recipes/test_shipped.py tests other recipes. A recipe may set these keys in addition
-# to its source: paths, hardware, and the frequency of logs and evaluations.
+# A recipe may set these keys in addition to its source: paths, hardware, and the frequency of logs
+# and evaluations. tests/extras/recipes/test_shipped.py tests other recipes.
 OURS = {
     "model.name",
     "model.image_size",
@@ -160,8 +161,8 @@ def test_a_recipe_has_exactly_the_values_in_the_table_of_its_source(path):
     ],
 )
 def test_derived_values_in_a_header_follow_from_the_recipe(path):
-    """The header states steps on ImageNet, and hours and memory as `launch/plan.py` forecasts them
-    for 8 H200 GPUs."""
+    """The header contains the number of steps on ImageNet, and hours and memory as forecast by
+    `launch/plan.py` for 8 H200 GPUs."""
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"])
     text = path.read_text()
@@ -236,7 +237,7 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """Return the setting for images of `side` x `side` patches in the recipe `name`."""
+    """Return the setting that gives the recipe `name` images of `side` x `side` patches."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
@@ -324,8 +325,7 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(
 @pytest.mark.full
 @pytest.mark.slow
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
-    """Without CPU instructions for bf16, a step would take minutes, so bf16 is used only with
-    them."""
+    """Without bf16 instructions, a bf16 step would take minutes, so the test then uses fp32."""
     precision = "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
     done = run(
         "launch/train.py",

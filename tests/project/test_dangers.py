@@ -20,7 +20,7 @@ FORBIDDEN = {
     *("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all"),
 }
 METHODS = {
-    # from tarfile and zipfile: members are read in place, not extracted
+    # from tarfile and zipfile: members must be read in place, not extracted
     *("extract", "extractall"),
     # from torch.distributed: other ranks would unpickle a rank's message
     *("broadcast_object_list", "scatter_object_list", "recv_object_list"),
@@ -33,7 +33,7 @@ SUSPECT = re.compile(
     r"|import (?:load|jit|hub)\b|yaml|extract|unpack|shell|trust_remote|_object"
     r"|[\"'/](?:ba)?sh[\"']"
 )
-"""Parsing takes time, so only sources with one of these words are parsed."""
+"""Words of which a source must contain at least one to be parsed, because parsing is slow."""
 
 
 def imported(tree: ast.Module) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""Test that each folder of vit/extras/ may be deleted: all other modules import, and a config that
-needs the folder is rejected in one line."""
+"""Test that each folder of vit/extras/ can be deleted: all other modules can still be imported, and
+a config that needs the folder is rejected in one line."""
 
 from __future__ import annotations
 

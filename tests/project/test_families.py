@@ -42,14 +42,14 @@ time.sleep(600 if len(sys.argv) == 2 else 0)
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
-    """Return a script that starts three processes in sessions of their own, writes their ids to its
-    file, and stays or ends."""
+    """Return a script that starts three processes, each in its own session, writes their ids to its
+    file, and then waits or exits."""
     (tmp_path / "sessions.py").write_text(SESSIONS)
     return tmp_path / "sessions.py"
 
 
 def pids_in(path: Path) -> list[int]:
-    deadline = time.monotonic() + 240  # wait long, because a nested pytest starts first
+    deadline = time.monotonic() + 240  # wait long, because a nested pytest process starts first
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -57,7 +57,7 @@ def pids_in(path: Path) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Wait up to some seconds for the processes to end. A zombie counts as ended."""
+    """Wait some seconds for the processes to end. A zombie counts as ended."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
@@ -123,7 +123,7 @@ def test_is_killed():
 
 
 def test_failed_and_timed_out_tests_and_a_killed_pytest_leave_no_processes(sessions, tmp_path):
-    """A nested pytest uses the hooks of tests/conftest.py."""
+    """The nested pytest process uses the hooks of tests/conftest.py."""
     (tmp_path / "test_inner.py").write_text(
         INNER.format(sessions=str(sessions), folder=str(tmp_path))
     )

@@ -1,4 +1,4 @@
-"""Test that each row of the table in docs/faults.md and each promise of docs/security.md names
+"""Test that each row of the table in docs/faults.md and each promise in docs/security.md names
 existing tests."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Test the section about GPUs in errors/rows.yaml: the real command must print each row.
 
-No GPU is needed. A few lines that run before the command, in its process, simulate the driver,
+No GPU is needed. Before the command runs, a few lines of Python in its process simulate the driver,
 torch and the GPU.
 """
 
@@ -120,9 +120,10 @@ class Place:
         return call(line, env)
 
     def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
-        """Return lines that simulate a GPU with memory for a micro-batch of at most this size.
+        """Return lines that simulate a GPU whose memory fits a micro-batch of at most this size.
 
-        A fraction is between two sizes, and 0 means no memory at all. `spare_gib`: more memory.
+        A fraction is between two sizes, and 0 means no memory at all. `spare_gib`: additional
+        memory.
         """
         GIB = pytest.importorskip("vit.extras.planner.forecast").GIB
         RESERVED_GIB = pytest.importorskip("vit.extras.planner.forecast").RESERVED_GIB

@@ -1,5 +1,5 @@
-"""Test that packages are ordered: each package imports only packages below it, and no file imports
-too many modules."""
+"""Test that packages are ordered: each package imports only lower packages, and no file imports too
+many modules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # The modules of checkpoint/ that find weights in a run's folder. The other modules of
-    # checkpoint/ are above.
+    # These modules of checkpoint/ find weights in a run's folder. The other modules of checkpoint/
+    # are in a higher layer.
     "vit.run_folder",
     "vit.weights",
     "vit.training",
@@ -54,8 +54,8 @@ ROOMS = (
     "vit",
     "launch",
 )
-"""The packages from bottom to top. A module is in the package with the longest name that its own
-name starts with."""
+"""The packages from bottom to top. A module belongs to the package with the longest name that is a
+prefix of the module's name."""
 LATE = {
     ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
@@ -98,7 +98,7 @@ class Arrow(NamedTuple):
 @functools.cache
 def modules() -> dict[str, tuple[Arrow, ...]]:
     """Return the project's modules and the imports between them, including type-only imports and
-    imports in functions."""
+    imports inside functions."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for folder in ("vit", "data_prep", "launch")
@@ -199,7 +199,7 @@ def test_files_do_not_import_each_other_in_a_cycle():
 
 
 def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return `graph` without type-only imports, because files of a package may refer to each other
+    """Return `graph` without type-only imports, because files in a package may refer to each other
     in types."""
     graph_at_run_time = {}
     for name in graph:
@@ -238,7 +238,7 @@ def test_no_file_imports_too_many():
 
 
 def test_every_object_loaded_by_name_exists():
-    """The core refers to a rarely needed part by a string `module:attribute`, which no type checker
+    """The core refers to rarely needed code by a string `module:attribute`, which no type checker
     reads."""
     lost = []
     for module in modules():
@@ -257,7 +257,7 @@ def test_every_object_loaded_by_name_exists():
 
 
 def test_every_import_in_a_shell_script_exists():
-    """Batch scripts run lines of Python that neither mypy nor ruff reads."""
+    """Batch scripts run lines of Python that neither mypy nor ruff checks."""
     imports = [
         (path, match[1], name.strip())
         for folder in ("slurm", "deploy", "launch")

@@ -1,5 +1,5 @@
-"""Test facts in the prose of the docs: Python calls must fit the real signatures, and counts must
-be correct."""
+"""Test facts in the docs: Python calls must match the real signatures, and counts must be
+correct."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ELSEWHERE = {
 
 
 def calls_of(text: str) -> list[str]:
-    """Return the calls with a keyword in backticks within a page's sentences."""
+    """Return the calls with a keyword argument in backticks within a page's sentences."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
     return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]
@@ -52,7 +52,7 @@ def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
 
 
 def problem_of(call: str, places: dict[str, list[str]]) -> str:
-    """Return why a call does not fit its function, or "" if it fits."""
+    """Return why a call does not match its function's signature, or "" if it matches."""
     name = call.partition("(")[0]
     if name in ELSEWHERE:
         return ""
@@ -134,7 +134,8 @@ def published_commands() -> int:
 
 
 def recipes_with_a_curve() -> int:
-    """Return the number of recipes with a curve, except the demo, which is not published."""
+    """Return the number of recipes with a curve. The demo is excluded, because it is not
+    published."""
     recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "demo"]
     return sum(bool(re.search(r"^ +reference: \w", path.read_text(), re.M)) for path in recipes)
 
@@ -151,7 +152,7 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ),
     ("recipes.md", r"(\w+) recipes come with a \[published", recipes_with_a_curve, 0),
 ]
-"""Each row has a page, a sentence, the counted thing, and the relative tolerance of a rounded
+"""Each row has a page, a sentence, the counted objects, and the relative tolerance of a rounded
 number."""
 C_FILES = "vit/data/decode/c/*.[ch]"
 

@@ -1,5 +1,5 @@
 """Test the examples in the docs: the real commands accept them, their files exist, their settings
-fit the schema, and their Python runs."""
+fit the schema, and their Python code runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCRIPTS = {
 }
 """The script to which a batch script passes its arguments."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
-"""The start of a command, perhaps after a variable."""
+"""The start of a command, perhaps after a variable assignment."""
 
 
 def name_of(page: Path) -> str:
@@ -97,13 +97,13 @@ def test_there_are_commands_to_test():
 
 
 class Understood(BaseException):
-    """A command has accepted its arguments."""
+    """Raised when a command has accepted its arguments."""
 
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Make the real command parse its arguments without running; fail with the command's own
-    message."""
+    """Make the real command parse its arguments without running. If they are invalid, fail with the
+    command's own message."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
         data_prep.command.OneLineParser.parse_args(parser, arguments)
@@ -190,8 +190,8 @@ def test_python_examples_print_the_output_shown_below_them(page):
 
 
 def write_digits(root: Path) -> None:
-    """Write shards of scikit-learn's 1,797 digits as white on black, with every fifth digit for
-    evaluation, as any program could."""
+    """Write shards of scikit-learn's 1,797 digits in white on black. Every fifth digit is for
+    evaluation."""
     root.mkdir()
     digits = load_digits()
     splits = {}
@@ -225,8 +225,8 @@ def write_digits(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
-    """The page's code runs on real digits, which are easier than the demo's digits, so that four
-    epochs take seconds."""
+    """The page's code runs on real digits. They are easier than the demo's digits, so four epochs
+    take only seconds."""
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
     write_digits(tmp_path / "data")
@@ -276,7 +276,7 @@ def test_a_command_starts_in_a_new_interpreter(script):
 
 
 def test_trains_a_model_of_the_user_by_its_name(shards, tmp_path):
-    """As docs/own_loop.md states, a model registered with timm must work like timm's own."""
+    """As docs/own_loop.md states, a model registered with timm must work like timm's own models."""
 
     def own_for_this_test(
         num_classes: int = 1000, in_chans: int = 3, **options: object
@@ -321,8 +321,8 @@ def test_the_readme_is_short_and_its_measured_numbers_are_in_results_files():
 
 
 def anchors(page: Path) -> set[str]:
-    """Return possible targets of links into a Markdown page: its headings, with the names that
-    GitHub and the site give them."""
+    """Return possible link targets in a Markdown page: its headings, with the names that GitHub and
+    the site give them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

@@ -1,5 +1,5 @@
-"""Test that commands do not leak logins: the test plants one login of each kind, and searches all
-files and output."""
+"""Test that commands do not leak logins: the test uses one login of each kind, and searches all
+files and output for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def forms(secret: str) -> set[bytes]:
 
 
 def leaks(place: Path, *printed: str) -> list[str]:
-    """Return the places of secrets: `name in file`."""
+    """Return where secrets were found: `name in file`."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))

@@ -1,7 +1,7 @@
 """Test promises in docs/security.md that concern more than one module.
 
-A shell never runs a setting as code, a name cannot control the terminal, and temporary paths are
-private.
+A shell must never run a setting as code, a name must not control the terminal, and temporary paths
+must be private.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ PROGRAMS = {
     "squeue": "echo node0",
     "getent": ":",
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    # the scripts call Python for the config, the run's folder and the training
+    # The scripts call Python for the config, the run's folder and the training.
     "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
     'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
 }

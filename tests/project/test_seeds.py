@@ -58,7 +58,7 @@ NEEDS = (
 )
 """Maps a part of a command to the row whose first command must run before it."""
 CHEAP = "shapes vit_b16"
-"""The end of the command that `make test` runs. All other commands are `full`."""
+"""The end of the command that `make test` runs. All other commands are marked `full`."""
 
 
 # ---- the page ------------------------------------------------------------------------------------

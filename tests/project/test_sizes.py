@@ -1,6 +1,7 @@
 """Limit the sizes of functions and folders.
 
-An exception may only shrink, and its line must be removed when it fits the limit.
+An exception may only shrink. Its line must be removed as soon as the function or folder fits the
+limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test the rows of errors/rows.yaml about prediction and pictures: each row is provoked.
+"""Test the rows of errors/rows.yaml about prediction and plots.
 
 If a mistake ends the command, the command runs in this process and raises ValueError.
 """
@@ -25,7 +25,7 @@ ROWS = rows("Prediction and pictures")
 
 
 class Left(Exception):
-    """The command exited with a status."""
+    """Raised if the command exits with a status."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def place(tmp_path: Path) -> Path:
 
 
 def predict(*arguments: str) -> Callable[[Path, Path], None]:
-    """Run `launch/predict.py` with the run. Arguments that begin with / are below the folder."""
+    """Run `launch/predict.py` with the run. Arguments that begin with / are relative to the
+    folder."""
 
     def act(base: Path, place: Path) -> None:
         paths_in_place = [f"{place}{word}" if word.startswith("/") else word for word in arguments]

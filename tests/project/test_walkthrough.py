@@ -1,5 +1,5 @@
-"""Test docs/walkthrough.ipynb: the code of docs/model.md, a training, and pictures of the trained
-model."""
+"""Test docs/walkthrough.ipynb: the code from docs/model.md, a training run, and plots of the
+trained model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def test_all_links_have_targets(notebook):
 
 
 def test_the_notebook_uses_the_address_of_the_project_in_colab(notebook):
-    """An address in pyproject.toml must also be in the first cell and in the page's link."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = project.get("urls", {}).get("Repository", "")
     assert f'REPOSITORY = "{address}"' in code_of(notebook)[0]
@@ -61,8 +60,7 @@ def test_the_notebook_uses_the_address_of_the_project_in_colab(notebook):
 
 
 def test_all_cells_run(notebook, tmp_path):
-    """The cells run as a script with a training of three steps. Another test covers the
-    accuracy."""
+    """The cells run as a script and train for three steps. Another test covers the accuracy."""
     script = "\n\n".join(code_of(notebook))
     assert script.count("steps = 1000\n") == 1
     (tmp_path / "cells.py").write_text(script.replace("steps = 1000\n", "steps = 3\n"))

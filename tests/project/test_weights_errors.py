@@ -1,6 +1,6 @@
-"""Test the rows of errors/rows.yaml about weights of other programs and exports.
+"""Test the rows of errors/rows.yaml about weights from other programs and about exports.
 
-Each row is provoked with the real command, which must leave no files.
+The real command must print each row and leave no files.
 """
 
 from __future__ import annotations

@@ -89,10 +89,11 @@ def test_tests_of_the_commands_pass_on_the_wheel(place):
 
 
 def test_the_notebook_installs_the_wheel_that_a_person_chooses_in_colab(place, tmp_path):
-    """The first cell runs with `google.colab` imported, which is how a notebook detects Colab.
+    """The first cell runs with `google.colab` imported, because a notebook detects Colab by this
+    module.
 
-    A fake module's dialog returns the name and content of the wheel, and writes the file to the
-    working directory, as Colab does.
+    The dialog of a fake module returns the name and content of the wheel, and writes the file to
+    the working directory, as Colab does.
     """
     [wheel] = place.glob("vitline-*.whl")
     shutil.copy(wheel, tmp_path)

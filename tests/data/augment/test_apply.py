@@ -1,6 +1,6 @@
-"""Compare augmentation on the device with loops over samples, torchvision and timm.
+"""Compare augmentation on the device with per-sample loops, torchvision and timm.
 
-torchvision and timm are given our random numbers.
+torchvision and timm use our random numbers.
 """
 
 import numpy as np
@@ -78,7 +78,7 @@ def test_normalization_equals_torchvision(channels, mean, std):
 
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
-    """The image's shorter side equals the view's, so nothing is resized. torchvision pads the image
+    """The image's shorter side matches the view, so nothing is resized. torchvision pads the image
     and crops it at our random position."""
     config = AugmentConfig(crop="simple", hflip_prob=0.0)
     num = 60
@@ -208,7 +208,8 @@ def test_boxes_of_normalized_images_are_erased(mode, channels):
 
 
 def test_a_compiled_erasing_graph_computes_nothing_on_the_host():
-    """The host would recompute a table in each step, and the GPU would wait for the copy."""
+    """Otherwise, the host would recompute a table in each step, and the GPU would wait for the
+    copy."""
     operators = []
 
     def note(graph, inputs):
@@ -345,7 +346,7 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # These rows would have mixed with rows 3, 8 and 21, because a mixing group has four rows.
+    # These rows would otherwise mix with rows 3, 8 and 21, because a mixing group has four rows.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
@@ -354,9 +355,9 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
-    """timm mixes row i with row B - 1 - i. Our rotation does the same inside a group, and also in
-    the modes `batch` and `elem` if a group has two rows. The test passes each group to timm as a
-    batch, with our random numbers."""
+    """timm mixes row i with row B - 1 - i. Our rotation does the same within a group of two rows,
+    even in the modes `batch` and `elem`. The test passes each group to timm as a batch, with our
+    random numbers."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),
@@ -384,7 +385,8 @@ def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
             timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
         )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
-        # timm skips a row whose lambda is 1. If it cuts a box, timm recomputes lambda from the box.
+        # timm skips a row if its lambda is 1. If timm cuts out a box, it recomputes lambda from the
+        # box.
         lambdas = (
             rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
         )

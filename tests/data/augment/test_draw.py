@@ -1,4 +1,4 @@
-"""Compare augmentation's random numbers with golden values and with the distributions of
+"""Compare the random numbers of augmentations with golden values and with the distributions of
 torchvision, timm and the papers."""
 
 import itertools
@@ -34,9 +34,8 @@ ROOT = Path(__file__).parents[3]
     "name", json.loads((Path(__file__).parent / "golden_draws.json").read_text())
 )
 def test_random_numbers_of_a_recipe_equal_the_golden_values(name):
-    """A failure means that a seed no longer reproduces its run. Do not update the golden file: take
-    a new augmentation's random numbers from a separate stream. The file predates all augmentations
-    except crops, flips, timm's operations and group mixing."""
+    """A failure means that a seed no longer reproduces its run. Do not update the golden file. Draw
+    the random numbers of a new augmentation from a separate stream."""
     golden = json.loads((Path(__file__).parent / "golden_draws.json").read_text())[name]
     recipe, *settings = name.split()
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings)
@@ -119,8 +118,8 @@ def test_the_sets_of_other_programs_always_apply_an_operation_at_the_set_strengt
 
 
 def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
-    """Compute the probability of each pair of operations ("" for none) and their strengths from the
-    policy's source."""
+    """Compute the probability of each pair of operations ("" means none) and their strengths from
+    the policy's source code."""
     if name in ("imagenet", "cifar10", "svhn"):
         auto = autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name))
         pairs = auto.policies

@@ -1,6 +1,6 @@
-"""Test that operations of the same kind are applied together.
+"""Test that augmentation batches operations of the same kind.
 
-The pixels must stay the same, with few kernel launches and without waiting for the device.
+Batching must not change the pixels, must launch few kernels, and must not wait for the device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LAUNCHES = {
     "jitter": 206,
     "auto_augment": 92,
 }
-"""The number of kernel launches for 512 images with each policy in `POLICIES`. One launch per
-operation and policy took 800. For timm, 38 launches are random erasing; without erasing, the policy
-is that of ViT-B/16, with 120 launches."""
+"""The expected number of kernel launches for 512 images with each policy in `POLICIES`. One launch
+per operation and policy took 800. For timm, 38 of the launches are for random erasing. Without
+erasing, the policy is that of ViT-B/16 and needs 120 launches."""
 
 
 def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
@@ -41,7 +41,7 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_images(name):
     launches = []
     for num in (256, 512):
         augment, arguments = on_meta(name, num)
-        augment(*arguments)  # do not count the first call, which also copies constants
+        augment(*arguments)  # exclude the first call, which also copies constants
         with Launches() as counted:
             augment(*arguments)
         launches.append(counted.total())
@@ -56,7 +56,7 @@ def test_pooling_on_a_gpu_equals_the_sums_on_a_cpu():
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_the_device(name):
-    """The fake GPU raises an error for `.item()`, a branch on a pixel, a mask of unknown size, or a
+    """The fake GPU raises an error on `.item()`, a branch on a pixel, a mask of unknown size, or a
     tensor that is still on the host."""
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     gpu = torch.device("cuda", 0)

@@ -1,5 +1,5 @@
-"""Test that unusual images are decoded, and that unreadable images raise an error with their key or
-are skipped and counted."""
+"""Test that unusual images are decoded, and that unreadable images are skipped and counted or raise
+an error with their key."""
 
 import io
 import os
@@ -75,8 +75,8 @@ BAD = {
     "text": b"<html>404</html>",
     "16bit_jpeg": encoded(200, 150).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x10"),
 }
-"""Images that cannot be decoded, although the index contains their size because their headers were
-intact."""
+"""Images that cannot be decoded although their headers are intact, so the index contains their
+sizes."""
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
@@ -180,8 +180,7 @@ LYING = {
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
 def test_wrong_restart_markers_give_the_same_pixels_as_pillow(data, tmp_path, decoder):
-    """Pillow decodes such images, and all published results are based on Pillow. Every window must
-    match Pillow's pixels."""
+    """Pillow decodes such images, and all published results are based on Pillow."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})
@@ -224,7 +223,7 @@ def test_repeated_images_equal_separate_views_and_each_bad_copy_counts(tmp_path,
         bad = batches.fill(position, 0, rows)
         assert bad == ("k3",) * 3 * (3 in rows.ids), "each copy of a bad image must be counted"
         assert torch.equal(rows.weights == 0, rows.ids == 3)
-        for row in range(12):  # rows that are decoded one by one cannot share a decoded image
+        for row in range(12):  # rows decoded one by one cannot share a decoded image
             batches.fill(position, row, one.rows(row, row + 1))
         assert torch.equal(rows.images, one.images)
         seen += rows.ids.tolist()

@@ -38,7 +38,7 @@ def test_center_view_equals_torchvision(original, size, crop_pct, interpolation)
     )
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
     ours = decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation)
-    # Without AVX2, torchvision resizes bilinearly in floating point, so rounding may differ by one
+    # Without AVX2, torchvision's bilinear resize uses floating point, so pixels may differ by one
     # level.
     in_floats = interpolation == "bilinear" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
     np.testing.assert_allclose(ours.int(), theirs.int(), rtol=0, atol=int(in_floats))

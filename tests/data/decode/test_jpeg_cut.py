@@ -1,4 +1,4 @@
-"""Test that a window cut out of a JPEG has the same pixels as in the whole decoded image.
+"""Test that a window cut out of a JPEG has the same pixels as in the fully decoded image.
 
 Files that cannot be cut safely must be decoded whole.
 """
@@ -16,9 +16,10 @@ from PIL import Image
 from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
-# Maps the sampling of the blocks to the sampling that Pillow encodes and the factor that the tests
-# write into the header. Samplings with equally many blocks per MCU differ only in the header. So
-# the tests cover all samplings that libjpeg decodes, although Pillow cannot encode all of them.
+# Maps each chroma subsampling to one that Pillow can encode and to the sampling factors that the
+# tests write into the header. Subsamplings with the same number of blocks per MCU differ only in
+# the header. The tests therefore cover all subsamplings that libjpeg decodes, although Pillow
+# cannot encode all of them.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),
@@ -32,8 +33,8 @@ ARRANGED = {
 
 
 def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
-    """Return waves with noise. A flat image could hide errors, and pure noise has similar codes
-    everywhere."""
+    """Return waves with noise. A flat image could hide errors, and the codes of pure noise are
+    similar everywhere."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -48,7 +49,7 @@ def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **
     """Return a JPEG of this size with a restart marker after every `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    # Encode an image in a sampling that Pillow supports and that has as many blocks per MCU.
+    # Encode the image with a subsampling that Pillow supports and that has as many blocks per MCU.
     if pillows != "grey":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
@@ -80,7 +81,7 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 
 @st.composite
 def cases(draw):
-    """Draw a tiled or untiled image and a window in it. Narrow images and windows at the border are
+    """Draw an image, tiled or not, and a window in it. Narrow images and windows at the border are
     frequent."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
@@ -151,7 +152,7 @@ def test_a_window_at_the_end_of_a_tile_needs_the_chroma_of_the_next_tile(arrange
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 16])
 def test_a_narrow_last_tile_is_upsampled_as_in_the_complete_image(columns):
-    """libjpeg does not interpolate rows of one or two chroma samples. In the whole image, these
+    """libjpeg does not interpolate rows of one or two chroma samples. In the full image, these
     samples are interpolated with their neighbors."""
     data = jpeg(48 + columns, 64, "4:2:0", 1)
     assert read_header(data).restart_interval == 1
@@ -214,7 +215,7 @@ def test_a_file_that_contradicts_its_header_is_left_to_full_decoding(data):
 
 
 def test_a_file_with_a_scan_per_component_is_not_cut():
-    """The test builds such a file by putting the scans of three gray images under one header."""
+    """The test builds such a file from one header and the scans of three gray images."""
     grey = jpeg(64, 64, "grey", 2)
     header = read_header(grey)
     frame = (

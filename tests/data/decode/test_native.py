@@ -1,5 +1,5 @@
-"""Test that the C decoder returns simplejpeg's pixels or rejects the file, for any file and
-window."""
+"""Test that, for any file and window, the C decoder returns simplejpeg's pixels or rejects the
+file."""
 
 import io
 import os
@@ -30,7 +30,7 @@ portable = pytest.mark.parametrize("portable", [False, True], ids=["simd", "port
 
 
 def pixels_of(width: int, height: int, grain: float, seed: int = 0) -> np.ndarray:
-    """Return a smooth picture with noise of standard deviation `grain`."""
+    """Return a smooth image with noise of standard deviation `grain`."""
     rng = np.random.default_rng((width, height, seed))
     coarse = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
@@ -52,7 +52,7 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
 def some_windows(
     width: int, height: int, count: int, rng: random.Random
 ) -> list[tuple[int, int, int, int]]:
-    """Return random windows, a window of the whole image, and one of a single pixel in a corner."""
+    """Return random windows, the whole image, and a single pixel in a corner."""
     windows = [(0, 0, width, height), (width - 1, height - 1, 1, 1)]
     for _ in range(count - 2):
         w, h = rng.randint(1, width), rng.randint(1, height)
@@ -61,8 +61,8 @@ def some_windows(
 
 
 def assert_same(data: bytes, case: str, count: int = 6) -> None:
-    """Assert that both implementations return simplejpeg's pixels for windows of this file, in gray
-    and color."""
+    """Assert that both C implementations return simplejpeg's pixels for windows of this file, in
+    gray and color."""
     rng = random.Random(case)
     for channels in (3, 1):
         expected = whole(data, channels)
@@ -131,8 +131,8 @@ def segment(marker: int, content: bytes) -> bytes:
 def handmade(
     rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
 ) -> bytes:
-    """Return a grayscale JPEG of random AC symbols and values. The code of symbol k has lengths[k]
-    bits (ascending), and the DC code is a single 0 bit."""
+    """Return a grayscale JPEG with random AC symbols and values. The code of symbol k has
+    lengths[k] bits (ascending), and the DC code is a single 0 bit."""
     codes = {}
     code = 0
     before = lengths[0]
@@ -169,7 +169,7 @@ def handmade(
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
 def test_images_with_random_huffman_codes_equal_simplejpeg(long):
     """No encoder writes such tables: codes have any length up to 16 bits, and 15-bit values
-    overflow when multiplied by the quantization."""
+    overflow when multiplied by the quantization step."""
     rng = random.Random(int(long))
     for k in range(150):
         lengths = (
@@ -186,8 +186,8 @@ def test_images_with_random_huffman_codes_equal_simplejpeg(long):
 
 
 def test_samplings_that_no_encoder_writes_equal_simplejpeg():
-    """The header declares a different sampling for the four luma blocks of a 4:2:0 MCU, such as a
-    column. The pixels then differ from the original's, but both decoders must agree."""
+    """The header declares a different layout of the four luma blocks of a 4:2:0 MCU, such as a
+    column. The pixels then differ from the original image, but both decoders must agree."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
     for factors, width, height in (
@@ -204,7 +204,7 @@ def test_samplings_that_no_encoder_writes_equal_simplejpeg():
 
 
 def test_extreme_tables_and_pixels_equal_simplejpeg():
-    """Black-and-white noise with the coarsest quantization gives long codes, and sums far outside
+    """Black-and-white noise with the coarsest quantization produces long codes and sums far outside
     the range of pixel values."""
     noise = np.random.default_rng(0).integers(0, 2, (64, 80, 3), np.uint8) * 255
     for level in (1, 16, 255):
@@ -311,8 +311,8 @@ def test_a_refused_file_has_the_status_of_its_reason():
 )
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
 def test_a_first_component_coarser_than_another_is_refused(factors, names):
-    """libjpeg decodes chroma with a finer resolution than luma, but no encoder writes such files.
-    The test declares 96 gray blocks as 16 MCUs of six blocks."""
+    """libjpeg can decode chroma with a higher resolution than luma, but no encoder writes such
+    files. The test declares 96 gray blocks as 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")
@@ -335,8 +335,7 @@ def test_a_first_component_coarser_than_another_is_refused(factors, names):
 
 @pytest.mark.parametrize("size", [(65500, 8), (8, 65500)], ids=str)
 def test_images_up_to_the_size_limit_of_libjpeg_are_decoded(size):
-    """libjpeg accepts sides of up to 65,500 pixels, although the 16-bit field could hold 35
-    more."""
+    """libjpeg accepts sides of up to 65,500 pixels. The 16-bit field can hold 35 more."""
     data = by_pillow(pixels_of(*size, grain=5), "L")
     assert np.array_equal(native.decode_window(data, (0, 0, *size), 1), whole(data, 1))
     place = data.index(b"\xff\xc0") + (7 if size[0] > 8 else 5)
@@ -356,7 +355,7 @@ def test_images_up_to_the_size_limit_of_libjpeg_are_decoded(size):
     ],
 )
 def test_invalid_tables_are_refused_only_if_they_are_used(table):
-    """libjpeg accepts three codes of one bit, or DC values of 16 bits, in unused tables."""
+    """In unused tables, libjpeg accepts three 1-bit codes or 16-bit DC values."""
     data = by_pillow(pixels_of(40, 24, grain=10), "L")
     scan = data.index(b"\xff\xda")
     unused, used = (
@@ -401,7 +400,7 @@ def test_wrong_restart_markers_and_sizes_are_refused():
 
 
 def test_only_the_segments_of_the_window_are_read():
-    """The test damages the other segments. The decoder must not notice, which proves that it does
+    """The test corrupts the other segments. The decoder must not notice, which proves that it does
     not read them."""
     data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
     expected = None
@@ -412,8 +411,8 @@ def test_only_the_segments_of_the_window_are_read():
         + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7]
         + [len(data)]
     )
-    # The window covers block columns 5 to 11 and rows 2 to 4, which are in segments 1 and 2 of the
-    # four segments in a row.
+    # The window covers block columns 5 to 11 and rows 2 to 4. These blocks are in segments 1 and 2
+    # of the four segments in a row.
     window = (40, 17, 50, 20)
     scribbled = bytearray(data)
     for segment in range(32):
@@ -426,7 +425,7 @@ def test_only_the_segments_of_the_window_are_read():
 
 
 def test_a_truncated_file_is_refused_for_every_window():
-    """If only some windows were rejected, whether an image is readable would depend on the crop."""
+    """If only some windows were rejected, the crop would determine whether an image is readable."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},
@@ -451,7 +450,7 @@ def test_a_truncated_file_is_refused_for_every_window():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_is_refused_or_changes_nothing(seed):
-    """If the C decoder accepts a damaged file, simplejpeg must decode it to the same pixels without
+    """If the C decoder accepts a corrupt file, simplejpeg must decode it to the same pixels without
     a warning."""
     rng = random.Random(seed)
     pixels = pixels_of(50, 41, grain=15)
@@ -477,7 +476,7 @@ def test_damage_is_refused_or_changes_nothing(seed):
             if len(data) < 30:
                 break
         try:
-            # The damage may have changed the size.
+            # The corruption may have changed the size.
             height, width, *_ = simplejpeg.decode_jpeg_header(bytes(data))
         except ValueError:
             height, width = 41, 50

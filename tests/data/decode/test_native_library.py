@@ -1,5 +1,5 @@
-"""Test that a C library that does not match the Python code is not used, and that the message gives
-the remedy."""
+"""Test that a C library that does not match the Python code is not used, and that the message
+contains the remedy."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ needs_gcc = pytest.mark.skipif(
     reason="no gcc: apt-get install gcc",
 )
 WRONG = ("CR_TO_R = 91881", "CR_TO_R = 93881")
-"""A change to the sources that makes red slightly stronger."""
+"""An edit of the sources that makes red slightly stronger."""
 OTHER = (
     r"library.so was built for another version of this package; build it again: pip install -e \."
 )
@@ -37,8 +37,7 @@ def small(folder: Path, functions: str) -> Path:
 
 
 def copied(folder: Path, *change: str) -> tuple[Path, Path]:
-    """Copy the C files, change pixels.h, and build the library; return the folder and the
-    library."""
+    """Copy the C files, edit pixels.h, and build the library. Return the folder and the library."""
     sources = shutil.copytree(SOURCES, folder / "sources")
     pixels = (sources / "pixels.h").read_text()
     assert not change or pixels.count(change[0]) == 1
@@ -62,8 +61,8 @@ def test_a_library_of_another_version_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_library_built_from_other_sources_is_refused(tmp_path):
-    """A git pull without a reinstall causes such a mismatch. A wheel contains no sources, so the
-    check is skipped."""
+    """A git pull without a reinstall causes such a mismatch. The check is skipped for a wheel,
+    which contains no sources."""
     sources, library = copied(tmp_path)
     load(library, sources)
     (sources / "window.c").open("a").write("\n")

@@ -83,8 +83,8 @@ def test_a_cmyk_jpeg_has_the_same_pixels_as_in_pillow(channels):
 
 
 def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
-    """Return a JPEG of 64 x 64 pixels with `luma` (4 bits across, 4 down) times as many luma
-    samples as chroma samples, instead of 4:2:0."""
+    """Return a JPEG of 64 x 64 pixels whose luma sampling factors are replaced by `luma` (4 bits
+    horizontal, 4 bits vertical)."""
     data = encode(picture(64, 64), quality=90, subsampling="4:2:0", progressive=progressive)
     at = data.index(b"\x01\x22\x00", read_header(data).frame_offset)
     return data[: at + 1] + luma + data[at + 2 :]
@@ -93,7 +93,7 @@ def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("luma", [b"\x41", b"\x14"], ids=["4:1:1", "4:4:1"])
 def test_rare_samplings_have_the_same_pixels_as_in_pillow(luma, progressive, decoder):
-    """simplejpeg has no name for 4:4:1. The file has the blocks of 4:2:0 in another order."""
+    """simplejpeg has no name for 4:4:1. The file has the same blocks as 4:2:0 in another order."""
     data = other_sampling(luma, progressive)
     np.testing.assert_array_equal(decode(data), by_pillow(data))
     np.testing.assert_array_equal(
@@ -102,7 +102,6 @@ def test_rare_samplings_have_the_same_pixels_as_in_pillow(luma, progressive, dec
 
 
 def test_gray_is_the_stored_luma_even_if_pillow_decodes(decoder):
-    """Gray pixels must be the stored luma, not a conversion of the decoded colors."""
     data = other_sampling(b"\x14")
     luma = Image.open(io.BytesIO(data))
     luma.draft("YCbCr", None)
@@ -145,7 +144,7 @@ def test_garbage_is_refused(data):
 
 def test_a_jpeg_with_an_excessive_size_is_refused_before_memory_is_allocated():
     data = bytearray(encode(picture()))
-    # Skip the start-of-frame marker, the length and the precision; height and width follow.
+    # Skip the start-of-frame marker, the length and the precision. The height and width follow.
     size = data.index(b"\xff\xc0") + 5
     data[size : size + 4] = struct.pack(">HH", 30_000, 30_000)
     with pytest.raises(ValueError, match="30000 x 30000 pixels are more than"):
@@ -251,7 +250,7 @@ def test_gray_windows_have_one_channel():
 def test_scaled_decoding_is_close_to_exact(reduce, times, interpolation):
     ratios = []
     generator = np.random.default_rng(reduce)
-    for data in photographs() * 5:  # each picture has 640 x 427 pixels
+    for data in photographs() * 5:  # each photo has 640 x 427 pixels
         width, height = generator.integers(230, 420, 2).tolist()
         left, top = (
             int(generator.integers(0, 640 - width)),
@@ -277,7 +276,7 @@ def test_a_scaled_view_does_not_depend_on_cuts_or_on_other_views():
         for window, view in zip(windows, together, strict=True):
             [alone] = decode_views(data, [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(alone, view)
-            # The appended byte makes the decoder decode this image whole.
+            # The appended byte makes the decoder decode the whole image.
             [of_the_whole] = decode_views(data + b"\0", [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(of_the_whole, view)
 

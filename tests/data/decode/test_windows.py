@@ -1,4 +1,4 @@
-"""Test that a window of a JPEG has the whole image's pixels on every decoding path."""
+"""Test that a window of a JPEG has the same pixels as the full image on every decoding path."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def without_native(function, *arguments, **options):
 )
 def test_every_path_to_a_window_gives_the_pixels_of_the_complete_image(size, form, data):
     """The paths are the C decoder, a cut at restart markers, a cut below the window, and
-    simplejpeg's whole image."""
+    simplejpeg's full image."""
     width, height = size
     options = (
         {"quality": 90, "subsampling": form}
@@ -216,7 +216,7 @@ def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("change", ["gone", "other arguments", "other pixels", "other scales"])
 def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
-    """torch's resize operator is not public, so the project compares it with the public function
+    """The resize operator in torch is private, so the project compares it with the public function
     before using it."""
     data = encode(picture(160, 128))
     window = (5, 3, 90, 70)
@@ -258,7 +258,7 @@ def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, mo
 
 
 def test_the_operator_is_used_with_this_release_of_torch():
-    """If this test fails, results are correct but slow. Find out what changed in torch, and whether
-    the code that plans the center's rows is still valid."""
+    """If this test fails, results are correct but slow. Check what changed in torch, and whether
+    the code that plans the center crop's rows is still valid."""
     assert decoding._resize_operator("bilinear") is not None
     assert decoding._resize_operator("bicubic") is not None

@@ -1,5 +1,5 @@
-"""Test that damaged shards, indexes and info files are reported with a remedy and never read as
-intact."""
+"""Test that corrupt shards, indexes and info files raise an error with a remedy and are never read
+as intact."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def test_truncation_anywhere_is_reported(tmp_path):
     )
     for end in ends:
         cut.write_bytes(data[:end])
-        # A tar that ends after a whole sample looks complete.
+        # A tar that ends after a complete sample looks complete.
         if first.offset + first.size <= end <= first.offset + 512:
             assert [s.key for s in scan_tar(cut)] == ["a"]
             continue
@@ -97,7 +97,7 @@ def test_invalid_samples_are_named(tmp_path, members, message):
 @pytest.mark.parametrize("num_neighbours", [0, 1])
 def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
     """`tar cf train-00000.tar *.jpg *.cls` writes such a shard. Its last image and its first label
-    may look like a sample."""
+    may look like one sample."""
     pairs = [pair(key, number) for number, key in enumerate("abc")]
     images, labels = ([both[column] for both in pairs] for column in (0, 1))
     order = [*images, *labels] if not num_neighbours else [*images, *labels[::-1]]
@@ -368,7 +368,7 @@ def test_no_checksum_is_computed_of_a_replaced_shard(root):
 
 
 def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
-    """numpy parses the header with Python's parser and does not catch the parser's errors."""
+    """numpy parses the header with Python's parser and does not catch its errors."""
     path = root / "train.index.npy"
     whole = path.read_bytes()
     for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):
@@ -378,7 +378,7 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
         outcome = "right"
         try:
             rows = open_index(path)
-            # `_info.json` also states the number of samples.
+            # `_info.json` also contains the number of samples.
             is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))
         except ValueError as error:
             outcome = str(error)

@@ -1,4 +1,5 @@
-"""Test that scanning and reading shards yields the same samples as tarfile, webdataset and timm."""
+"""Test that scanning and reading shards returns the same samples as tarfile, webdataset and
+timm."""
 
 import io
 import json
@@ -39,7 +40,8 @@ def test_written_samples_are_read_back(root):
 
 
 def test_one_process_of_a_host_checks_the_shards_of_a_folder(root):
-    """If every process did, thousands of ranks would access each shard on a shared file system."""
+    """If every process checked, thousands of ranks would access each shard on a shared file
+    system."""
     path = root / open_split(root, "train").filenames[1]
     path.write_bytes(path.read_bytes()[:512])
     with pytest.raises(ShardError, match="512 bytes, expected"):
@@ -88,7 +90,7 @@ def test_webdataset_and_timm_read_the_same_samples(root):
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_names_and_members_of_other_writers_are_read(tmp_path, format):
-    """Other writers use folders, upper-case suffixes, extra members, and names that need a separate
+    """Other tools use folders, upper-case suffixes, extra members, and names that need a separate
     header."""
     long = "n01/" + "x" * (90 if format == tarfile.USTAR_FORMAT else 150)
     members = [

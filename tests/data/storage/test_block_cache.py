@@ -41,7 +41,7 @@ def blocks(folder: Path) -> int:
 
 
 def other_process(code: str, *arguments: object) -> subprocess.Popen:
-    """Run `code` in another Python process; wait until it prints a line to show that it is
+    """Run `code` in another Python process, and wait until it prints a line to show that it is
     ready."""
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -69,8 +69,7 @@ else:
 
 
 def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
-    """Logging is slowed down, so that all threads arrive while the first thread logs its
-    message."""
+    """Logging is slowed down, so that all threads arrive while the first one logs its message."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
@@ -96,8 +95,8 @@ def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatc
 def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     locked, folder, caplog, monkeypatch
 ):
-    """A process that holds a lock may be suspended by Slurm or hang on an absent mount. Other
-    processes must fetch the block without storing it, and log one message about it."""
+    """Slurm may suspend a process that holds a lock, or the process may hang on an unavailable
+    mount. Other processes must then fetch the block without storing it and log one message."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
     holder = other_process(HOLDS, folder, locked)
@@ -175,7 +174,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="takes other users' ids
 
 
 def as_user(user: int, group: int, function: Callable[[], None]) -> str:
-    """Call `function` as another user in a child process; return its error, or "" if it
+    """Call `function` as another user in a child process. Return its error, or "" if it
     succeeds."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -288,8 +287,8 @@ def test_a_world_writable_folder_is_refused(folder):
 
 
 def mounts(root: Path, **kinds: str) -> Path:
-    """Return a root folder whose `proc` lists mounts of these types by folder (`all` for other
-    folders)."""
+    """Return a root folder whose `proc` lists mounts with the given file system type for each
+    folder (`all`: for all other folders)."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
     lines = [

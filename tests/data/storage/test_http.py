@@ -1,5 +1,5 @@
-"""Test the HTTP reader against a server that produces every fault known from real servers. Time
-limits are short."""
+"""Test the HTTP reader against a server that reproduces every fault observed on real servers.
+Timeouts are short."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vit.system.retry import NUM_REFUSALS, RetryPolicy
 DATA = random.Random(0).randbytes(300_000)
 PATIENT = RetryPolicy(60.0, 0.01, 0.05)
 QUICK = RetryPolicy(1.0, 0.01, 0.05)
-"""A short retry policy for permanent faults."""
+"""A retry policy for permanent faults. It is short to save time."""
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
 
 
 def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
-    """The test scales down a transfer of 8 MB at less than 70 kB/s with attempts of 120 s. Each
-    attempt receives a part of the file, and no bytes are discarded."""
+    """The test scales down a transfer of 8 MB at less than 70 kB/s with a timeout of 120 s per
+    attempt. Each attempt receives a part of the file, and no bytes are discarded."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
@@ -243,7 +243,7 @@ def test_a_transfer_with_many_faults_succeeds(web, folder, version, monkeypatch)
 def test_a_refusal_is_an_error_at_the_start_and_is_retried_during_a_run(
     status, web, folder, version
 ):
-    """During a run, a token may just have expired, or a store may not have the file yet."""
+    """During a run, a token may have expired, or a store may not have the file yet."""
     web.statuses = [status] * (NUM_REFUSALS - 1)
     assert folder.read("a.tar", 0, 10, version) == DATA[:10]
     web.statuses = [status] * 100

@@ -109,7 +109,7 @@ ssize_t pread64(int fd, void *to, size_t size, off_t at) {
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory) -> Path:
-    """Build a preloadable library that makes reads of shards fail."""
+    """Build a library for LD_PRELOAD that makes reads of shards fail."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     folder = tmp_path_factory.mktemp("shim")
@@ -194,8 +194,8 @@ READ_A_BATCH = """
 
 
 def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_path):
-    """With readahead, a slow disk reads all images in parallel, instead of one at a time while a
-    worker waits."""
+    """With readahead, a slow disk reads all images in parallel. Otherwise, it reads one at a time
+    while a worker waits."""
     log = tmp_path / "log"
     done = run(READ_A_BATCH, shim, shards, LOG=log)
     assert done.returncode == 0, done.stderr
@@ -208,10 +208,10 @@ def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_pat
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:
-    """Map each file descriptor of a process that refers to a shard to the shard's name."""
+    """Return the process's file descriptors that refer to shards, each with the shard's name."""
     names = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        # The descriptor of the listing itself is already closed.
+        # The descriptor used to list the folder is already closed.
         with suppress(FileNotFoundError):
             path = Path(os.readlink(link))
             if path.parent == root and path.suffix == ".tar":
@@ -220,7 +220,7 @@ def shards_open(pid: int, root: Path) -> dict[str, str]:
 
 
 def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
-    """With inherited descriptors, the file server opens each file only once for all workers."""
+    """If workers inherit the descriptors, the file server opens each file only once."""
     root = shutil.copytree(shards, tmp_path / "set")
     split = open_split(root, "train")
     val = open_split(root, "val")
@@ -302,7 +302,7 @@ def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not
     root = shutil.copytree(shards, tmp_path / "mount")
     split = open_split(root, "train", tmp_path / "near")
     sample = split.read(0)
-    time.sleep(0.05)  # sleep longer than the resolution of file times
+    time.sleep(0.05)  # sleep longer than the resolution of file timestamps
     (root / "train-00000.tar").write_bytes((root / "train-00000.tar").read_bytes())
     with pytest.raises(
         ShardError,

@@ -1,6 +1,6 @@
-"""Test that shards at a URL give the same samples as shards in a folder.
+"""Test that shards at a URL return the same samples as shards in a folder.
 
-Faults of the server and the network must have no effect or raise an error that describes the fault.
+Server and network faults must have no effect or raise an error that describes the fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Shorten the pauses, and reduce blocks from 4,096 samples to 4, to save time."""
+    """Use short pauses and blocks of 4 instead of 4,096 samples, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -67,8 +67,8 @@ def test_samples_keys_and_labels_equal_those_in_the_folder(kind, shards, cache, 
 
 
 def test_long_keys_in_separate_headers_are_read(tmp_path, shards, cache):
-    """A separate tar header contains a name of more than 100 bytes. The reader must fetch the
-    header with the image."""
+    """A name of more than 100 bytes is stored in a separate tar header, which the reader must fetch
+    with the image."""
     image = open_split(shards, "train").read(0)
     long = [f"n01/{n}{'x' * 120}" for n in range(5)]
     (tmp_path / "root").mkdir()
@@ -102,7 +102,7 @@ def test_batches_are_the_same_from_a_faulty_or_slow_server(
 
 
 def test_batches_are_the_same_from_s3_through_forked_workers(s3, shards, cache, local_epoch):
-    """A client that the parent used before the fork must not break the workers' clients."""
+    """The parent uses clients before the fork. This must not break the workers' clients."""
     root = upload(shards, s3.new_bucket())
     assert_same(epoch(root, cache, workers=2), local_epoch)
 
@@ -117,8 +117,8 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
 
 
 class KeptFtp(FTPFileSystem):
-    """A file system that keeps one connection per thread until the process ends, like fsspec's
-    clients for sftp and smb."""
+    """A file system that keeps one connection per thread until the process ends, like fsspec's sftp
+    and smb clients."""
 
     protocol = "keptftp"
     cachable = True
@@ -141,7 +141,8 @@ def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
 
 
 def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch):
-    """Rank 0 sends the result to the other ranks, and all ranks must read the same samples."""
+    """Rank 0 asks the server and sends the result to the other ranks. All ranks must read the same
+    samples."""
     monkeypatch.setattr("vit.distributed.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),

@@ -27,7 +27,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Shorten the pauses, and reduce blocks from 4,096 samples to 4, to save time."""
+    """Use short pauses and blocks of 4 instead of 4,096 samples, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -44,8 +44,8 @@ def impatient(monkeypatch):
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
 def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, cache):
-    """The ETag identifies the new version. Old and new bytes must not be mixed, and
-    cached blocks of the old version must remain usable."""
+    """The ETag identifies the new version. Old and new bytes must not be mixed, and cached blocks
+    of the old version must remain usable."""
     split = open_split(url, "train", cache)
     sample = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
@@ -67,13 +67,13 @@ def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, 
 
 @pytest.mark.parametrize("kind", ["s3", "memory"])
 def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cache, request):
-    """The new shard has the same size, with images of equal sizes at the same offsets."""
+    """The new shard has the same size, and its images have the same sizes and offsets."""
     root = upload(
         shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged"
     )
     split = open_split(root, "train", cache)
     sample = split.read(0)
-    # A second client replaces the shard, as from another machine.
+    # Replace the shard with a second client, as if from another machine.
     fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)
     data = fs.cat_file(place)
     row = split.index[12]
@@ -141,7 +141,7 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
 
 class Growing(dict):
-    """A server's files, of which those whose names end with `ending` are replaced after each
+    """The files of a server that replaces those whose names end with `ending` after each
     request."""
 
     ending = ""
@@ -212,7 +212,7 @@ def test_a_hanging_server_is_an_error_in_bounded_time(web, url, cache, monkeypat
 def test_a_server_that_only_drips_bytes_is_an_error(web, url, cache, monkeypatch, impatient):
     split = open_split(url, "train", cache)
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
-    web.hang_after = 10  # each response stops after 10 bytes, so 100 bytes arrive per second
+    web.hang_after = 10  # each response pauses after 10 bytes, so 100 bytes arrive per second
     with pytest.raises(
         ShardError, match=r"train-00000.tar: only \d+ bytes arrived in \d+ s; check the network"
     ):

@@ -1,5 +1,4 @@
-"""Test that verification finds and names every kind of damage to a dataset, and passes an intact
-one."""
+"""Test that verification accepts an intact dataset and finds and names every kind of damage."""
 
 from __future__ import annotations
 
@@ -82,12 +81,12 @@ def test_shards_of_others_pass(tmp_path, capsys):
         "shard_lengths": [3, 3],
         "num_samples": 6,
     }
-    # timm's info, without our keys
+    # Write timm's info, without our keys.
     (root / "_info.json").write_text(json.dumps({"splits": {"train": described}}))
     assert verify(root) == 0
     edit(root / "train-001.tar", lambda data: data.__setitem__(700, data[700] ^ 1))
     capsys.readouterr()
-    assert verify(root) == 1  # the sidecar has the sha256
+    assert verify(root) == 1  # the sidecar contains the sha256
     assert "train-001.tar: altered or replaced: its sha256" in capsys.readouterr().out
 
 

@@ -39,7 +39,7 @@ def swap_classes_only(root: Path) -> None:
 
 
 def reseal(root: Path) -> None:
-    """Update all file hashes, as a person who alters a dataset on purpose could."""
+    """Update all file hashes, as someone who deliberately alters a dataset could."""
 
     def seal(info: dict) -> None:
         for described in info["splits"].values():
@@ -58,7 +58,7 @@ def reseal(root: Path) -> None:
 
 
 def change_a_label(root: Path) -> None:
-    """Change a label in the tar, the index and all of their hashes."""
+    """Change a label in the tar, in the index and in all hashes."""
     tar = root / "val-00000.tar"
     member = next(member for member in members_of(tar) if member.name.endswith(".cls"))
     label = (int(tar.read_bytes()[member.offset_data : member.offset_data + 1]) + 1) % 3
@@ -180,7 +180,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
     alter, text, even_quickly = BY_HAND[kind]
     alter(root)
-    # a full check must find everything that a quick check finds
+    # A full check must find everything that a quick check finds.
     assert verify(root, *(["--quick"] if even_quickly else [])) == 1
     assert f"    {text}" in capsys.readouterr().out
 
@@ -256,7 +256,7 @@ def test_values_of_a_different_type_in_a_sidecar_are_reported(entries, told, roo
 
 
 def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
-    """The test flips one bit at a time, at random places in all files that describe the shards,
+    """The test flips one bit at a time, at random positions in all files that describe the shards,
     including index headers."""
     rng = np.random.default_rng(3)
     unnoticed = []

@@ -1,4 +1,4 @@
-"""Test that verification names exactly the files that are damaged."""
+"""Test that verification names exactly the corrupt files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from data_prep import index
 
 
 def reverse_samples(tar: Path) -> None:
-    """Write the same samples in reverse order, as a valid tar of the same size."""
+    """Reverse the order of the samples. The result is a valid tar of the same size."""
     data = tar.read_bytes()
     members = members_of(tar)
     ends = [member.offset for member in members[2::2]] + [members[-1].offset_data + 512]
@@ -256,7 +256,7 @@ def test_a_quick_check_names_most_of_it(root, damages, capsys):
         break_it(root)
     assert verify(root, "--quick") == 1
     told = capsys.readouterr().out
-    # flip one bit, which only sha256 detects
+    # Flip one bit, which only sha256 detects.
     named = {texts[0].split(":")[0] for _, texts in damages} - {"train-00006.tar"}
     assert [name for name in named if f"    {name}: " not in told] == []
 
@@ -299,7 +299,7 @@ def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
         root / "_info.json",
     ):
         path.rename(path.with_name(f"{path.name}.before"))
-    # all files agree again, but three samples are missing
+    # All files agree again, but three samples are missing.
     assert index.main([str(root), "--workers", "1"]) == 0
     before = json.loads((root / "_info.json.before").read_text())
     edit_json(

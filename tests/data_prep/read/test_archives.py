@@ -1,5 +1,5 @@
-"""Test that archives are listed exactly as tarfile and zipfile list them, and that truncated,
-damaged or hostile ones raise a clear error."""
+"""Test that archives are listed exactly as by tarfile and zipfile, and that truncated, corrupt or
+hostile archives raise a clear error."""
 
 import io
 import os
@@ -86,7 +86,7 @@ def test_old_tars_without_types(tmp_path):
     path = make_tar(tmp_path / "old.tar", ["a.jpg", "folder/", "b.jpg"])
     data = bytearray(path.read_bytes())
     for offset in header_offsets(path):
-        data[offset + 156] = 0  # as tar wrote in 1979, when only a slash marked a folder
+        data[offset + 156] = 0  # like tar in 1979, when only a slash marked a folder
         data[offset + 148 : offset + 156] = b" " * 8
         data[offset + 148 : offset + 155] = b"%6o\0" % sum(data[offset : offset + 512])
         if data[offset : offset + 6] == b"folder":
@@ -142,7 +142,7 @@ def test_every_cut_of_a_tar_is_seen(tmp_path):
     cut = tmp_path / "cut.tar"
     for length in range(1, len(whole), 100):
         cut.write_bytes(whole[:length])
-        if length >= end_of_data + 512:  # one block of zeros is an end marker
+        if length >= end_of_data + 512:  # a single block of zeros is an end marker
             assert listed(cut) == expected
         else:
             with pytest.raises(

@@ -1,4 +1,4 @@
-"""Test the report about shards of other tools, and their class names."""
+"""Test the report about shards from other tools, and their class names."""
 
 from __future__ import annotations
 

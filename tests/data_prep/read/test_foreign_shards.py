@@ -1,4 +1,4 @@
-"""Test that shards of other tools are read as webdataset's own reader reads them."""
+"""Test that shards from other tools are read as webdataset reads them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from vit.system.files import ShardError
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
-# Format -> flags, the members of sample n with label y, and a function that reads the label from
-# webdataset's result.
+# Maps each format to its flags, to a function that returns the members of sample n with label y,
+# and to a function that reads the label from webdataset's result.
 FORMS = {
     "jpg + cls": ("", lambda n, y: {"jpg": image(n), "cls": b"%d\n" % y}, lambda s: int(s["cls"])),
     "JPEG + cls": ("", lambda n, y: {"JPEG": image(n), "CLS": b"%d" % y}, lambda s: int(s["cls"])),
@@ -115,8 +115,8 @@ FORMS = {
 
 
 def made(form: str, numbers: list[int], seed: int = 0) -> list[tuple[str, dict[str, bytes]]]:
-    """Return samples in a format. Members are in any order, and keys are in folders whose names
-    have dots."""
+    """Return samples in a format. Members are in random order. Keys include folders whose names
+    contain dots."""
     dice = random.Random(seed)
     samples = []
     for n in numbers:
@@ -129,7 +129,7 @@ def made(form: str, numbers: list[int], seed: int = 0) -> list[tuple[str, dict[s
 
 
 def foreign(root: Path, form: str, count: int = 18) -> Path:
-    """Write two training shards, one validation shard, and a file of class names."""
+    """Write two training shards, one validation shard, and a file with class names."""
     root.mkdir(exist_ok=True)
     (root / "names.txt").write_text("\n".join(NAMES) + "\n", "utf-8")
     for name, numbers in {
@@ -142,7 +142,7 @@ def foreign(root: Path, form: str, count: int = 18) -> Path:
 
 
 def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
-    """Return (key, image, label) for each group of members that webdataset's own reader forms."""
+    """Return (key, image, label) for each sample that webdataset's reader forms."""
     samples = webdataset.WebDataset(
         [str(tar) for tar in tars], shardshuffle=False, empty_check=False
     )
@@ -183,8 +183,8 @@ def test_the_scanner_finds_the_samples_that_webdataset_finds(form, tmp_path):
 @settings(max_examples=60)
 @given(st.lists(st.text("ab._/- é", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys):
-    """Names have dots, slashes and underscores anywhere. A sample that lacks an image or a label in
-    webdataset must raise an error."""
+    """Names contain dots, slashes and underscores in any position. A sample for which webdataset
+    finds no image or label must raise an error."""
     tar = tmp_path_factory.getbasetemp() / "names.tar"
     write_tar(tar, [(key, {"jpg": image(n), "cls": b"%d" % n}) for n, key in enumerate(keys)])
     try:
@@ -218,8 +218,8 @@ def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_streamed_as_indexed(form, tmp_path, capsys):
-    """The stream must give samples with the same keys and labels as the index, and its settings
-    must mean the same as the flags."""
+    """The stream must have the same keys and labels as the index, and its settings must have the
+    same meaning as the flags."""
     reader = pytest.importorskip("vit.extras.stream.batches")
     flags, _, label_of = FORMS[form]
     root = foreign(tmp_path / "root", form)
@@ -250,7 +250,6 @@ def test_streamed_as_indexed(form, tmp_path, capsys):
 
 
 def test_batches_are_those_of_our_own_shards(tmp_path):
-    """The same images in the same order must give the same bytes, crops and augmentation tables."""
     filled = []
     for form in ("jpg + cls", "json, nested"):
         root = foreign(tmp_path / form.replace(" ", ""), form)
@@ -275,7 +274,7 @@ def test_batches_are_those_of_our_own_shards(tmp_path):
 
 
 def dotted(root: Path) -> Path:
-    """Return keys that differ only after their first dot. By webdataset's rule they would be a
+    """Write samples whose keys differ only after their first dot. webdataset would treat them as a
     single sample."""
     root.mkdir(exist_ok=True)
     keys = [f"class{n % 2}/{n // 4:06}.v{n % 4}" for n in range(10)]
@@ -339,7 +338,7 @@ def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
     assert info["class_names"] == list(NAMES)
     before = digests(root)
     (root / "train.index.npy").unlink()
-    open_split(root, "train")  # writes the index again
+    open_split(root, "train")  # write the index again
     assert digests(root) == before
     for path in (*root.glob("*.npy"), *root.glob("*.idx")):
         path.unlink()
@@ -377,8 +376,8 @@ def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
 
 
 def test_another_layout_takes_the_place_of_an_earlier_one(tmp_path):
-    """A stopped command, or one that moved `_info.json` away, may leave sidecars of an earlier
-    layout."""
+    """An interrupted command, or one that moved `_info.json` away, may leave sidecars from an
+    earlier layout."""
     root = tmp_path / "root"
     root.mkdir()
     write_tar(

@@ -1,4 +1,4 @@
-"""Test folders of images: which files are used, skipped and reported, or unreadable."""
+"""Test which files in a folder of images are used, skipped and reported, or unreadable."""
 
 import json
 import re
@@ -25,8 +25,8 @@ def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
 
 
 def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat, tmp_path, capsys):
-    """Of 51 images up to 5 may be unreadable, which is more than the default of one percent. With
-    the value that the error suggests, 7 may be."""
+    """By default, 5 of 51 images may be unreadable, although 5 is more than one percent. With the
+    limit that the error suggests, 7 may be unreadable."""
     out = tmp_path / "out"
     for n in range(5):
         (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
@@ -120,8 +120,8 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
 
 
 def test_all_readable_images_are_used_regardless_of_their_names(tmp_path, capsys):
-    """This includes all files that torchvision's ImageFolder uses, and files without a suffix that
-    are recognized by their first bytes."""
+    """All files that torchvision's ImageFolder uses are included. Files without a suffix are
+    recognized by their first bytes."""
     folder = tmp_path / "odd"
     suffixes = (
         "jpg",

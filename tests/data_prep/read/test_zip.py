@@ -1,4 +1,4 @@
-"""Test that zip archives are listed as zipfile lists them, and that damaged or hostile ones are
+"""Test that zip archives are listed as by zipfile, and that corrupt or hostile archives are
 rejected."""
 
 import io
@@ -59,7 +59,7 @@ def test_zip_is_listed_as_by_zipfile(tmp_path, compression, num):
 
 
 def test_backslashes_separate_folders_where_no_name_has_a_slash(tmp_path):
-    """.NET before 4.6.1 and some Windows tools write such archives, also with empty folders."""
+    """.NET before 4.6.1 and some Windows tools write such archives, including empty folders."""
     names = ["a\\", "a\\0.jpg", "a\\b\\1.jpg", "2.jpg"]
     for more, expected in (
         ([], ["a/0.jpg", "a/b/1.jpg", "2.jpg"]),
@@ -74,7 +74,7 @@ def test_backslashes_separate_folders_where_no_name_has_a_slash(tmp_path):
 
 
 class Pipe(io.BytesIO):
-    """An output that cannot seek, so that zipfile writes sizes and CRC after the data."""
+    """An output that cannot seek, so zipfile writes sizes and CRC after the data."""
 
     def seekable(self) -> bool:
         return False
@@ -111,7 +111,7 @@ def test_zip64_and_bytes_before_the_zip(tmp_path):
     path = tmp_path / "large.zip"
     large = 5 << 30
     with open(path, "wb") as file:
-        file.truncate(large)  # a sparse file, which uses no disk space
+        file.truncate(large)  # a sparse file uses no disk space
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("a.jpg", b"one")
         with archive.open("b.jpg", "w", force_zip64=True) as member:
@@ -120,7 +120,7 @@ def test_zip64_and_bytes_before_the_zip(tmp_path):
     assert [sample.offset >= large for sample in found] == [True, True]
     assert [read_zip_member(sample) for sample in found] == [b"one", b"two"]
     make_zip(tmp_path / "a.zip")
-    # the offsets in the zip do not count these bytes
+    # The offsets in the zip do not count these bytes.
     (tmp_path / "b.zip").write_bytes(b"#!/bin/sh\n" + (tmp_path / "a.zip").read_bytes())
     first = zip_samples(tmp_path / "a.zip")
     second = zip_samples(tmp_path / "b.zip")
@@ -158,7 +158,7 @@ def test_every_cut_of_a_zip_is_seen(tmp_path):
         cut.write_bytes(whole[:length])
         with pytest.raises(PrepError, match=r"not a complete zip"):
             zip_samples(cut)
-        # the beginning is missing, so all offsets are wrong
+        # The beginning is missing, so all offsets are wrong.
         cut.write_bytes(whole[length:])
         with pytest.raises(PrepError, match=r"not a complete zip"):
             zip_samples(cut)

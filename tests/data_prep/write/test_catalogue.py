@@ -1,4 +1,5 @@
-"""Test the catalogue: each sample once, in an order that depends only on the seed and the keys."""
+"""Test that the catalog contains each sample once, in an order that depends only on the seed and
+the keys."""
 
 import os
 import subprocess
@@ -20,7 +21,7 @@ CLASSES = ["a", "b", "c"]
 
 
 def listed(names: list[str], labels: list[int], batch: int = 7, splits=("train",)) -> Source:
-    """Return a source of one file in which sample n has the bytes [10 n, 10 n + 10)."""
+    """Return a source with one file. The bytes of sample n are [10 n, 10 n + 10)."""
 
     def fill(builder: Builder) -> None:
         builder.classes(CLASSES)
@@ -44,7 +45,7 @@ def samples_of(found: Catalogue, split: str = "train") -> list[Sample]:
 
 
 def dealt(keys: list[str], seed: int) -> list[str]:
-    """Return the keys sorted by the hash of (seed, key)."""
+    """Return the keys, sorted by the hash of (seed, key)."""
     return sorted(keys, key=lambda key: (stable_hash(seed, key), key))
 
 
@@ -141,7 +142,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path):
         for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
             os.utime(path, (1, 1))
     an_hour_ago = time.time() - 3600
-    # A slow writer on another host still uses such a folder.
+    # A slow writer on another host may still be using such a folder.
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
     new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
@@ -186,7 +187,8 @@ def test_a_file_that_ends_too_early(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
-    """A hundred times the rows may need only a few MB more, because the rest is on disk."""
+    """A hundred times as many rows may need only a few MB more memory, because the rest is on
+    disk."""
     code = """
 import resource, sys; from pathlib import Path
 from data_prep.write.catalogue import *

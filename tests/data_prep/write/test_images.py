@@ -26,7 +26,7 @@ from vit.data.decode.images import decode
 
 DECODE = ImagePolicy("decode")
 HEADERS = ImagePolicy("headers")
-# The quality is so high that pixels stay close to the original.
+# At this quality, pixels stay close to the original.
 BEST = ImagePolicy(jpeg_quality=100)
 
 
@@ -282,7 +282,7 @@ def test_several_changes_are_all_named():
 def damage(data: bytes, rng: random.Random) -> bytes:
     """Flip, cut, zero, insert or move bytes, as disks, networks and crashed writers do."""
     hurt = bytearray(data)
-    # mostly the image data
+    # Choose mostly bytes of the image data.
     start = rng.randrange(len(hurt)) if rng.random() < 0.3 else rng.randrange(500, len(hurt))
     match rng.randrange(7):
         case 0:
@@ -371,7 +371,7 @@ def test_re_encoded_doubtful_images_are_named_too():
 
 
 def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) -> bytes:
-    """Return a valid JPEG whose header declares another size."""
+    """Return a valid JPEG whose header is changed to declare this size."""
     data = bytearray(encode(picture()))
     frame = data.index(b"\xff\xc0") + 4
     data[frame : frame + 6] = struct.pack(">BHHB", precision, height, width, components)
@@ -382,7 +382,7 @@ def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) ->
 
 
 def png_of(width: int, height: int) -> bytes:
-    """Return a black PNG, or only its header above a million pixels."""
+    """Return a black PNG, or only its header if the image has more than a million pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
@@ -469,7 +469,7 @@ def test_nothing_is_printed_and_no_warning_escapes(capfd):
         + b"stray"
         + encode(picture(), exif=broken_exif)[20:],
         encode(picture(mode="P"), "PNG", transparency=bytes(range(256))),
-        png_of(10_000, 10_000),  # between Pillow's warning and its limit, and truncated
+        png_of(10_000, 10_000),  # truncated, and between Pillow's warning and its limit
     ]
     reasons = []
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Test that files arrive completely or not at all, in a folder and on a real S3 server."""
+"""Test that files are written completely or not at all, in a folder and on a real S3 server."""
 
 import os
 import pickle
@@ -30,12 +30,12 @@ def bucket(s3) -> str:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """Use short pauses, an empty TMPDIR, and no client of an earlier test."""
+    """Use short pauses, an empty TMPDIR, and no clients from earlier tests."""
     forget_clients()
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.05, 0.1))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", None)  # forget the folder found earlier
+    monkeypatch.setattr("tempfile.tempdir", None)  # drop the cached folder
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -150,7 +150,7 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
     program = f"from data_prep.write.output import Output; Output({str(tmp_path / place)!r}).make()"
     if os.geteuid() == 0:  # root ignores permissions
         for folder in (tmp_path, *tmp_path.parents):
-            # pytest's own folders are closed to other users
+            # Other users cannot read pytest's folders.
             if folder.stat().st_mode & 0o055 != 0o055:
                 folder.chmod(0o755)
         program = f"import data_prep.write.output, os; os.setuid(65534); {program}"
@@ -187,8 +187,8 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     content = os.urandom(3 << 20)
     before = num_retries()
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (60.0, 0.05, 0.1))
-    # Each attempt makes one to ten connections: s3fs retries up to four times, and aiohttp
-    # sometimes twice each.
+    # Each attempt opens one to ten connections: s3fs retries up to four times, and aiohttp
+    # sometimes retries each of these twice.
     with (
         cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _),
         monkeypatch.context() as patch,
@@ -225,7 +225,7 @@ with output.staging() as folder:
     assert output.sizes().keys() == {"before.json"}
     left = list(Path(os.environ["TMPDIR"]).iterdir())
     assert [folder.name.split(".")[1] for folder in left] == ["vit_staging"]
-    with output.staging() as folder:  # the next one cleans up
+    with output.staging() as folder:  # the next call cleans up
         assert list(Path(os.environ["TMPDIR"]).iterdir()) == [folder]
         output.publish(Path(shutil.copy(path, folder)))
     assert list(Path(os.environ["TMPDIR"]).iterdir()) == []
@@ -240,7 +240,7 @@ def test_folders_of_the_living_and_of_other_hosts_stay():
     with temporary_folder():
         assert ours.exists()
         assert theirs.exists()
-    os.close(descriptor)  # as happens when the process ends
+    os.close(descriptor)  # as when the process ends
     with temporary_folder():
         assert not ours.exists()
 

@@ -1,4 +1,4 @@
-"""Test restart markers against libjpeg's decoder, its encoder and jpegtran."""
+"""Test restart markers against libjpeg's decoder and encoder, and against jpegtran."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ NEEDS_JPEGTRAN = pytest.mark.skipif(
 
 
 def pixels(width: int, height: int, noise: float = 12) -> np.ndarray:
-    """Return smooth colors with noise, (height, width, 3) uint8. They have long and short runs of
-    zeros, like photographs."""
+    """Return smooth colors with noise, (height, width, 3) uint8. Like photos, the image has long
+    and short runs of zero coefficients."""
     generator = np.random.default_rng(width * 1000 + height)
     coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize(
         (width, height), Image.Resampling.BICUBIC
@@ -101,8 +101,8 @@ FILES = {
 
 
 def interval_for(mcus_wide: int) -> int:
-    """Return the MCUs between two markers: the largest divisor of a row that gives eight segments,
-    else the one that gives most, else the row."""
+    """Return the expected number of MCUs between two markers: the largest divisor of a row that
+    gives eight segments, else the divisor that gives most segments, else the row."""
     divisors = [k for k in range(2, mcus_wide // 2 + 1) if mcus_wide % k == 0]
     wanted = [k for k in divisors if mcus_wide // k >= 8]
     return wanted[-1] if wanted else divisors[0] if divisors else mcus_wide
@@ -127,7 +127,7 @@ SCAN = 0xDA
 
 
 def check_same_image(marked: bytes, original: bytes) -> None:
-    """Check that the image is unchanged and that the markers are at the right positions."""
+    """Check that the image is unchanged and that the markers are in the right positions."""
     decoded = [simplejpeg.decode_jpeg(data, "RGB", strict=True) for data in (marked, original)]
     assert np.array_equal(*decoded), "other pixels"
     replaced = (TABLES, INTERVAL, SCAN)
@@ -162,7 +162,7 @@ def test_pixels_and_headers_stay(name: str):
 @NEEDS_JPEGTRAN
 @pytest.mark.parametrize("name", FILES)
 def test_codes_are_those_of_jpegtran(name: str):
-    """jpegtran uses libjpeg-turbo's own decoder, optimal tables and encoder."""
+    """jpegtran uses the decoder, optimal Huffman tables and encoder of libjpeg-turbo."""
     header = read_header(FILES[name])
     interval = interval_for(-(-header.width // header.mcu_size[0]))
     command = ["jpegtran", "-optimize", "-restart", f"{interval}B", "-copy", "none"]
@@ -187,8 +187,8 @@ def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dic
 
 @NEEDS_NATIVE
 def test_intervals_are_a_divisor_of_the_row():
-    """The interval is the longest that gives eight per row. Otherwise it gives as many as possible,
-    with at least two MCUs, or is the whole row."""
+    """Each row must have eight intervals. If this is impossible, the row has as many intervals as
+    possible, with at least two MCUs each, or a single one."""
     for mcus_wide in range(1, 130):
         marked = with_restart_markers(simple(8 * mcus_wide, 8, "Gray")).data
         assert read_header(marked).restart_interval == interval_for(mcus_wide)
@@ -209,7 +209,7 @@ def patched(data: bytes, place: int, value: int) -> bytes:
 
 
 def component_by_component(data: bytes) -> bytes:
-    """Return a JPEG with a scan for each component."""
+    """Return a JPEG with one scan per component."""
     if shutil.which("jpegtran") is None:
         pytest.skip("no jpegtran: apt-get install libjpeg-turbo-progs")
     with open(os.memfd_create("scans"), "wb+") as script:
@@ -386,7 +386,7 @@ def test_converted_images_get_markers_too():
 
 @NEEDS_NATIVE
 def test_what_is_recorded():
-    """Datasets from before restart markers existed can be continued."""
+    """Datasets written before restart markers existed must still be resumable."""
     assert "restart_markers" not in ImagePolicy().options()
     marked = ImagePolicy(restart_markers="auto")
     assert marked.options() == {**ImagePolicy().options(), "restart_markers": "auto"}
@@ -405,7 +405,7 @@ def test_without_the_native_part_there_are_none(monkeypatch):
 
 @NEEDS_NATIVE
 def test_a_data_set_with_restart_markers(tmp_path, capsys):
-    """Sidecars, card and info must agree, and other options are rejected."""
+    """Sidecars, card and info must agree, and runs with different options are rejected."""
     for number in range(6):
         for name in ("cat", "dog"):
             path = tmp_path / "images" / name / f"{number}.jpg"

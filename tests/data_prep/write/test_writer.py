@@ -1,5 +1,5 @@
-"""Test the writer: it gives the same bytes after any interruption, leaves no partial file and
-overwrites nothing."""
+"""Test the writer: any interrupted run must resume to the same bytes, leave no partial file and
+overwrite nothing."""
 
 import errno
 import fcntl
@@ -58,7 +58,7 @@ def test_shards_are_plain_tars(written):
     assert train["name"] == "train"
     assert train["num_samples"] == 23
     assert sorted(train["shard_lengths"]) == [5, 6, 6, 6]
-    assert len(info["splits"]["val"]["filenames"]) == 1  # in proportion: 4 * 7 / 23
+    assert len(info["splits"]["val"]["filenames"]) == 1  # proportional: 4 * 7 / 23
     for name, num_bytes, sha256 in zip(
         train["filenames"], train["shard_bytes"], train["shard_sha256"], strict=True
     ):
@@ -138,11 +138,11 @@ def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small
     temporary_beside(root / "train-00000.tar").write_bytes(
         b"left by a killed writer of this host, whose lock went with it"
     )
-    # without a plan or info file the shards could be anyone's
+    # Without a plan or an info file, the origin of the shards is unknown.
     with pytest.raises(PrepError, match="shards of unknown origin"):
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
-    (root / "_catalogue-0123").mkdir()  # of an earlier version
+    (root / "_catalogue-0123").mkdir()  # from an earlier version
     (root / "mine.rows.npy").write_bytes(b"not of the writer")
     capsys.readouterr()
     write(small, root, FOUR)
@@ -235,9 +235,9 @@ def test_a_process_that_finds_the_set_completed_by_another_leaves_nothing(
 
     def fill(builder: Builder) -> None:
         (builder.spool / "first").touch()
-        write(small, root, FOUR)  # the other process, which removes the spool folder
+        write(small, root, FOUR)  # another process, which removes the spool folder
         (builder.spool / "second").touch()
-        (root / "train-00001.rows.npy").touch()  # of a shard that was published late
+        (root / "train-00001.rows.npy").touch()  # belongs to a shard that was published late
         (builder.spool / "first").read_bytes()
 
     write(replace(small, fill=fill), root, FOUR)

@@ -1,4 +1,4 @@
-"""Test the writer as real processes: killed, interrupted, working together, and on a full disk."""
+"""Test the writer in real processes that are killed, interrupted, run together or fill the disk."""
 
 import filecmp
 import json
@@ -18,13 +18,13 @@ from small_shards import image_bytes
 
 
 BEHIND_US = ["nice", "-n", "5"]
-"""The prefix that lowers the priority of a command, so that a test can stop it in the middle."""
+"""A prefix that lowers the priority of a command, so that a test can stop it midway."""
 
 
 @pytest.fixture(scope="module")
 def prepare(tmp_path_factory) -> list[str]:
-    """Return a command without --out for 120 and 30 images in 12 and 3 shards. Each image takes
-    some milliseconds."""
+    """Return a command without --out that writes 120 and 30 images into 12 and 3 shards. Each image
+    takes some milliseconds."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 12), ("val", 3)):
         for label in range(10):
@@ -66,7 +66,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(prepare, undisturbed, tmp_
 
 
 def without_progress(stderr: str) -> list[str]:
-    """Return the lines of a command without its progress lines."""
     return [line for line in stderr.splitlines() if not line.startswith("writing: ")]
 
 
@@ -81,7 +80,7 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    # Workers must die with their parent. Otherwise they would write at the same time as the next
+    # Workers must die with their parent. Otherwise, they would write at the same time as the next
     # run.
     wait_for_end_of_group(process.pid)
     for tar in root.glob("*.tar"):
@@ -146,8 +145,8 @@ def wait_for_end_of_group(group: int) -> None:
 def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
-    """Only the parent is signaled, as by a batch system, or all processes, as by a terminal, while
-    workers start."""
+    """The signal is sent while workers start. It goes to the parent only, as from a batch system,
+    or to all processes, as from a terminal."""
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],

@@ -22,7 +22,7 @@ OPTIONS = ["--num-shards", "6", "--resize-short-side", "300", "--workers", "2"]
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Write 60 and 20 images of ten classes that take some milliseconds each."""
+    """Write 60 and 20 images of ten classes. Each image takes some milliseconds to prepare."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 6), ("val", 2)):
         for number in range(10 * each):
@@ -59,7 +59,7 @@ def local(images, tmp_path_factory) -> dict[str, str]:
 
 
 def found(s3: S3Server, bucket: str) -> dict[str, str]:
-    """Return the objects in the store, with the names that `local` has."""
+    """Return the objects in the store, with the same names as in `local`."""
     objects = s3.objects(bucket).items()
     return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
@@ -90,7 +90,7 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
         capture_output=True,
         text=True,
     )
-    # a quick machine may be done before the second kill
+    # A fast machine may be done before the second kill.
     assert re.search("complete, 10 classes|already complete", done.stdout)
     there = found(s3, bucket).items()
     assert {name: told for name, told in there if not name.startswith(".writable")} == local

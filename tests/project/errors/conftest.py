@@ -1,5 +1,5 @@
-"""Fixtures that run scenarios in parallel, in one thread per core, because starting Python takes
-most of their time."""
+"""Fixtures that run scenarios in parallel. One thread per core is used, because starting Python
+takes most of the time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def happened(
     shards: Path,
     finished: Path,
 ):
-    """Map each row chosen on pytest's command line to the future of its scenario."""
+    """Map each row selected on pytest's command line to the future of its scenario."""
     scenario = request.module.scenario
     base = tmp_path_factory.mktemp("errors")
 

@@ -1,4 +1,4 @@
-"""Test mistakes in a config: each row of errors/rows.yaml is provoked."""
+"""Test the rows of errors/rows.yaml about mistakes in a config."""
 
 from __future__ import annotations
 

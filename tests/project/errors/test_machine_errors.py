@@ -1,4 +1,4 @@
-"""Test limits and faults of a machine: each row of errors/rows.yaml is provoked."""
+"""Test the rows of errors/rows.yaml about limits and faults of a machine."""
 
 from __future__ import annotations
 

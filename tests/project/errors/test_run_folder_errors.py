@@ -1,4 +1,4 @@
-"""Test checkpoints, run folders and full disks: each row of errors/rows.yaml is provoked."""
+"""Test the rows of errors/rows.yaml about checkpoints, run folders and full disks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _(place):
     state = place.run_dir / "checkpoints" / "step_00000003" / "state.safetensors"
     os.truncate(state, state.stat().st_size - 10)
     place.train("train.steps=3")
-    # The files must be renamed, not deleted, so that a user can look at them.
+    # The files must be renamed, not deleted, so that a user can inspect them.
     place.after = {
         re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()
     }
@@ -132,13 +132,13 @@ ENDLESS = (
     "eval.every_steps=1000000",
     "checkpoint.every_steps=100",
     "log.every_steps=50",
-    "log.sample_losses=0",  # the losses of so many steps would not fit on the disk from the start
+    "log.sample_losses=0",  # the disk would be too small for the losses of so many steps
 )
 
 
 def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> None:
     """Fill the disk during training. The previous checkpoint must stay intact, and the same command
-    must continue from it when space is free again."""
+    must resume from it when space is free again."""
     with small_disk(place.folder / "disk") as disk:
         place.run_dir = disk / "run"
         background = Background(place.config, place.run_dir, *ENDLESS, ranks=ranks)

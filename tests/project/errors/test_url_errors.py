@@ -1,4 +1,4 @@
-"""Test runs at URLs, and folders that are not runs: each row of errors/rows.yaml is provoked."""
+"""Test the rows of errors/rows.yaml about runs at URLs and about folders that are not runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ int renameat(int a, const char *from, int b, const char *to) { errno = ENOSYS; r
 
 
 def at(place: Place, name: str = "copy") -> list[str]:
-    """Return settings of a run at a URL that leave only the row's files in the folder."""
+    """Return the settings for a run at a URL. These settings leave only the row's files in the
+    folder."""
     local = place.folder.with_name(f"{place.folder.name}_{name}")
     return [f"run.dir=file://{place.folder}/there", f"run.local_dir={local}", "run.lease_s=1"]
 
