@@ -69,7 +69,6 @@ def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatc
 
 
 def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
-    """The test counts graphs when they are captured, so any backend will do."""
     captured = partial(compiling.compile_blocks, backend="eager")
     monkeypatch.setattr(compiling, "compile_blocks", captured)
     [line] = guarantees.graphs_as_planned(CPU)

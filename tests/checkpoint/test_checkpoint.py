@@ -71,7 +71,6 @@ def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path
 
 
 def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
-    """A second process saves in a tight loop and keeps only one checkpoint."""
     facts = {"num_classes": 2, "grid_size": None, "class_names": []}
 
     def save(step: int) -> None:

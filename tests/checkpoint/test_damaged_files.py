@@ -124,7 +124,7 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
         else:
             (folder / file).write_bytes(content)
 
-        # Evaluating, exporting and starting a new run from these weights all read them this way.
+        # Evaluation, export and new runs read weights this way.
         for place in (folder, *([(folder / file).parent] if "step_" in file else [])):
             loaded, problem = weights_at(place)
             if loaded is None:

@@ -20,7 +20,6 @@ from vit.run import Run
 
 
 def one_epoch(config: Path, folder: Path, *overrides: str) -> Run:
-    """Return a run of one epoch of five steps, which ends with an evaluation and a save."""
     often = ["train.steps=5", "eval.every_steps=5", "checkpoint.every_steps=5"]
     settings = load_config(config, [*TINY, f"run.dir={folder}", *often, *overrides])
     return build_run(settings, World(0, 1, torch.device("cpu")))

@@ -95,9 +95,7 @@ def test_attention_of_timm_models_equals_their_explicit_softmax(fields):
     "make",
     [
         lambda: timm.create_model("test_resnet"),
-        lambda: timm.create_model(
-            "test_efficientnet"
-        ),  # the blocks of this model are not transformer blocks
+        lambda: timm.create_model("test_efficientnet"),  # its blocks are not transformers
         lambda: Beit((32, 24), use_rel_pos_bias=True, **SMALL),
         lambda: Eva(
             (32, 24),
