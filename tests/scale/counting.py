@@ -78,9 +78,7 @@ class Counts:
                     self.values[part]["calls"] += is_first
                     self.values[part]["speaking"] += is_first and self._num_sent(part) > sent_before
                     self.values[part]["cpu_s"] += taken_s
-                    if (
-                        parts[-1] != "other"
-                    ):  # the outer part must not include the time of the inner part
+                    if parts[-1] != "other":  # exclude this time from the outer part
                         self.values[parts[-1]]["cpu_s"] -= taken_s
 
         setattr(place, name, counted)
