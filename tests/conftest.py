@@ -1,4 +1,4 @@
-"""Fixtures for shared shards, and hooks that end each test's processes and list missing
+"""Fixtures for shared shards, and pytest hooks that end leftover processes and report missing
 programs."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import warm_python
 from processes import make_shards, write_config
 
-# Hypothesis must not fail an example because the machine is slow.
+# Without a deadline, Hypothesis does not fail an example just because the machine is slow.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 60 training and 23 validation images of 3 classes into 3 shards."""
+    """Write 60 training and 23 validation images from 3 classes into 3 shards."""
     return make_shards(tmp_path_factory.mktemp("data"))
 
 
@@ -48,8 +48,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first. pytest-xdist distributes whole files, so a long file at the end
-    would run alone."""
+    """Run the longest files first. pytest-xdist distributes whole files, so a long file that starts
+    last would run alone."""
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
@@ -61,13 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # torch would load code compiled for a CPU with a different vector length, and half of the
-    # numbers would be uninitialized memory (torch 2.15).
+    # torch would load code that was compiled for a CPU with a different vector length, and half of
+    # the numbers would be uninitialized memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # Use one thread, because two threads sum in a different order. The processes that tests start
-    # also use one thread (`processes.environment`), because more would slow down several processes.
+    # Two threads sum in a different order than one. The processes that tests start also use one
+    # thread (`processes.environment`), because several multithreaded processes slow each other
+    # down.
     torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
@@ -75,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """End the processes of a failed or timed-out test, which did not reach its own cleanup."""
+    """End the processes of a test that failed or timed out before its own cleanup."""
     try:
         return (yield)
     except BaseException:
@@ -85,7 +86,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fail if processes are left over when the session ends, and list the tests that started
+    """Fail if processes are still running when the session ends, and list the tests that started
     them."""
     yield
     warm_python.stop()
@@ -97,7 +98,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def remedy(reasons: list[str]) -> str:
-    """Return one line that lists the programs missing for skipped tests, or an empty string."""
+    """Return one line that lists the missing programs that caused skips, or an empty string."""
     matches = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
     packages = sorted({package for match in matches if match for package in match[1].split()})
     number = sum(match is not None for match in matches)
@@ -109,7 +110,7 @@ def remedy(reasons: list[str]) -> str:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the line last, because -ra prints each reason before it."""
+    """Print the missing programs after the list of skips that -ra prints."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         skipped = [report.longrepr for report in reporter.stats.get("skipped", [])]

@@ -1,7 +1,7 @@
-"""Run launch/train.py and also write the model's inputs to the folder $DUMPED_STEPS.
+"""Run launch/train.py and write the model's inputs to the folder $DUMPED_STEPS.
 
-Each step and rank has its own file, such as `step_00007_rank_1.pt`, with inputs, targets, losses,
-margins and labels.
+Each step and rank has its own file, such as `step_00007_rank_1.pt`, which contains inputs, targets,
+losses, margins and labels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vit.step import TrainStep
 
 @contextmanager
 def dumping(folder: Path) -> Iterator[None]:
-    """Make training in this process write its steps to `folder` during the block."""
+    """Write the inputs of each step in this process to `folder` during the `with` block."""
     plain: dict[str, Callable[..., Any]] = {
         name: getattr(TrainStep, name) for name in ("_losses", "_queue")
     }
@@ -44,7 +44,7 @@ def dumping(folder: Path) -> Iterator[None]:
         return losses_and_margins
 
     def queue(step: TrainStep, batch: Batch, number: int, *arguments: Any) -> Any:
-        tensors_of_passes.clear()  # clear tensors of passes that only fix DDP's buckets
+        tensors_of_passes.clear()  # discard tensors of passes that only fix DDP's buckets
         result = plain["_queue"](step, batch, number, *arguments)
         tensors = {
             name: torch.cat([each[name] for each in tensors_of_passes])
@@ -63,7 +63,7 @@ def dumping(folder: Path) -> Iterator[None]:
 
 
 def dumped(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the inputs of all ranks at `step`, in the order of the global batch."""
+    """Return the dumped tensors of `step` from all ranks, in the order of the global batch."""
     ranks = sorted(folder.glob(f"step_{step:05d}_rank_*.pt"))
     parts = [torch.load(path) for path in ranks]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

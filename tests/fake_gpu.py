@@ -1,8 +1,8 @@
-"""A fake GPU whose tensors have shapes but no values, and for which the host must not wait.
+"""A fake GPU whose tensors have shapes but no values, to detect where the host waits for the GPU.
 
-Under torch's FakeTensorMode, an operation on tensors of "cuda:0" gets the shape of its result
-without a driver. Reading a value raises an error, and so do a shape that depends on values and a
-tensor that is still on the host. The backward pass does not run, because autograd needs a CUDA
+Under torch's FakeTensorMode, an operation on tensors of "cuda:0" computes the shape of its result
+without a driver. An error is raised if a value is read, if a shape depends on values, or if a
+tensor is still on the host. The backward pass does not run, because autograd requires a CUDA
 context.
 """
 
@@ -38,11 +38,11 @@ NO_LAUNCH = {
 
 
 class GpuWithoutMemory(TorchDispatchMode):
-    """A mode inside a FakeTensorMode: tensors on a GPU have only shapes, and tensors on the host
-    are real.
+    """A mode inside a FakeTensorMode in which GPU tensors have only shapes and host tensors are
+    real.
 
-    FakeTensorMode raises an error if a GPU's value is read. `waits` lists the copies between GPU
-    and host for which the host waits.
+    FakeTensorMode raises an error if a value on the GPU is read. `waits` lists the copies between
+    GPU and host for which the host waits.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class GpuWithoutMemory(TorchDispatchMode):
             with _disable_current_modes():
                 return function(*arguments, **options)
         non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
-        # A Python number is passed to the kernel, but a mask or index on the host is copied first.
+        # Python numbers are passed to the kernel, but a mask or index on the host is copied first.
         on_host = any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors)
         copied = len(devices) > 1 if function in COPIES else on_host
         if copied and not (function in COPIES and non_blocking):
@@ -77,8 +77,8 @@ class GpuWithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def gpu_without_memory() -> Iterator[GpuWithoutMemory]:
-    """Enter a `GpuWithoutMemory` in its FakeTensorMode, and forget constants that were created
-    inside it."""
+    """Enter a `GpuWithoutMemory` in its FakeTensorMode. On exit, forget the constants that were
+    created inside."""
     _forget_constants()
     with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
         yield mode
@@ -93,7 +93,7 @@ def _forget_constants() -> None:
 
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
     """Replace `model`'s parameters and buffers with tensors of the same shapes on `GPU`. Call this
-    inside the mode.
+    function inside the mode.
 
     `Module.to` would swap tensors, which fake tensors do not allow.
     """
@@ -109,10 +109,10 @@ def move_to_fake_gpu(model: nn.Module) -> nn.Module:
 
 
 class Launches(TorchDispatchMode):
-    """A mode that counts the operations that launch work on a device, by name and by line of code.
+    """A mode that counts the operations launched on a device, by name and by line of code.
 
-    Copies to `device` ("meta", "cuda", "cpu") are counted, too. A CPU can replace a GPU, because it
-    gets the same operations one by one.
+    Copies to `device` ("meta", "cuda", "cpu") count, too. A CPU can replace a GPU, because it runs
+    the same operations one by one.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -120,7 +120,7 @@ class Launches(TorchDispatchMode):
         self.device = device
         self.by_name: Counter[str] = Counter()
         self.by_line: Counter[tuple[str, str]] = Counter()
-        """(name, `module.py:line`, which is empty in the backward pass)."""
+        """Keys are (name, `module.py:line`). The line is empty in the backward pass."""
 
     def total(self) -> int:
         return self.by_name.total()

@@ -51,7 +51,7 @@ POLICY = ImagePolicy(jpeg_quality=100)
 VIEW = EvalConfig(crop_pct=0.875)
 SIDE = 16
 MOST_PIXELS = 1 << 20
-"""The maximum number of pixels that headers may declare. Larger images are legal but slow."""
+"""The maximum number of pixels that a header may declare. Larger images are legal but slow."""
 
 
 # ---- images of all kinds -------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 
 def png(color_type: int, width: int, height: int, bits: int = 16) -> bytes:
-    """Write a PNG by hand, because Pillow cannot write 16-bit colors."""
+    """Write a PNG without Pillow, which cannot write 16-bit colors."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[color_type] * bits // 8
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -128,7 +128,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
                 "4:2:2": [(0x12, "4:4:0")],
                 "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")],
             }.get(sampling, []):
-                # Change the sampling in the header but not the codes.
+                # change the sampling in the header but not the codes
                 at = at_frame(data) + 11
                 yield f"JPEG {name}{interval}", data[:at] + bytes([factors]) + data[at + 1 :]
         yield f"JPEG grey{interval}", encoded(grey, "JPEG", **marks)
@@ -146,7 +146,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     yield "JPEG rows of markers", encoded(rgb, "JPEG", restart_marker_rows=1)
     plain = encoded(rgb, "JPEG", quality=85)
     header = read_header(plain)
-    # Any bytes are valid arithmetic codes of some image.
+    # any bytes are valid arithmetic codes of some image
     codes = random.Random(0).randbytes(width * height).replace(b"\xff", b"\0")
     arithmetic = (
         plain[: header.frame_offset + 1]
@@ -167,7 +167,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return images of other formats in all modes that Pillow writes and some that it does not."""
+    """Return images in other formats, in all modes that Pillow writes and some that it does not."""
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         yield f"PNG {mode}", encoded(picture(width, height, mode), "PNG")
     yield (
@@ -261,7 +261,7 @@ def box_of(data: bytes, box: Window, channels: int) -> Pixels:
 
 
 def view_of(data: bytes, box: Window, channels: int) -> Pixels:
-    """Return the training view at the window's own size, so that nothing is resized."""
+    """Return the training view at the size of the window, so that nothing is resized."""
     return (
         decode_views(data, [box], (box[3], box[2]), "bilinear", channels)[0]
         .permute(1, 2, 0)
@@ -274,8 +274,8 @@ def centre_of(data: bytes, channels: int) -> Pixels:
 
 
 def tried(decoder: Callable[..., Pixels], *about: Any) -> Pixels | None:
-    """Return the pixels, or None if the decoder rejects the file. Any error except ValueError is a
-    bug in the project."""
+    """Return the pixels, or None if the decoder rejects the file. Any error other than ValueError
+    is a bug in the project."""
     try:
         return decoder(*about)
     except ValueError:
@@ -295,15 +295,15 @@ def description(pixels: Pixels | None) -> str:
 
 
 class Comparison:
-    """Decode one file in all ways, with random windows from `rng`."""
+    """Compares all decoders on one file, for random windows from `rng`."""
 
     def __init__(self, data: bytes, rng: random.Random):
         self.data = data
         self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
-        """Windows that show no damage although the file is damaged elsewhere. Such a file must end
-        like an intact one."""
+        """The number of windows without visible corruption in a file that is corrupt elsewhere.
+        Such a file must end like an intact one."""
         try:
             self.size: tuple[int, int] | None = read_image_size(data)
         except ValueError:
@@ -359,8 +359,8 @@ class Comparison:
         return ways
 
     def _judge(self, part: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
-        """Require the pixels or the rejection of the whole image. Damaged codes that no way reads
-        may differ from the whole image, but all ways must agree."""
+        """Require the pixels of the whole image, or its rejection. Corrupt codes that no decoder
+        reads may change the result, but all decoders must then agree."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -377,7 +377,7 @@ class Comparison:
         try:
             header = read_header(self.data)
             simplejpeg.decode_jpeg(self.data)
-            return False  # the file is not damaged
+            return False  # the file is not corrupt
         except ValueError:
             return self.data.endswith(b"\xff\xd9") and (
                 whole is None or header.restart_interval > 0
@@ -493,7 +493,7 @@ def _lie(data: bytearray, rng: random.Random) -> None:
 
 
 def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
-    """Fuzz until the time is over. Return the counts, and the differences with the files that show
+    """Fuzz until the time is up. Return the counts and the differences, with the files that cause
     them."""
     rng = random.Random(seed)
     counts = Counter[str]()

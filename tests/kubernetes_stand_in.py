@@ -33,8 +33,8 @@ SUBNET = "10.213.7"
 
 
 class Ended(NamedTuple):
-    """A JobSet's result, and the exit codes of its pods in each attempt, in the order in which the
-    pods ended."""
+    """The result of a JobSet, and the exit codes of its pods in each attempt, in the order in which
+    the pods ended."""
 
     is_complete: bool
     actions: list[str]
@@ -59,7 +59,7 @@ class Pod:
         pid = self.process.pid
         if not self._is_isolated:
             return pid
-        pids = children(pid)  # nsenter has become unshare, whose child is process 1
+        pids = children(pid)  # nsenter has been replaced by unshare, whose child is process 1
         return pids[0] if pids else None
 
     def signal(self, number: int) -> None:
@@ -70,7 +70,8 @@ class Pod:
                 os.kill(pid, number)
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM now and, from `poll`, SIGKILL after the grace period, as a kubelet does."""
+        """Send SIGTERM, and SIGKILL if `poll` finds the pod alive after the grace period, as a
+        kubelet does."""
         if self.kill_at is None and self.process.poll() is None:
             self.kill_at = time.monotonic() + grace_s
             self.signal(signal.SIGTERM)
@@ -81,7 +82,7 @@ class Pod:
             self.signal(signal.SIGKILL)
         if code is None:
             return None
-        if self._is_killed:  # return the status of process 1, not of unshare
+        if self._is_killed:  # return the exit status of process 1, not of unshare
             return 128 + signal.SIGKILL
         return code if code >= 0 else 128 - code
 
@@ -104,9 +105,10 @@ class Cluster:
         timeout_s: float = 300,
         **variables: str,
     ) -> Ended:
-        """Run a JobSet's only Job with other `arguments` until the Job is complete or has failed.
+        """Run a JobSet's only Job with the given `arguments` until the Job is complete or has
+        failed.
 
-        disturb(attempt, pods) is called repeatedly; `variables` replace those of the file.
+        disturb(attempt, pods) is called repeatedly. `variables` override those in the file.
         """
         spec = jobset["spec"]
         [replicated] = spec["replicatedJobs"]
@@ -199,7 +201,7 @@ class Cluster:
         return reason, message, codes
 
     def _namespaces(self, index: int, names: list[str], service: str) -> list[str]:
-        """Return the prefix that starts a command in the pod's own namespaces."""
+        """Return a command prefix that runs a command in the pod's own namespaces."""
         if not self._networks:
             self._make_networks(names, service)
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
@@ -244,7 +246,8 @@ def ip(*arguments: str) -> None:
 
 
 def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
-    """Return the container's variables in a pod of this completion index, without secrets."""
+    """Return the container's environment variables, without secrets, for the pod with this
+    completion index."""
     variables = {"JOB_COMPLETION_INDEX": str(index)}
     for variable in container.get("env", ()):
         source = variable.get("valueFrom")
@@ -255,13 +258,13 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
             variables[variable["name"]] = str(index)
         else:
             assert source["secretKeyRef"]["optional"] is True
-    variables.pop("TMPDIR", None)  # drop the path of a volume
+    variables.pop("TMPDIR", None)  # drop the path in the volume
     return variables
 
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
-    """Return the action of the first rule of podFailurePolicy that matches a failed pod, or "Count"
-    if none matches. If the action fails the Job, also return the Job's message."""
+    """Return the action of the first rule in podFailurePolicy that matches a failed pod, or "Count"
+    if no rule matches. If the action fails the Job, also return the Job's message."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
@@ -286,7 +289,7 @@ def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
 
 
 def evict(pod: Pod, grace_s: float) -> None:
-    """Evict a pod as a drain or a preemption does: first set the condition, then send the kubelet's
+    """Evict a pod as a drain or a preemption does: set the condition, then send the kubelet's
     signal."""
     pod.conditions.add("DisruptionTarget")
     pod.terminate(grace_s)

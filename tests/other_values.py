@@ -1,8 +1,7 @@
-"""For each setting, a value other than the default and the settings that it needs to have an
-effect.
+"""For each setting, a value other than the default, and the settings required for the value to have
+an effect.
 
-A new setting must be added to `VALUES`. Dependencies that `OnlyWith` states are read from the
-schema.
+A new setting must be added to `VALUES`. Dependencies stated by `OnlyWith` are read from the schema.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class Setting(NamedTuple):
     """A field of a config section, such as `momentum` of the optimizer `sgd`."""
 
     key: str
-    """The setting's dotted key."""
+    """The full name of the setting with dots."""
     kind: type[Section]
 
     @property
@@ -238,13 +237,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
-"""Other settings that a setting needs, both with its default and with its other value."""
+"""Other settings that a setting requires, both with its default and with its other value."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "data.reader": {"data.stream": "{shards}/train-00000.tar", "data.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
     "init.select_classes": {"init.reset_head": False},
 }
-"""Settings that are set together with the value in `VALUES`, but not with the default."""
+"""Other settings that are set together with the value in `VALUES`, but not with the default."""
 
 
 def _dotted(setting: Setting, name: str) -> str:
@@ -258,7 +257,7 @@ def _conditions(needed: OnlyWith, setting: Setting) -> list[tuple[str, str, list
 
 
 def _find(key: str, kind: type[Section]) -> Setting:
-    """Return the setting `key`. For an optimizer's setting, `kind` names the optimizer."""
+    """Return the setting `key`. `kind` selects the optimizer if the setting is an optimizer's."""
     own = [each for each in SETTINGS if each.key == key]
     return next((each for each in own if each.kind is kind), own[0])
 
@@ -294,7 +293,7 @@ def beside(setting: Setting) -> dict[str, Any]:
 
 
 def changed(setting: Setting) -> dict[str, Any]:
-    """Return the other value of `setting`, with null for settings that exclude it."""
+    """Return the other value of `setting`, with null for settings that it excludes."""
     key = setting.key
     pairs = [[f"{section}.{name}" for name in pair] for section, *pair in EXCLUSIVE]
     excluded = [other for pair in pairs if key in pair for other in pair]
@@ -304,7 +303,7 @@ def changed(setting: Setting) -> dict[str, Any]:
 
 
 def without(setting: Setting, needed: OnlyWith) -> dict[str, Any]:
-    """Return settings that violate `needed`, but meet every other need of `setting`."""
+    """Return settings that violate `needed` but satisfy every other requirement of `setting`."""
     chosen = beside(setting)
     for key, sign, allowed in _conditions(needed, setting):
         partner = _find(key, setting.kind)

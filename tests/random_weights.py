@@ -1,4 +1,4 @@
-"""Random weights that reveal missing parts, and the distance between two results."""
+"""Random weights that reveal missing parts, and the relative difference between two results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Fill weights so that none is zero or one, which would hide a forgotten bias, scale or
-    head."""
+    """Fill weights with values that are neither zero nor one, because zeros and ones would hide a
+    missing bias, scale or head."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

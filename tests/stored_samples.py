@@ -1,4 +1,4 @@
-"""The samples of shards, read only with the standard library."""
+"""Reads the samples of shards using only the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Stored(NamedTuple):
 
 
 def stored(root: Path, split: str) -> dict[str, Stored]:
-    """Read a split with the standard library and map each key to its sample."""
+    """Read a split and map each key to its sample."""
     members: dict[str, bytes] = {}
     for path in root.glob(f"{split}-*.tar"):
         with tarfile.open(path) as tar:

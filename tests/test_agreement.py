@@ -35,7 +35,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_rows_of_all_ranks_form_the_batch(repeats):
-    """If the ranks' rows form the batch, each rank needs to check only its own rows."""
+    """If the rows of all ranks form the batch, each rank needs to check only its own rows."""
     order = make_order(300_000, 96, num_lanes=8, aug_repeats=repeats)
     for world_size in (1, 2, 3, 8, 32):
         rows = 96 // world_size
@@ -169,7 +169,7 @@ def test_a_run_does_not_resume_with_different_class_names(config, tmp_path):
     [(_, info)] = [newest_checkpoint(run.folder)]
     facts = {key: info["facts"][key] for key in ("num_samples", "index_sha256", "num_classes")}
     names = info["facts"]["class_names"]
-    for same in (names, []):  # an empty list means unknown names
+    for same in (names, []):  # an empty list means that the names are unknown
         assert (
             resume.find_checkpoint(
                 run.folder,

@@ -22,7 +22,7 @@ from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 12
-"""A number of blocks above 8, after which Dynamo stops compiling more graphs of a function."""
+"""A number of blocks above 8, Dynamo's limit on graphs per function."""
 
 
 class Counter:
@@ -52,7 +52,6 @@ def graphs():
 
 @pytest.fixture
 def process_group():
-    """Create a process group that contains only this process, so that DDP can wrap a model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -91,8 +90,8 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])
 def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
-    """The rates grow, so the first block's number of rows needs one graph, and all other numbers
-    share another."""
+    """Drop rates grow with depth. The first block's number of rows needs one graph, and all other
+    numbers share another graph."""
     fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
     model = small_vit(16, DEPTH, **fields, **VIT5)
     compile_blocks(model, backend=graphs)
@@ -175,7 +174,7 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
 
 
 def test_keeps_one_graph_for_each_image_size(graphs):
-    """By default, torch compiles one slower graph for all sizes after the second size."""
+    """By default, torch compiles one slower graph for all sizes when it sees the second size."""
     model = small_vit(16, DEPTH, rope_type="axial", drop_path_rate=0.1)
     sides = (8, 24)
     take_sizes(model, [(side, side) for side in sides])
@@ -194,8 +193,8 @@ def test_keeps_one_graph_for_each_image_size(graphs):
 
 
 def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group):
-    """A block of 3 MB with buckets of 1 MB is to scale with ViT-L's 50 MB blocks and 25 MB
-    buckets."""
+    """The ratio of 3 MB per block to 1 MB per bucket is about that of ViT-L, with 50 MB and 25
+    MB."""
     model = small_vit(256, 2, drop_path_rate=0.1)
     compile_blocks(model, backend=graphs)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
@@ -205,8 +204,8 @@ def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group)
 
 
 def test_compiles_each_block_of_a_timm_model(graphs):
-    """timm's drop path stores its rate as a number, so each block needs its own graph. All blocks
-    must be compiled, not only eight."""
+    """timm's drop path stores its rate as a number, so each block needs its own graph. More than
+    eight blocks must be compiled."""
     torch.manual_seed(0)
     fields = {"depth": DEPTH, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}
     model = create_model("timm/vit_tiny_patch16_224", 32, 5, **fields).train()

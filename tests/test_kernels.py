@@ -1,7 +1,7 @@
-"""Test that agreement with timm and torch also holds with the kernels of other CPUs.
+"""Test that results match timm and torch with the kernels of other CPUs, too.
 
 The tolerances must not fit only this CPU. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU
-imitate older ones.
+run the kernels of older CPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from processes import REPOSITORY, call, environment
 
 ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
-"""torch's sets of kernels, each with oneDNN's set for the same CPUs."""
+"""Sets of torch kernels, each with the oneDNN set for the same CPUs."""
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
@@ -41,11 +41,11 @@ CORE = [
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_timm_file_gives_timms_logits_and_predictions[resnet10t]",
 ]
-"""Comparisons of each kind that take seconds for each set of kernels."""
+"""Tests that compare one case of each kind, and take several seconds per set of kernels."""
 
 
 def passed_with_kernels(capability: str, *tests: str) -> int:
-    """Return the number of tests that pass under `capability`. Every test that runs must pass."""
+    """Return the number of tests that pass with the kernels of `capability`. No test may fail."""
     env = {
         **environment(),
         "ATEN_CPU_CAPABILITY": capability,
@@ -83,7 +83,7 @@ def test_all_comparisons_hold_with_the_kernels_of_other_cpus(capability):
     [pytest.param(each, marks=[pytest.mark.full] * (each != PLAINER[0])) for each in PLAINER],
 )
 def test_a_process_uses_the_selected_kernels(capability):
-    """If the variables had no effect, the tests above would compare one CPU with itself."""
+    """If the variables had no effect, the tests above would run the same kernels every time."""
     code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     env = {**environment(), "ATEN_CPU_CAPABILITY": capability}
     done = call([sys.executable, "-c", code], env)

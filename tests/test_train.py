@@ -1,5 +1,5 @@
-"""Test the training loop with real processes over gloo: killed, stopped, resumed, and compared bit
-by bit."""
+"""Test the training loop with real processes over gloo that are killed, stopped and resumed, and
+compare the results bit by bit."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
-    """Return the final state of an uninterrupted run on this number of ranks, which is trained only
-    once."""
+    """Return the final state of an uninterrupted run on this number of ranks. The run is trained
+    only once."""
     made: dict[int, dict[str, str]] = {}
 
     def state(ranks: int) -> dict[str, str]:
@@ -67,7 +67,7 @@ def assert_equal_state(run_dir: Path, expected: dict[str, str]) -> None:
 
 
 def victims_of_ranks() -> list:
-    """Return the choices of ranks to kill, most of which only a full test run tests."""
+    """Return the sets of ranks to kill. Most of them run only in a full test run."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
     marks = {case: [pytest.mark.full] for case in cases if case[1] != 2}
     return [
@@ -177,7 +177,7 @@ def test_a_resume_repeats_an_interrupted_evaluation(tmp_path):
 def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stopped(
     tmp_path, shards, config
 ):
-    """The data server does not answer. Slurm's script queues a marked run again."""
+    """The data server does not respond. Slurm's script requeues a run that has the mark."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=3")
     more = ("train.steps=6", "--allow-change", "train.steps")
@@ -200,7 +200,7 @@ def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stop
 
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
-    """Slurm does not queue such a run again, but the project's script does if the mark exists."""
+    """Slurm does not requeue such a run, but the project's script does if the mark exists."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:
@@ -217,7 +217,7 @@ def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shard
 
 @pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")  # restore torch's own default
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")  # restore torch's default
     config = write_config(tmp_path, shards, steps=5000)
     background = Background(config, tmp_path / "run", ranks=2, cold=True)
     background.wait_for_step(4)
@@ -231,7 +231,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
         time.sleep(0.1)
     assert (tmp_path / "run" / "stopped_early").exists(), "the ranks must save a checkpoint"
     output = background.end()
-    # A pending request may print a page of torch's stack.
+    # a pending request may print a page of torch's stack
     assert output.count("TCPStore.cpp") <= 4, "each request to a dead store must not print a page"
 
 
@@ -314,8 +314,8 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
 
 
 def test_a_resume_repeats_the_random_numbers_of_drop_path_by_subsets(tmp_path, config):
-    """The run has micro-batches and recomputed activations, which draw dropout's random numbers
-    again."""
+    """The run has micro-batches and recomputed activations, for which dropout draws its random
+    numbers again."""
     settings = [
         "train.steps=6",
         "model.drop_path_form=subset",

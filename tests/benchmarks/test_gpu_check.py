@@ -1,4 +1,4 @@
-"""Test the program behind `make gpu-check` at a small size on a CPU."""
+"""Test the `make gpu-check` program at a small size on a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
 
 
 def test_a_failed_part_sets_the_exit_status():
-    """With no time left, each part takes too long."""
+    """The time limit is zero, so each part times out."""
     arguments = ("--device", "cpu", "--small", "--only", "slots", "--minutes", "1e-6")
     done = run(SCRIPT, *arguments)
     assert done.returncode == 1, done.stdout + done.stderr

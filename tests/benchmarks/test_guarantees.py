@@ -1,4 +1,4 @@
-"""Test that every check of `make gpu-check` detects a planted fault, on a CPU."""
+"""Plant a fault for each check of `make gpu-check` and test, on a CPU, that the check fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_changed_batch_breaks_the_promise_of_slots(monkeypatch):
 
 @pytest.mark.slow
 def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatch):
-    """The fault adds a small fraction to the values of one of the two models."""
+    """The fault scales the input of one of the two models by 1.01."""
     monkeypatch.setattr(guarantees, "STEPS", 3)
     assert set(verdicts(guarantees.equals_the_cpu(CPU))) == {True}
     steps: list[TrainStep] = []
@@ -55,7 +55,7 @@ def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatc
     def make_step(*arguments):
         step, batches = unchanged(*arguments)
         steps.append(step)
-        if len(steps) == 2:  # the step that is compared with the CPU's
+        if len(steps) == 2:  # the step that is compared with the CPU result
             plain = step.augment.normalize
             step.augment.normalize = lambda images: plain(images) * 1.01
             block = step.model.blocks[0]
@@ -69,7 +69,6 @@ def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatc
 
 
 def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
-    """Graphs are counted when they are captured, so the backend that runs them does not matter."""
     captured = partial(compiling.compile_blocks, backend="eager")
     monkeypatch.setattr(compiling, "compile_blocks", captured)
     [line] = guarantees.graphs_as_planned(CPU)
@@ -77,7 +76,7 @@ def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
     assert line.passed
 
     def forward(path: DropPath, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 - path.rate)  # a Python number that differs between blocks
+        return x * (1 - path.rate)  # a Python number that has a different value in each block
 
     monkeypatch.setattr(DropPath, "forward", forward)
     monkeypatch.setattr(guarantees, "SMALL", (*guarantees.SMALL, "model.drop_path_form=mask"))

@@ -1,5 +1,5 @@
-"""Test that benchmarks/loader.py runs every installed contestant and pauses each one between
-turns."""
+"""Test that benchmarks/loader.py runs every installed library and pauses each one while another
+library is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ WHOLE = "limit: whole JPEGs"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Run the benchmark; return its output folder with found.json, .md, .png and data/."""
+    """Run the benchmark. Return its output folder, which contains found.json, .md, .png and
+    data/."""
     folder = tmp_path_factory.mktemp("loader")
     command = [
         sys.executable,
@@ -93,7 +94,7 @@ def test_contestants_and_their_workers_are_idle_between_turns_and_end(data, load
         for server in servers:
             assert min(server.turn("train", 2)) > 0
         assert len(list(servers[0].processes())) >= 3
-        for _ in range(6000):  # wait up to a minute, because stopping takes a moment
+        for _ in range(6000):  # stopping may take up to a minute
             states = {stat[0] for server in servers for _, stat in server.processes()}
             if states == {"T"}:
                 break

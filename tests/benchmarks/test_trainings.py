@@ -1,5 +1,5 @@
 """Test the confidence intervals over seeds and images, and that the project trains exactly like a
-plain loop over timm's parts."""
+plain loop built from timm's parts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def module(monkeypatch):
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw results of two programs that are equally good on average over seeds and images."""
+    """Simulate results of two programs that are equally good on average over seeds and images."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
     for _ in range(2):
-        own = rng.normal(0, 0.8, ORIGINALS)  # some images are hard for this program with any seed
+        own = rng.normal(0, 0.8, ORIGINALS)  # images that are hard for this program with every seed
         luck = rng.normal(0, 0.6, (SEEDS, 1))
         logits = np.repeat(hard + own + luck, RENDERINGS, axis=1)
         both.append(rng.logistic(size=logits.shape) < logits)
@@ -55,10 +55,10 @@ def test_the_interval_covers_the_true_difference_over_seeds_and_images(module):
         covered += difference.low <= 0 <= difference.high
         gaps = (second.astype(float) - first).ravel()
         by_images_alone += abs(gaps.mean()) <= 1.96 * gaps.std() / gaps.size**0.5
-    # With a true coverage of 95 %, 79 of 80 cases of 600 draws exceed 93 %. The interval takes the
-    # larger of its two parts, so its coverage may be higher.
+    # If the true coverage is 95 %, 79 of 80 cases with 600 draws each exceed 93 %. The interval is
+    # the larger of two intervals, so its coverage may be higher.
     assert covered / draws >= 0.93
-    # Intervals that treat the images of different seeds as independent cover far less.
+    # Intervals that treat images as independent across seeds have a much lower coverage.
     assert by_images_alone / draws < 0.85
 
 
@@ -157,7 +157,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
         std = torch.tensor(config.data.std).view(3, 1, 1)
         own_images = (batch.images / 255 - mean) / std
     their_images = torch.stack([loader.dataset[i][0] for i in range(50)])
-    # Pillow and torch round pixels independently, so some differ by one or two levels of 255.
+    # Pillow and torch round differently, so some pixels differ by one or two levels of 255.
     assert float((own_images - their_images).abs().mean()) < 2 / 255 / min(config.data.std)
 
 
@@ -172,7 +172,7 @@ def test_both_benchmarks_run_continue_and_draw(tmp_path, digits):
         again = subprocess.run([*line, *small], capture_output=True, text=True, timeout=100)
         trained = [line for line in begun.stdout.splitlines() if "seed" in line and " s" in line]
         assert len([line for line in trained if line.endswith(" s")]) == count
-        # The report reuses the stored results, so the times are unchanged.
+        # The report reuses the stored results, so the timings must not change.
         assert [line for line in again.stdout.splitlines() if line in trained] == trained
         report = json.loads((tmp_path / f"{name}.json").read_text())
         assert report["rounds"] == 2

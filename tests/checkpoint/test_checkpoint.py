@@ -1,4 +1,4 @@
-"""Test a checkpoint's JSON state, the choice of the best evaluation, and reading while a run
+"""Test the checkpoint's JSON state, the choice of the best evaluation, and reads while a run
 saves."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vit.weights.files import read_weights
     [
         (-1.0, [(0.0, 2.3)], True),
         (90.0, [(95.0, 1.35)], True),
-        (100.0, [(100.0, 1.0)], False),  # the values are equal
+        (100.0, [(100.0, 1.0)], False),  # a tie in accuracy
         (100.0, [(100.0, 0.43)], True),
         (100.0, [(100.0, 1.2)], False),
         (100.0, [(99.0, 0.1), (100.0, 0.5)], True),  # the weights and the averaged weights
@@ -34,7 +34,7 @@ def test_the_smaller_loss_wins_at_equal_accuracy(before, evaluation, expected):
 
 
 def test_compares_with_the_best_evaluation_of_an_older_checkpoint():
-    """The older checkpoint has no loss, so the next evaluation with equal accuracy replaces it."""
+    """The older checkpoint has no loss, so an evaluation with the same accuracy replaces it."""
     older = {
         key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
     }
@@ -51,8 +51,8 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
 
 
 def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path):
-    """Renaming a folder in a mounted bucket copies its files, so a kill can leave only some of
-    them."""
+    """Renaming a folder in a mounted bucket copies its files one by one, so a killed run can leave
+    only some of them."""
 
     def save(step: int) -> None:
         state = {"step": step, "facts": {}}
@@ -71,7 +71,6 @@ def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path
 
 
 def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
-    """A second process saves as fast as it can and keeps one checkpoint."""
     facts = {"num_classes": 2, "grid_size": None, "class_names": []}
 
     def save(step: int) -> None:

@@ -1,7 +1,7 @@
-"""Test that damaged checkpoints and weights are never loaded.
+"""Test that corrupt checkpoints and weights are never loaded.
 
-Each file is truncated, altered or removed. The run must then load the previous checkpoint, or raise
-an error that names the file.
+The tests truncate, alter or remove each file. The run must then load the previous checkpoint or
+raise an error that names the file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def plain(step: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
-    """Return a run with two checkpoints and the weights saved with the newer one."""
+    """Return a run with two checkpoints, and the weights that were saved with the newer one."""
     folder = tmp_path_factory.mktemp("pristine")
     for step in (BEFORE, NEWEST):
         state = asdict(RunState(step=step, best_top1=10.0 * step, facts=FACTS))
@@ -71,7 +71,8 @@ def cut(content: bytes) -> Iterator[bytes]:
 
 
 def flipped(content: bytes) -> Iterator[bytes]:
-    """Flip one bit in every 61st byte and in each of the first bytes."""
+    """Yield copies with one flipped bit, in each of the first 16 bytes and then in every 61st
+    byte."""
     draw = random.Random(0)
     for place in {*range(16), *range(16, len(content), 61)}:
         if place < len(content):
@@ -100,7 +101,7 @@ def is_equal(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def weights_at(place: Path) -> tuple[LoadedWeights | None, str]:
-    """Return the weights at `path`, or the error that reading them raised."""
+    """Return the weights at `path`, or the error that was raised when reading them."""
     try:
         return read_weights(place), ""
     except WeightsError as error:
@@ -123,15 +124,15 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
         else:
             (folder / file).write_bytes(content)
 
-        # Evaluate or export the run, or start a new run from its weights.
+        # Evaluation, export and new runs read weights this way.
         for place in (folder, *([(folder / file).parent] if "step_" in file else [])):
             loaded, problem = weights_at(place)
             if loaded is None:
                 assert str((folder / file).parent) in problem
                 noticed += 1
             else:
-                # Without its info file, a checkpoint has no known model, and its weights match no
-                # other layout.
+                # Without its info file, the checkpoint's model is unknown, so the names in the file
+                # are not changed.
                 expected = tensors(NEWEST) if loaded.step is None else plain(loaded.step)
                 assert is_equal(loaded.weights, expected)
 
@@ -154,7 +155,7 @@ def test_reports_and_keeps_all_checkpoints_if_all_are_damaged(pristine, tmp_path
     for path in folder.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     messages = list[str]()
-    for _ in range(2):  # an automatic restart must not start from step 0
+    for _ in range(2):  # an automatic restart must not silently start from step 0
         with pytest.raises(CheckpointError, match="all checkpoints are damaged or missing"):
             newest_checkpoint(folder, verify=True, say=messages.append)
     assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(messages) == 2
@@ -169,7 +170,7 @@ def test_a_run_at_a_url_does_not_start_over_if_all_checkpoints_are_damaged(prist
     for path in copy_at_url.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     values = {"run": {"dir": f"file://{copy_at_url}"}, "data": {"root": "-"}, "train": {"steps": 9}}
-    for number in range(2):  # as on another machine, which has no local copy
+    for number in range(2):  # simulate another machine, which has no local copy
         values["run"]["local_dir"] = str(tmp_path / str(number))
         store = RunStore(from_dict(values, "test"))
         lock = RunLock(store.folder)
@@ -184,7 +185,7 @@ def test_an_unreadable_checkpoint_is_not_treated_as_damaged(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     info = folder / "checkpoints" / f"step_{NEWEST:08d}" / "checkpoint.json"
     whole = info.rename(tmp_path / "whole")
-    # Reading this link starts at the unmapped first page of memory.
+    # Reading this link starts at the first page of memory, which is unmapped.
     info.symlink_to("/proc/self/mem")
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)") as error:
         newest_checkpoint(folder, verify=True)

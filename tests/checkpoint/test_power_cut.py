@@ -1,7 +1,7 @@
-"""Test that a power cut cannot leave a file that refers to lost data.
+"""Test that after a power cut no file refers to lost data.
 
-A power cut loses data that was not flushed to disk, so each file must be flushed before another
-refers to it.
+A power cut loses all data that has not been flushed to disk, so each file must be flushed before
+another file refers to it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from processes import TINY, run_here
 
 
 class Disk:
-    """A disk's contents after a power cut.
+    """The contents of a disk after a power cut.
 
-    A file has the bytes of its last fsync. A folder has an entry only if the folder was flushed
-    after its last change.
+    A file has the bytes of its last fsync. A folder contains an entry only if the folder was
+    flushed after the entry last changed.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):

@@ -1,6 +1,6 @@
-"""Test saves in a thread while training continues.
+"""Test that a thread saves while training continues.
 
-Each file must hold the state of a single step and must always be complete.
+Each file must be complete and hold the state of a single step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = 3
 
 
 def built(config: Path, folder: Path, *overrides: str) -> Run:
-    """Build a run with an idle saver thread, without starting to train."""
+    """Build a run with an idle saver thread, but do not start training."""
     settings = config_io.load_config(config, [*TINY, f"run.dir={folder}", *overrides])
     run = build_run(settings, ALONE)
     run.saver.finish()
@@ -57,7 +57,7 @@ def fill(run: Run, step: int) -> None:
 
 
 def held_at(path: Path, step: int) -> bool:
-    """Return whether all weights in a file equal `step`."""
+    """Return whether every weight in a file has the value `step`."""
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if not name.startswith("scaler.")]  # noqa: SIM118
         return all((file.get_tensor(name) == step).all() for name in names)
@@ -78,8 +78,8 @@ def _hook(event: str, args: tuple) -> None:
 
 @contextmanager
 def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
-    """Use Python's audit events to call `function` before each file operation of the saver
-    thread."""
+    """Call `function` before each file operation of the saver thread, using Python's audit
+    events."""
     global _at_each
     # Add the hook only once, because Python cannot remove an audit hook.
     if not getattr(sys, "_saver_hook", False):
@@ -128,14 +128,14 @@ def count_operations(run: Run) -> int:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
-    """SIGKILL is sent before each file operation, such as writing weights, renaming a file, or
-    removing an older checkpoint."""
+    """The run gets SIGKILL just before it writes, renames or removes a file, once for each such
+    operation."""
     first = built(config, tmp_path / "counted")
     first.record.close()
     total = count_operations(first)
     assert total > 30 * STEPS, "a save must consist of more than 30 file operations"
     steps_found = set()
-    # Test every operation from the second save on, because the first save replaces no files.
+    # Start with the second save, because the first save replaces no files.
     moments = range(total // STEPS, total, stride)
     run = built(config, tmp_path / "run")
     run.record.close()
@@ -158,7 +158,7 @@ def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, 
 
 
 def assert_whole(folder: Path) -> int:
-    """Check a run folder after a kill; return the step of its newest checkpoint."""
+    """Check a run folder after a kill, and return the step of its newest checkpoint."""
     checkpoint = newest_checkpoint(folder, verify=True)
     assert checkpoint is not None, (
         "the previous checkpoint may be removed only when a newer one exists"
@@ -189,8 +189,8 @@ def _empty(folder: Path) -> None:
 
 @pytest.mark.parametrize("limit_kib", [60, 300])
 def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, config, limit_kib):
-    """The kernel kills the process at the first write past a size limit: in the weights (125 KiB)
-    or the state (500 KiB)."""
+    """The kernel kills the process at the first write beyond a size limit, either in the weights
+    (125 KiB) or in the state (500 KiB)."""
     run = built(config, tmp_path / "run")
     run.record.close()
 
@@ -210,13 +210,14 @@ def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, conf
     assert [path.stat().st_size for path in unfinished] == [limit_kib << 10]
     assert (".tmp_step_00000003" in str(unfinished[0])) is (limit_kib == 300)
 
-    # The next save removes the partial files.
+    # The next save must remove the partial files.
     assert in_a_fork(lambda: save_all(run)) == 0
     assert not list(run.folder.rglob("*.tmp")), "the partial files must be removed"
 
 
 def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
-    """Either file of a checkpoint may be removed first. The remaining file may have gigabytes."""
+    """Either file of a checkpoint may be removed first. The file that remains may take up
+    gigabytes."""
     run = built(config, tmp_path / "run")
     run.record.close()
     removed = []
@@ -244,8 +245,8 @@ def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
 
 
 def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
-    """Evaluation workers live as long as the run. If a worker inherited a removed file, its disk
-    space would not be freed."""
+    """Evaluation workers live as long as the run. If a worker inherited a file that is later
+    removed, the file's disk space would not be freed."""
     run = built(config, tmp_path / "run")
     observations = list[tuple[list[str], int]]()
 
@@ -301,7 +302,7 @@ def test_an_error_in_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_pa
 
 @pytest.mark.slow
 def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(tmp_path, config):
-    """The saver thread of rank 0 fails while all ranks train. A checkpoint has 500 KiB."""
+    """The saver thread of rank 0 fails while all ranks train. A checkpoint takes 500 KiB."""
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
     output = call([*WITH_SHORT_FILES, *command("launch/train.py", *arguments, ranks=2)]).stderr
     assert len(re.findall(r"^error: .*: cannot be written", output, re.MULTILINE)) == 1, output
@@ -312,8 +313,7 @@ def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(
 
 
 def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, config):
-    """torch.distributed.checkpoint must be able to read the files into tensors that the test
-    creates."""
+    """torch.distributed.checkpoint must be able to load the files into empty tensors."""
     run = built(config, tmp_path / "run")
     release = threading.Event()
 
@@ -323,7 +323,7 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
     with at_each_operation(hold):
         fill(run, 1)
         run.saver.save(run.state, True, ("last", "best"))
-        fill(run, 2)  # training continues before the thread has written anything
+        fill(run, 2)  # change the state before the thread has written anything
         release.set()
         run.saver.finish()
     run.__exit__(None, None, None)
@@ -339,8 +339,8 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """The run must not save into its removed folder's path, because a second run may have created a
-    new folder there."""
+    """The run must not save to the path of its removed folder, because a second run may have
+    created a new folder at that path."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()
@@ -356,7 +356,8 @@ def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config
 
 
 def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config):
-    """A write can block when a mount is lost. The previous checkpoint must remain complete."""
+    """A write can block forever after a mount is lost. The previous checkpoint must remain
+    complete."""
     run = built(config, tmp_path / "run", "checkpoint.every_steps=2")
     release = threading.Event()
     give_up = threading.Timer(5, release.set)
@@ -384,8 +385,8 @@ def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config)
 
 @pytest.mark.slow
 def test_a_signal_during_a_save_waits_for_the_save_and_then_saves_again(tmp_path, config):
-    """Training continues while the saver thread is stopped. After the signal, the run must wait for
-    the thread and save a checkpoint that can be resumed."""
+    """Training continues while the saver thread is blocked. After the signal, the run must wait for
+    the thread and then save a checkpoint from which training can resume."""
     overrides = ("train.steps=18", "eval.every_steps=100", "checkpoint.every_steps=6")
     train(config, tmp_path / "whole", *overrides)
     run = built(config, tmp_path / "run", *overrides, "checkpoint.keep_last=9")
@@ -431,8 +432,8 @@ def _functions(thread: int | None) -> set[str]:
 
 
 def test_weights_are_read_from_a_newer_checkpoint(tmp_path, config):
-    """Weight files are written only at evaluations, so a run that is killed later has a newer
-    checkpoint."""
+    """Weight files are written only at evaluations, so a checkpoint of a killed run can be
+    newer."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=9", "eval.every_steps=6", "checkpoint.every_steps=3")
     assert find_weights(folder) == folder / "weights" / "last_ema.safetensors"

@@ -1,7 +1,7 @@
-"""Test that the saver thread's copy of the state equals the state at a single step.
+"""Test that the saver thread's copy holds the state of a single step.
 
-The tests use a CPU and a simulated GPU. The GPU's streams run in any order, and as late as the
-waits between them allow.
+The tests use a CPU and a simulated GPU, whose streams run in any order that the waits between them
+allow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A CUDA stream: a queue of functions and waits that runs in order but at arbitrary times."""
+    """A simulated CUDA stream: a queue of functions and waits that run in order but at arbitrary
+    times."""
 
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
@@ -66,7 +67,7 @@ class FakeStream:
 class FakeCuda(TorchDispatchMode):
     """A replacement for torch.cuda that queues tensor operations and runs them one at a time.
 
-    choose: picks the stream to advance. without: the wait to omit.
+    choose: picks the stream that runs next. without: the wait to omit.
     """
 
     def __init__(self, choose: Callable[[list[FakeStream]], FakeStream], without: str = ""):
@@ -103,7 +104,8 @@ class FakeCuda(TorchDispatchMode):
         return nullcontext()
 
     def run_one(self) -> bool:
-        """Run the next operation of a stream that can advance; return False if no stream can."""
+        """Run the next operation of a stream that is not waiting. Return False if all streams
+        wait."""
         ready = []
         for stream in self._streams:
             while stream.queue and isinstance(stream.queue[0], FakeEvent):
@@ -120,8 +122,9 @@ class FakeCuda(TorchDispatchMode):
 
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
-    """Train a parameter with optimizer state and a buffer for `steps` steps, copying the state
-    after every second step. Return the step and the values that the thread sees for each copy."""
+    """Train a parameter with optimizer state and a buffer for `steps` steps, and copy the state
+    after every second step. Return each copy's step and the values that the thread reads from
+    it."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
     copies = []
@@ -130,7 +133,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
         for step in range(1, steps + 1):
             state["model.buffer"].fill_(step)  # simulate the forward pass
             if copied is not None:
-                copied.wait()  # wait where TrainStep does
+                copied.wait()  # wait at the same point as TrainStep
                 copied = None
             state["model.weight"].fill_(step)
             state["optim.slot"].fill_(step)
@@ -138,7 +141,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
                 copied = snapshot.take(state, ["model.buffer"])
                 if cuda.without == "buffers at once":
                     copied = snapshot.take(state)
-                # The host may be far ahead of the GPU when the thread reads.
+                # The host may be far ahead of the GPU when the thread reads the copy.
                 pending = step
             else:
                 snapshot.wait()
@@ -149,7 +152,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
 
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
-    """Yield orders of the streams: compute first, copies first, and a hundred random orders."""
+    """Yield stream schedules: compute first, copies first, and a hundred random ones."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 
@@ -171,17 +174,18 @@ def test_each_wait_is_needed_in_some_order(wait):
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """The fake GPU works only while the host waits for it, and it runs the training step first."""
+    """The fake GPU makes progress only while the host waits for it, and it runs the training step
+    first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
     state = run.train_step.model
-    # Like batch norm's statistics, this buffer changes in the forward pass.
+    # Like batch norm statistics, this buffer changes in the forward pass.
     state.register_buffer("seen", torch.ones(3))
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
     run.saver._snapshot = snapshot
-    is_queued = threading.Event()  # the waiting saver thread runs the GPU's work
+    is_queued = threading.Event()  # while it waits, the saver thread runs the fake GPU's operations
     snapshot.wait = lambda: is_queued.wait(60) and Snapshot.wait(snapshot)
     expected = {name: tensor.clone() for name, tensor in named_tensors(run.train_step).items()}
     with cuda:
@@ -209,12 +213,12 @@ def test_closing_after_a_device_failure_raises_no_second_error():
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot({"weight": torch.zeros(2)}, GPU, cuda)
     snapshot._copied = Failed(cuda)
-    snapshot._is_locked = True  # pretend that the memory is page-locked, which would need a driver
+    snapshot._is_locked = True  # real page-locking would need a driver
     snapshot.close()
 
 
 def test_forked_processes_do_not_inherit_the_copy():
-    """An inherited copy would keep the memory of an old state in every loader worker."""
+    """If loader workers inherited the copy, each worker would keep an old state in memory."""
     state = {"weight": torch.ones(2**20)}
     snapshot = Snapshot(state, torch.device("cpu"))
     snapshot.prepare()
@@ -231,7 +235,7 @@ def test_forked_processes_do_not_inherit_the_copy():
     child = os.fork()
     if not child:
         os.close(write)
-        os.read(read, 1)  # block until the parent has checked
+        os.read(read, 1)  # block until the parent process has checked
         os._exit(0)
     try:
         assert any(begin <= address < end for begin, end in maps(os.getpid()))

@@ -1,8 +1,8 @@
 """Test that every setting has an effect.
 
 Each test builds one run with the default and one with the value in `other_values.VALUES`. Both runs
-train for two steps and evaluate, and more than their configs must differ. The tables below list the
-settings whose effect these tests cannot show, with the reasons.
+train for two steps and evaluate; they must differ in more than their configs. The tables below list
+the settings whose effect these tests cannot show, and give the reasons.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.report": "where the record is shown",
 }
 REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
-"""Maps each setting that these runs reject to the error message."""
+"""Maps each setting that these runs reject to the expected error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},
     "eval.best_by": {"train.steps": 4},
     "guard.rewind_skip_steps": {"optim.lr": 1e30},
 }
-"""Maps each setting that only the training loop reads to a short run in which the setting has an
-effect."""
+"""Maps each setting that only the training loop reads to the settings of a short run in which it
+has an effect."""
 SEVERAL = {
     "model.image_size": {"batches", "evaluators", "step"},
     "model.in_chans": {"batches", "evaluators", "step"},
@@ -83,7 +83,7 @@ SEVERAL = {
     "train.seed": {"batches", "step"},
     "train.precision": {"step", "evaluators"},
 }
-"""Maps each setting that several parts of a run read to the parts that must all differ."""
+"""Maps each setting that several parts of a run read to those parts. All of them must differ."""
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
@@ -100,7 +100,7 @@ BASE: dict[str, Any] = {
     "log.report": False,
     "run.dir": "{folder}/run",
 }
-"""Settings shared by all runs in this file, with two steps per epoch."""
+"""Settings that all runs in this file share. An epoch has two steps."""
 NUM_STEPS = 2
 
 
@@ -108,8 +108,8 @@ NUM_STEPS = 2
 
 
 def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
-    """Yield the content of `value` as bytes. Config sections are skipped, because storing a setting
-    is not an effect."""
+    """Yield the content of `value` as bytes. Config sections are skipped, because a setting that is
+    only stored has no effect."""
     if isinstance(value, Section | World | Record | Path):
         return
     if isinstance(value, Tensor):
@@ -121,7 +121,7 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | type):
         yield repr(value).encode()
     elif id(value) not in seen:
-        seen[id(value)] = value  # keep the object alive, so that Python cannot reuse its id
+        seen[id(value)] = value  # keep a reference, so that Python cannot reuse the id
         yield type(value).__name__.encode()
         for part in content(value):
             yield from parts(part, seen)
@@ -129,13 +129,13 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
 
 def content(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        # torch numbers hooks across all modules in the process, so their keys differ between runs.
+        # torch numbers hooks across the process, so their keys differ between runs
         return [*(key for key in value if not isinstance(key, int)), *value.values()]
     if isinstance(value, list | tuple | range):
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if isinstance(value, Synchronized):  # skip the memory address, which differs between runs
+    if isinstance(value, Synchronized):  # strip the memory address, which differs between runs
         return [value.value]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
@@ -183,7 +183,7 @@ def of_hook(run: Run, kind: str, name: str) -> Any:
 
 
 def built(config: Config) -> dict[str, str]:
-    """Build a run; return digests of its parts, two steps and an evaluation."""
+    """Build a run. Return digests of its parts, of two steps and of an evaluation."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         digests = {
             "plan": digest(run.plan, of_hook(run, "ReferenceCurve", "_comparison")),
@@ -213,7 +213,7 @@ def built(config: Config) -> dict[str, str]:
 
 
 def trained(config: Config) -> dict[str, str]:
-    """Train; describe the checkpoints and the steps that rewinds skipped."""
+    """Train; return a description of the checkpoints and of the steps that rewinds skipped."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
@@ -226,8 +226,8 @@ def trained(config: Config) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread, because several threads would mostly wait for each other on such
-    small tensors."""
+    """Limit torch to one thread, because more threads would only slow down operations on such small
+    tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -236,7 +236,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """Return the values that replace the {names} in settings."""
+    """Return the values for the {placeholders} in settings."""
     folder = tmp_path_factory.mktemp("every_setting")
     (folder / "exclude.txt").write_text("label=1\n")
     (folder / "real.json").write_text(json.dumps({f"class{n % 3}_{n:04d}": [0] for n in range(23)}))
@@ -293,7 +293,7 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write no metrics on rank 0: writing takes two thirds of the time and does not affect the
+    """Turn off writing of metrics, which takes two thirds of the time and does not affect the
     run."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
@@ -342,7 +342,7 @@ WITHIN: dict[str, tuple[Any, Any]] = {
         [{"until_epoch": 1, "image_size": 24}],
     ),
 }
-"""Maps a setting of list items to the list before and after the setting changes."""
+"""Maps a setting inside a list to the list before and after the setting changes."""
 
 
 TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]

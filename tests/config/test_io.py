@@ -1,5 +1,5 @@
-"""Test that configs are read exactly from files and command lines, and that errors give the line
-and the remedy."""
+"""Test that configs are read exactly from files and command lines, and that error messages contain
+the line and the remedy."""
 
 import re
 
@@ -240,7 +240,8 @@ def test_an_unknown_key_is_reported_with_the_nearest(problems, text, expected):
 
 @pytest.mark.parametrize("section", ["data", "train", "optim", "model"])
 def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section):
-    """A hint at eval.batch_size would make the user train with an unintended batch size."""
+    """If the error suggested eval.batch_size first, the user would train with an unintended batch
+    size."""
     (line,) = problems(BASE, f"{section}.batch_size=64")
     assert (
         line == f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "

@@ -1,4 +1,4 @@
-"""Test that a setting with `OnlyWith` is rejected if the setting that it needs is missing."""
+"""Test that a setting with `OnlyWith` is rejected if the setting that it requires is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a run path is rejected if it looks like a mistyped URL."""
+"""Test that a run path that looks like a mistyped URL is rejected."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from kubernetes_stand_in import Cluster, ip
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[Cluster]:
-    """Return pods that are ordinary processes. Two pods connect to each other on this host."""
+    """Return a cluster whose pods are ordinary processes. Two pods communicate over this host's
+    network."""
     cluster = Cluster(tmp_path, isolated=False)
     yield cluster
     cluster.close()
@@ -19,7 +20,7 @@ def cluster(tmp_path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def isolated_cluster(tmp_path) -> Iterator[Cluster]:
-    """Return pods in their own namespaces, which require root on Linux."""
+    """Return a cluster whose pods have their own namespaces. Requires root on Linux."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vtprobe", "type", "bridge"], capture_output=True)

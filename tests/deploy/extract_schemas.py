@@ -56,8 +56,7 @@ def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def extract(schema: Any, cut: tuple[str, ...]) -> Any:
-    """Return `schema` with closed objects, without descriptions and without the properties in
-    `cut`."""
+    """Return `schema` with closed objects and without descriptions and the properties in `cut`."""
     if isinstance(schema, list):
         return [extract(item, cut) for item in schema]
     if not isinstance(schema, dict):
@@ -80,7 +79,7 @@ def extract(schema: Any, cut: tuple[str, ...]) -> Any:
 
 
 def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
-    """Return the source of SkyPilot's schemas, and the schemas of a task and its resources."""
+    """Return the source code of SkyPilot's schemas, and the schemas of a task and its resources."""
     done = subprocess.run([python, "-c", SKY], check=True, capture_output=True, text=True)
     version, sky_schemas = json.loads(done.stdout.splitlines()[-1])
     schemas = {}
@@ -92,7 +91,7 @@ def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
             "additionalProperties": False,
         }
     for choice in schemas["sky_resources"]["properties"]["job_recovery"]["anyOf"]:
-        if "properties" in choice:  # keep it open, because SkyPilot's server checks unknown names
+        if "properties" in choice:  # SkyPilot's server rejects unknown names
             choice["additionalProperties"] = False
     return f"skypilot {version} (PyPI): sky/utils/schemas.py", schemas
 

@@ -1,4 +1,4 @@
-"""Check the files in deploy/ with the schemas and checkers of the programs that read them."""
+"""Check the files in deploy/ against the schemas and checkers of the programs that read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vit.config.io import load_config
 sys.path.insert(0, str(REPOSITORY / "launch"))
 job = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "launch" / "job.py")))
 sys.path.pop(0)
-KUBERNETES = "1.31"  # docs/clusters.md names this as the oldest version
+KUBERNETES = "1.31"  # the oldest version in docs/clusters.md
 SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())["schemas"]
 [JOBSET] = documents("jobset.yaml")
 RUNTIME, TRAINJOB = documents("trainjob.yaml")
@@ -125,7 +125,7 @@ def test_the_grace_period_covers_the_time_that_torchrun_gives_a_save(spec):
 
 
 def test_our_commands_parse_the_arguments_in_the_files():
-    """Pass each argument list in a file to the real command, which must parse it."""
+    """The argument parser of the real command must accept each argument list in a file."""
     lines = [container_of(job_of(JOBSET["spec"]))["args"], TRAINJOB["spec"]["trainer"]["args"]]
     [line] = [line for line in SKY["run"].splitlines() if line.startswith("exec ")]
     for name, value in SKY["envs"].items():
@@ -149,7 +149,7 @@ def test_the_dockerfile_passes_hadolint():
 
 
 def test_the_image_contains_the_sources_of_the_wheel():
-    """Dockerfile.dockerignore must include all files that setup.py and pyproject.toml name."""
+    """Dockerfile.dockerignore must include every file that setup.py and pyproject.toml name."""
     ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     let_through = {line[1:] for line in ignore if line.startswith("!")}
     needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE"}

@@ -1,4 +1,4 @@
-"""Test that a report of differences between hosts lists the hosts and ranks."""
+"""Test that a report of differences between hosts names the hosts and ranks."""
 
 from __future__ import annotations
 

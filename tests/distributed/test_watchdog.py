@@ -1,5 +1,5 @@
-"""Test that a stopped rank is detected and named, with threads over a store and in real training
-runs."""
+"""Test that a stalled rank is detected and named, both with threads that share a store and in real
+training runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LIMIT_S = 60.0
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
-    """Return the watchdog's view of a rank that made its mark `count` `ago_s` ago and sent its last
-    heartbeat `heard_s` ago."""
+    """Return the watchdog's record of a rank that reported its `count`-th progress `ago_s` seconds
+    ago and sent its last heartbeat `heard_s` seconds ago."""
     seen = _Seen(number=1, count=count, step=7, doing="in the step")
     return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
 
@@ -44,15 +44,15 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
             (1,),
             "rank 1 on h1 has made no progress for 61 s; last at step 7",
         ),
-        # The slowest rank has just moved, so it is not stopped, however long the others have
-        # waited.
+        # The slowest rank has just made progress, so it has not stalled, however long the others
+        # have waited.
         ([beat(9, 500), beat(8, 2), beat(9, 500)], None, ""),
         (
             [beat(8, 70), beat(9, 1), beat(8, 70)],
             (0, 2),
             "rank 0 on h0, 2 on h2 has made no progress",
         ),
-        # The message gives the positions of up to four ranks, because one of them may hang within
+        # The message lists the positions of up to four ranks, because one of them may hang within
         # the step.
         (
             [beat(9, 61), beat(9, 62)],
@@ -71,7 +71,7 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
         ),
         ([beat(9, 99), beat(8, 99, is_away=True)], None, ""),
         ([beat(9, 9999), beat(8, LONGEST_WAIT.total_seconds() + 1, is_away=True)], (1,), "rank 1"),
-        # A rank without a heartbeat is still starting, and starting has a different limit.
+        # A rank without a heartbeat is still starting, and a different limit applies to starting.
         ([beat(9, 99), _Seen()], None, ""),
         ([beat(9, 99)] + [beat(8, 99)] * 6, (1, 2, 3, 4, 5, 6), "4 on h4 and 2 more has made"),
     ],
@@ -83,7 +83,8 @@ def test_finds_the_rank_that_is_behind(seen, ranks, message):
 
 
 def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[Verdict]:
-    """Return a watchdog's verdicts within `for_s`. Rank `behind` makes no progress."""
+    """Return the watchdog's verdicts during `for_s` seconds in which rank `behind` makes no
+    progress."""
     verdicts = list[Verdict]()
     watch = Watch(world, limit_s, verdicts.append)
     watch.start()
@@ -111,7 +112,7 @@ def test_does_not_end_ranks_that_make_progress():
 
 
 def test_a_rank_that_stops_comparing_is_not_considered_silent():
-    """After a rewind, the rank reopens its loader, which may take long."""
+    """After a rewind, the rank reopens its loader, which may take a long time."""
 
     def work(world: World) -> list[Verdict]:
         verdicts = watched(world, None, limit_s=0.5, for_s=0.2)
@@ -123,7 +124,8 @@ def test_a_rank_that_stops_comparing_is_not_considered_silent():
 
 
 def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
-    """Slurm's suspend stops all ranks. A rank that stays silent after the suspend must be named."""
+    """Slurm's suspend stops all ranks. A rank that stays silent after the job resumes must be
+    named."""
     store = dist.HashStore()
     world = World(0, 2, torch.device("cpu"), store, ("first", "second"))
     watch = Watch(world, LIMIT_S, print)
@@ -140,8 +142,8 @@ def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
 
 
 class Cable:
-    """A proxy that forwards data until its cable is pulled. After that, the proxy forwards nothing
-    but keeps all connections open."""
+    """A proxy that forwards data until its cable is pulled, and then forwards nothing but keeps all
+    connections open."""
 
     def __init__(self, port: int):
         self._to = port
@@ -195,7 +197,7 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
         time.sleep(0.01)
     if is_cut:
         cable.pull()
-    # The rank must keep working for twice the limit, because a slow store must not end the run.
+    # The rank must continue for twice the limit, because a slow store must not end the run.
     for step in range(1, 20):
         watch.mark(step, "in the step")
         time.sleep(0.1)
@@ -208,7 +210,7 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
         )
         assert "; last at step 19, in the step: that host or the" in verdict.message
     else:
-        time.sleep(1.5)  # the rank has stopped although the store answers
+        time.sleep(1.5)  # the rank has stalled although the store responds
         assert verdicts.empty()
     cable.close()
     watch.close()
@@ -227,7 +229,7 @@ def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path)
     os.kill(stopped, signal.SIGSTOP)
     output = run.wait_for_output("has sent no heartbeat for 4 s; last at step")
     assert "rank 1 on " in output
-    # Kill the stopped rank, which torchrun would do only after 30 s.
+    # Kill the stalled rank now, because torchrun would wait for 30 s.
     os.kill(stopped, signal.SIGKILL)
     output += run.end()
     assert "the same command continues from the newest checkpoint" in output

@@ -1,5 +1,5 @@
-"""Compare k-NN and the linear probe with scikit-learn, on any number of ranks and from the command
-line."""
+"""Compare k-NN and the linear probe with scikit-learn, on any number of ranks and through the
+command line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_nearest_neighbors_are_found_among_all_pairs():
 
 
 def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegression:
-    """Train scikit-learn's classifier. Its penalty applies to the sum over images, so C = 1 / (l2
+    """Train scikit-learn's classifier. Its penalty applies to the sum over N images, so C = 1 / (l2
     N)."""
     return LogisticRegression(C=1 / (l2 * len(labels)), tol=1e-8, max_iter=5000).fit(
         features, labels
@@ -76,7 +76,7 @@ def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegre
 def test_the_linear_probe_has_the_same_optimum_as_scikit_learn(l2, monkeypatch):
     monkeypatch.setattr(linear_probe, "ROWS", 64)
     features, labels = blobs(333, 10, 4, seed=0)
-    features[:, 3] = 2.5  # make one feature constant, so that it carries no information
+    features[:, 3] = 2.5  # a constant feature, which carries no information
     features = 4 + 3 * features
     inputs = torch.from_numpy(features)
     probe, scale = linear_probe.fit_probe(inputs, torch.from_numpy(labels), 4, WORLD, l2)

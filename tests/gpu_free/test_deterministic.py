@@ -1,5 +1,5 @@
-"""Test `train.deterministic`: torch is configured, CPUs compute the same bits, and every operation
-in use has a deterministic implementation."""
+"""Test that `train.deterministic` configures torch, gives identical bits on CPUs, and that every
+operation in use has a deterministic implementation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ WITHOUT_ORDER = {
     *("bincount", "median", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
     *("scatter_reduce", "scatter_reduce_"),
 }
-"""Operations that the documentation of torch.use_deterministic_algorithms lists as errors on a
-GPU."""
+"""Operations for which, according to the documentation of torch.use_deterministic_algorithms, torch
+raises an error on a GPU."""
 SETTINGS = """
 import json, os, torch
 from vit.distributed.process_group import join_world
@@ -103,7 +103,8 @@ def deterministic(monkeypatch):
 
 
 def launched_forward(config: AugmentConfig) -> Launches:
-    """Return the launches of a forward pass with augmentation and metrics on the fake GPU."""
+    """Return the operations launched by a forward pass with augmentation and metrics on the fake
+    GPU."""
     model = create_model("vit_ti8", (40, 120), 10, depth=1, drop_path_rate=0.1, init_values=0.1)
     table = torch.from_numpy(mixed_table(config, 56, (40, 120)))
     counted = Launches("cuda")
@@ -124,7 +125,7 @@ def launched_forward(config: AugmentConfig) -> Launches:
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_operation_before_the_backward_pass_has_a_deterministic_form(name, deterministic):
-    """torch raises an error for some of these operations even on a fake GPU."""
+    """For some of these operations, torch raises an error even on a fake GPU."""
     counted = launched_forward(POLICIES[name])
     assert counted.total() > 100
     assert not counted.by_name.keys() & WITHOUT_ORDER
@@ -151,8 +152,8 @@ def test_every_operation_of_the_backward_pass_has_a_deterministic_form(fields, d
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_an_operation_without_a_deterministic_form_is_detected(deterministic, monkeypatch):
-    """One operation is only on torch's list. For the other operation, torch raises an error even
-    without a GPU."""
+    """One operation is only on torch's list. For the other one, torch raises an error even without
+    a GPU."""
     image = torch.zeros(1, 3, 8, 8, requires_grad=True)
     with Launches("cpu") as counted:
         torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear").sum().backward()

@@ -1,5 +1,5 @@
-"""Test that augmentation computes the model's inputs and targets without waiting for the GPU, for
-every setting."""
+"""Test that, for every setting, augmentation computes the model's inputs and targets without
+waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_every_setting_is_tried():
 
 
 def changes_colour(config: AugmentConfig) -> bool:
-    """Return whether the config rejects grayscale images (vit/config/checks.py)."""
+    """Return whether the setting changes colors, which the config rejects for grayscale images
+    (vit/config/checks.py)."""
     policies = config.three_augment or config.randaugment_layers or config.auto_augment
     return bool(policies or any(config.color_jitter))
 

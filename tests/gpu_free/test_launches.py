@@ -1,7 +1,8 @@
 """Limit the number of operations that each part of a step launches.
 
-In eager mode, a GPU executes a small model's operations faster than the host launches them, so each
-operation costs time. These tests count on a CPU, which gets the same operations.
+In eager mode, a GPU runs the operations of a small model faster than the host launches them, so
+each operation adds to the step time. These tests count on a CPU, which runs the same operations.
+
 tests/data/augment/test_rounds.py limits the operations of each augmentation policy.
 """
 
@@ -29,12 +30,12 @@ from vit.training.step_result import Slot
 
 DEPTH = 4
 ROOM = DEPTH - 1
-"""The tolerance in operations, which is less than one more operation in each block."""
+"""The tolerance in operations, small enough to detect one more operation per block."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
 """The operations of a ViT as in the recipes, with `DEPTH` blocks in bf16, clipping and averaged
-weights. `rest` is the remainder of a step of one micro-batch without augmentation. Four operations
-of `rest` compute the margins of the rows. The losses add none, because they are copied to the host
-with the sums. Two operations of the update add the norm and the verdict to the sums."""
+weights. `rest` covers the rest of a step with one micro-batch and without augmentation. Four
+operations of `rest` compute the margins of the rows. The losses add none, because they are copied
+to the host with the sums. Two operations of the update add the norm and the verdict to the sums."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 
@@ -58,7 +59,7 @@ def make_step() -> TrainStep:
 
 
 def launched_by_part() -> dict[str, Launches]:
-    """Return the operations of each part of a step, and of the whole step."""
+    """Return the number of operations of each part of a step, and of the whole step."""
     step = make_step()
     parts = {name: Launches("cpu") for name in ("inputs", "forward", "backward", "update", "step")}
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Test the forward pass with every model option on a fake GPU."""
+"""Test the forward pass on a fake GPU with every model option."""
 
 from __future__ import annotations
 

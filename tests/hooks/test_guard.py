@@ -1,5 +1,5 @@
-"""Test the guard on a batch with wrong labels: it skips the update, stops the run, or rewinds and
-skips the batch."""
+"""Test the guard with a batch of wrong labels: the guard skips the update, stops the run, or
+rewinds the run and skips the batch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
 
 
 def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> GuardHook:
-    """Return a guard on a rank that writes no metrics."""
+    """Return the guard of a rank that writes no metrics."""
     loaded = load_config(config, [*TINY, *settings])
     return begun(loaded, state, Record(folder, loaded.log, False, total_steps=99))
 
@@ -104,7 +104,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
         late = guard.limits(step)
         if step >= 2:
             guard.read(step - 1, values_of(losses[step - 1], norms[step - 1]))
-            # Limits must not change if the host has read one more step, as after a pause.
+            # The limits must not change if the host has read one more step, as after a pause.
             assert guard.limits(step) == late
         else:
             guard.read(0, values_of(losses[0], norms[0])) if step else None
@@ -125,7 +125,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
 
 
 def test_a_rewind_keeps_the_current_facts_of_the_run():
-    """The checkpoint may be older than the switch to `train.exact_over_ranks`."""
+    """The checkpoint may have been saved before `train.exact_over_ranks` was switched on."""
     saved = RunState(step=10, facts={"seed": 1}, restarts=0)
     now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
     state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
@@ -134,7 +134,8 @@ def test_a_rewind_keeps_the_current_facts_of_the_run():
 
 
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
-    """The loss jumps at that step. Limits from smaller images would skip each later update."""
+    """The loss jumps when the size changes. With the limits of smaller images, the guard would skip
+    each later update."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
     loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")
@@ -146,7 +147,7 @@ def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_pat
     guard = begun(loaded, RunState(), record, batches)
     for step in range(border + 12):
         of_this_size = step if step < border else step - border
-        # The host has read all but the last of the eight steps in the window.
+        # The host has read seven of the eight steps in the window.
         assert (guard.limits(step) is not None) == (of_this_size >= 9), step
         guard.read(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
 
@@ -190,8 +191,8 @@ def test_actions_after_each_verdict(precision, settings, values, expected, confi
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a config for one epoch of shards in which the color gives the class, except for wrong
-    labels in one batch."""
+    """Return a config for one epoch. The color of an image gives its class, except for wrong labels
+    in one batch."""
     folder = tmp_path_factory.mktemp("planted")
     root = folder / "shards"
     root.mkdir()

@@ -1,4 +1,4 @@
-"""Test training's messages about waits for data, with a loader of known speed."""
+"""Test the messages about waits for data, with a loader whose speed is known."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
             waited_before_s = loader.stats.wait_s
             next(loader)
             waited_s = loader.stats.wait_s - waited_before_s
-            if computing_s:  # compare only with a minimum, because a busy machine may take longer
+            if computing_s:  # check only a minimum, because waits may be longer on a busy machine
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
             time.sleep(computing_s)
@@ -124,7 +124,7 @@ def test_garbage_is_collected_at_log_lines_only():
 
 
 def test_waits_of_all_ranks_are_summed_up():
-    """The message must name the rank that is slow most often."""
+    """The message must name the rank that is most often the slowest."""
     waiting = sum_up(1.75, np.array([0.25, 1.25, 0.75]))
     assert waiting == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
     assert waiting.is_uneven
@@ -144,8 +144,8 @@ def test_waits_of_all_ranks_are_summed_up():
     ],
 )
 def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
-    """If all ranks wait for one rank, only the slow part of that rank counts, even if another
-    rank's part takes more time."""
+    """If all ranks wait for one rank, only the slow part of that rank counts, even if another rank
+    spends more time on a different part."""
 
     def tally(name: str, seconds: float) -> Tally:
         return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}

@@ -1,4 +1,4 @@
-"""Test that samples are compared with the plan before their step is evaluated or saved."""
+"""Test that a step's samples are compared with the plan before the step is evaluated or saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from vit.run import Run
 
 
 def one_epoch(config: Path, folder: Path, *overrides: str) -> Run:
-    """Return a run of one epoch of five steps that ends with an evaluation and a save."""
     often = ["train.steps=5", "eval.every_steps=5", "checkpoint.every_steps=5"]
     settings = load_config(config, [*TINY, f"run.dir={folder}", *often, *overrides])
     return build_run(settings, World(0, 1, torch.device("cpu")))

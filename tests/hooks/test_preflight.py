@@ -37,7 +37,7 @@ HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 
 
 def machine(root: Path, files: dict[str, object]) -> Path:
-    """Return a folder that contains the kernel's `files` (a map from path to content)."""
+    """Return a folder that contains the kernel's `files` (a dict from path to content)."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,8 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 40 * GIB),
-        # cgroup version 2, with the limit in the parent group; inactive file cache can be reclaimed
+        # cgroup version 2, with a limit on the parent group. The inactive file cache can be
+        # reclaimed.
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -69,8 +70,8 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB,
         ),
-        # cgroup version 2 in a container: the group has the host's name, and its files are at the
-        # mount.
+        # cgroup version 2 in a container: the group has its name on the host, but its files are at
+        # the mount point.
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -80,7 +81,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB // 2,
         ),
-        (  # cgroup version 1 beside version 2 without controllers
+        (  # cgroup version 1 next to version 2 without controllers
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "12:cpu,cpuacct:/a\n4:memory:/a/b\n0::/",
@@ -99,7 +100,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "0::/",
                 "sys/fs/cgroup/memory.max": GIB,
-                # The limit was lowered below the current use.
+                # the limit was lowered below the current usage
                 "sys/fs/cgroup/memory.current": 2 * GIB,
             },
             0,
@@ -238,7 +239,7 @@ def test_notes_a_cache_that_is_too_small(config, shards, tmp_path):
 
 
 def test_reports_whether_memory_suffices(config, tmp_path):
-    """The message and metrics.jsonl must have the same numbers. Eight ranks on a host need eight
+    """The message and metrics.jsonl must contain the same numbers. Eight ranks on a host need eight
     times as much memory."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
     report = check(tiny(config, "data.num_workers=2"), enough)
@@ -274,7 +275,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "data.num_workers=2"), enough)
         cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
-        # Each worker has four fetching threads.
+        # each worker has four threads that fetch data
         with pytest.raises(
             ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
         ):
@@ -300,7 +301,7 @@ def test_more_workers_than_cores_are_reported(config, tmp_path):
 
 
 def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypatch):
-    """torchrun gives each rank one thread by default."""
+    """By default, torchrun gives each rank only one thread."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     before = torch.get_num_threads()
@@ -317,7 +318,7 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
 
 
 def test_notes_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
-    """Docker's default is 64 MiB, and NCCL raises its own error only at the first collective."""
+    """Docker's default is 64 MiB, and NCCL raises an error only at the first collective."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
     assert check(tiny(config), tmp_path, "cuda").record["notes"] == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -332,7 +333,7 @@ def test_notes_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
-    """The test uses a separate process, because a lowered hard limit cannot be raised again."""
+    """The test needs a separate process, because a process cannot raise its hard limit again."""
     code = """
 import resource, sys
 from vit.system.host import raise_open_files
@@ -365,8 +366,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
     match = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
     assert start["preflight"]["cores"] == int(match[1])
-    # There are fewer buffers than batches, so some batches must be made after the first step,
-    # however late it is.
+    # There are fewer buffers than batches, so some batches must be made after the first step, no
+    # matter how late it is.
     assert start["preflight"]["batch_slots"] == 20
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 4

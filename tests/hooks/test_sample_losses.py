@@ -1,7 +1,7 @@
-"""Test that loss files contain each row of each kept epoch once, even after kills and resumes.
+"""Test that the loss files contain each row of each kept epoch once, even after kills and resumes.
 
-tests/extras/report/test_replay.py checks that the values are the losses of the step.
-tests/test_train.py checks that a killed run leaves the same files as an uninterrupted run.
+tests/extras/report/test_replay.py checks that the values are the step's losses. tests/test_train.py
+checks that a killed run ends with the same files as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PLAN = Plan(1, 4, 4, 1, 3, 0, 12, 8, 0, 8, 1)
 
 
 def values(step: int) -> np.ndarray:
-    """Return (2, 4) float32 values that encode their step. One value exceeds float16, and one is
-    NaN."""
+    """Return a (2, 4) float32 array whose values encode the step. One value exceeds the range of
+    float16, and one is NaN."""
     losses = step + np.arange(8, dtype=np.float32).reshape(2, 4) / 16
     losses[0, 3] = np.nan
     losses[1, 0] = 1e9
@@ -31,7 +31,7 @@ def values(step: int) -> np.ndarray:
 
 
 def written(folder, steps, every_epochs=1):
-    """Write the files of a process that trains `steps` and saves after every second step."""
+    """Write the files of a process that trains for `steps` and saves after every second step."""
     samples = SampleLosses(folder, ALONE, PLAN, every_epochs)
     for step in steps:
         samples.add(step, *values(step))

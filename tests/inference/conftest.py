@@ -27,7 +27,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.fixture(scope="session")
 def odd_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write images of all kinds, and files that only look like images, to folders and a tar."""
+    """Write images of all kinds, and files that only look like images, to folders and to a tar."""
     folder = tmp_path_factory.mktemp("odd")
     pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
     image = Image.fromarray(pixels)

@@ -1,7 +1,7 @@
 """Test phone photos that are stored sideways.
 
-Photos must be rotated upright when shards are written, and in every use of a model that was trained
-on such shards.
+Photos must be rotated upright when shards are written, and whenever a model that was trained on
+such shards is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit.model import VisionTransformer
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write photos with EXIF orientation 6, and one of them as an upright PNG. Also write shards of
+    """Write photos with EXIF orientation 6, and an upright PNG of one of them. Also write shards of
     the rotated photos (`upright`) and of the stored pixels (`lying`), and a run on the upright
     shards."""
     folder = tmp_path_factory.mktemp("phone")
@@ -103,7 +103,8 @@ def test_evaluation_rotates_images_from_shards_with_sideways_photos(place):
 
 @pytest.mark.parametrize("program", ["timm", "huggingface", "onnx"])
 def test_exports_make_other_programs_rotate_a_sideways_photo(program, place, tmp_path, monkeypatch):
-    """Other programs run the card's code as printed. `vit.load` reads the config in the folder."""
+    """Other programs run the code on the model card unchanged. `vit.load` reads the config in the
+    folder."""
     config = write_config(tmp_path, place / "upright", steps=1)
     plain = [*TINY, f"run.dir={tmp_path / 'run'}", "eval.resizer=pillow"]
     run_here("launch/train.py", "--config", config, *plain)

@@ -42,7 +42,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
-    """Run the command on a folder that contains a tar; return all its outputs."""
+    """Run the command on a folder that contains a tar, and return all its output."""
     out = tmp_path_factory.mktemp("out")
     flags = ["--csv", out / "out.csv", "--sheet", out / "sheet.png", "--attention"]
     done = run("launch/predict.py", "--checkpoint", tiny_run, odd_files, *flags, "--top", 2)
@@ -52,7 +52,7 @@ def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
 def test_each_image_is_predicted_as_if_it_were_the_only_one(predicted, tiny_run, odd_files):
     trained = vit.load(tiny_run)
     rows = rows_of(predicted.out / "out.csv")
-    # A folder's files come before its subfolders.
+    # The files of a folder are listed before its subfolders.
     names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
     assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
     for row, name in zip(rows, names, strict=True):
@@ -98,7 +98,7 @@ def test_workers_and_batches_change_nothing(tiny_run, odd_files):
     good = [number for number in range(36) if number not in problems]
     assert torch.equal(torch.cat([part.labels for part in parts])[good], alone[0].labels[good])
     probabilities = torch.cat([part.probabilities for part in parts])
-    # Batches of 5 and of 36 images sum in different orders.
+    # Sums over batches of 5 and 36 images are added in different orders.
     torch.testing.assert_close(
         probabilities[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6
     )
@@ -174,8 +174,8 @@ def test_many_images_are_summarized_by_class(tiny_run, shards, tmp_path, capfd):
 
 
 def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
-    """A truncated tar and a link to itself must be counted as one problem each. All other images
-    must be read."""
+    """A truncated tar and a link to itself must count as one problem each. All other images must be
+    read."""
     image = (odd_files / "a" / "cmyk.jpg").read_bytes()
     (tmp_path / "z").mkdir()
     for name in ("a.jpg", "z/b.jpg"):
@@ -199,7 +199,7 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 
 def test_file_names_cannot_control_the_terminal():
-    """Control characters must be escaped, but letters of all languages stay readable."""
+    """Control characters must be escaped, but letters of all languages must remain readable."""
     assert escape_unprinted("a\x1b[31m\r\udcff\u202e.jpg") == r"a\x1b[31m\r\udcff\u202e.jpg"
     assert escape_unprinted("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 

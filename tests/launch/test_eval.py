@@ -1,4 +1,5 @@
-"""Test `launch/eval.py` in this process, with a run by its path and data with different classes."""
+"""Test `launch/eval.py` in this process, with the path of a run and with data that has different
+classes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Copy the images to classes that are named after colors."""
+    """Copy the images into classes that are named after colors."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("colours") / "shards")
     info = json.loads((root / "_info.json").read_text())
     (root / "_info.json").write_text(json.dumps({**info, "class_names": ["red", "green", "blue"]}))
@@ -40,7 +41,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 def evaluated(capfd, *arguments: object) -> tuple[dict, str]:
-    """Return the JSON object on stdout and the messages on stderr."""
+    """Return the JSON object from stdout and the messages from stderr."""
     capfd.readouterr()
     run_here("launch/eval.py", *arguments, "--num-workers", 0, "--device", "cpu", "--json")
     printed = capfd.readouterr()

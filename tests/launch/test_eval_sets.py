@@ -1,5 +1,5 @@
-"""Test evaluation sets: each is as exact as the validation split, is found by name, and is named in
-all results."""
+"""Test that evaluation sets are as exact as the validation split, are found by name, and are named
+in all results."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ NAMES = [f"class{label}" for label in range(3)]
 
 
 class ByColour(nn.Module):
-    """A model with 12 classes whose logits depend only on the mean color, so that a plain loop can
-    compute them."""
+    """A model with 12 classes whose logits depend only on the image's mean color, so that a plain
+    loop can compute them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +107,7 @@ def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def model_classes() -> list[str]:
-    """Return twelve classes of a model, among which the shards' classes have different
-    positions."""
+    """Return twelve model classes, in which the classes of the shards have different positions."""
     names = [f"other{number}" for number in range(12)]
     names[7], names[2], names[11] = NAMES
     return names
@@ -117,7 +116,8 @@ def model_classes() -> list[str]:
 def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(
     shards, model_classes, tmp_path
 ):
-    """A plain loop computes both the class subset of ImageNet-A's protocol and all outputs."""
+    """A plain loop computes the results both for the class subset, as in ImageNet-A's protocol, and
+    for all outputs."""
     logits, labels = logits_of(shards)
     other = renamed(shards, tmp_path / "a", NAMES)
     sets = {"own": {"root": str(other)}, "all": {"root": str(other), "classes": "all"}}
@@ -146,15 +146,15 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
     rows = [[] if i % 4 == 0 else sorted({int(own[i]), i % 3}) for i in range(len(keys))]
     by_key = tmp_path / "by_key.json"
     by_key.write_text(json.dumps(dict(zip(keys, rows, strict=True))))
-    # ReaL's labels are ordered by the numbers at the ends of the keys, not in the order of the
-    # shards.
+    # ReaL's labels are ordered by the numbers at the ends of the keys, which is not the order of
+    # the shards.
     ordered = sorted(range(len(keys)), key=lambda i: int(keys[i].rpartition("_")[2]))
     assert ordered != list(range(len(keys)))
     in_order = tmp_path / "real.json"
     in_order.write_text(json.dumps([rows[i] for i in ordered]))
     sets = {"real": {"labels": str(in_order)}, "keyed": {"labels": str(by_key)}}
     results, opened_sets = evaluated(shards, sets, [*NAMES, *map(str, range(9))])
-    # the shards' three classes are the first of twelve, and only these three compete
+    # the three classes of the shards are the first of twelve, and only these three compete
     scored = [i for i, row in enumerate(rows) if row]
     best = logits[:, :3].argmax(1).tolist()
     right = sum(best[i] in rows[i] for i in scored)
@@ -170,9 +170,10 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
 
 
 def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
-    """ImageNet-V2's folders are named 0, 1, 2, ... 11, whose order as text differs."""
+    """ImageNet-V2's folders are named 0, 1, 2, ... 11, and sorting these names as text gives a
+    different order."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
-    names = sorted(f"class{label}" for label in range(12))  # like the shards' labels
+    names = sorted(f"class{label}" for label in range(12))  # the same labels as those of the shards
     for label, name in enumerate(names):
         shutil.copytree(tmp_path / "images" / "val" / name, tmp_path / "v2" / str(label))
     for order in ("text", "number"):
@@ -190,7 +191,7 @@ def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
     assert opened_sets["text"].columns.tolist()[:4] == [0, 1, 10, 11]
     for order in sets:
         numbered, standard = (results[name].accuracy.to_dict() for name in (order, "val"))
-        # sums of the same logits in different orders
+        # the same logits are summed in different orders
         assert numbered == pytest.approx(standard, abs=1e-5)
 
 
@@ -265,7 +266,7 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):
 
 
 def set_words(shards: Path, folder: Path) -> list[str]:
-    """Return the settings of two more sets, one of which chooses the best weights."""
+    """Return the settings for two more sets. Accuracy on one of them selects the best weights."""
     split = open_split(shards, "val")
     labels = {split.key(i): [int(split.index["label"][i]), 0][i % 2 :] for i in range(22)}
     path = folder / "real.json"
@@ -334,7 +335,8 @@ def test_the_command_agrees_with_the_record_and_compares_image_by_image(finished
     rows = printed.err[printed.err.index("set ") :].splitlines()
     assert len(rows) == 7
     assert rows[0].split()[:3] == ["set", "weights", "images"]
-    # With other data the run's own sets are skipped, but those of the command line are evaluated.
+    # With other data, the run's own sets are skipped, but those given on the command line are
+    # evaluated.
     arguments = ["--split", "train", "eval.sets.again.split=val"]
     run_here("launch/eval.py", finished, *arguments, "--device", "cpu", "--json")
     other = json.loads(capfd.readouterr().out)

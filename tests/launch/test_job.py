@@ -1,4 +1,4 @@
-"""Test that the exit status of `launch/job.py` tells a scheduler how the attempt ended."""
+"""Test that the exit status of `launch/job.py` shows a scheduler how the attempt ended."""
 
 from __future__ import annotations
 

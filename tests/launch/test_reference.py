@@ -1,4 +1,4 @@
-"""Test the reference pages, which are generated from the code, and `launch/explain.py`."""
+"""Test `launch/explain.py` and the reference pages, which are generated from the code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test that every subcommand of `launch/visualize.py` writes and names its file, or prints the
-reason."""
+"""Test that every subcommand of `launch/visualize.py` either writes a file and prints its name, or
+prints the reason."""
 
 from __future__ import annotations
 

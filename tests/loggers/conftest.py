@@ -1,4 +1,4 @@
-"""W&B's server, for the tests of this folder, and an environment without an account."""
+"""Fixtures: a W&B server, and an environment without a W&B account."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loggers.wandb_runs import Server, use_server
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path_factory, monkeypatch):
-    """Remove the key, proxy and settings of this machine's user."""
+    """Remove the W&B key, proxy and settings of this machine's user."""
     for name in os.environ:
         if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
             monkeypatch.delenv(name)

@@ -29,7 +29,7 @@ BACKGROUND = "#f7f8fa"
 
 
 def draw(run_dir: Path, out: Path) -> None:
-    """Write the picture of the newest offline part of `run_dir` to `out`."""
+    """Plot the newest offline run in `run_dir`, and write the image to `out`."""
     part = parts(run_dir)[-1]
     run_id, _, history = read_wandb(part)
     media = {
@@ -55,7 +55,7 @@ def draw(run_dir: Path, out: Path) -> None:
             if key in media:
                 panel.imshow(
                     plt.imread(part.parent / "files" / media[key])[:1400]
-                )  # attention has many panels
+                )  # there are many attention panels
                 panel.axis("off")
                 continue
             points = [(row[AXIS], row[key]) for row in history if key in row]

@@ -1,4 +1,4 @@
-"""The time of each part of a start is reported once, after the first batch."""
+"""Test that the duration of each startup phase is reported once, after the first batch."""
 
 from __future__ import annotations
 

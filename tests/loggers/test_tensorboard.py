@@ -1,5 +1,5 @@
-"""TensorBoard shows the record: each step once, also for a killed run, read back by tensorboard
-itself. Its errors become one line."""
+"""Test that TensorBoard reads each step once, even after a kill, and that its errors are reported
+in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def started(folder: Path, step: int) -> Record:
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Return name -> (step, time, value) of each event of all files, as tensorboard reads them."""
+    """Return name -> (step, time, value) for the events in all files, as TensorBoard reads them."""
     everything = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "images": 0})
     everything.Reload()
     return {
@@ -40,7 +40,7 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Return the same from the record, in float32 as in event files."""
+    """Return the same mapping from metrics.jsonl, in float32 as in event files."""
     events = defaultdict(list)
     for line in read_metrics(folder / METRICS_FILE):
         for key, value in line.items():
@@ -78,7 +78,7 @@ def test_numbers_and_pictures(tmp_path):
 
 
 def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
-    """The first attempt is not closed, so that lines in its thread are lost."""
+    """The first attempt is not closed, so the lines that are still in its thread are lost."""
     first = started(tmp_path, 0)
     for step in range(1, 7):
         first.write("train", step, loss=float(step))
@@ -117,7 +117,7 @@ def test_steps_before_a_rewind_are_not_shown(tmp_path):
 
 @pytest.mark.full
 def test_shows_each_step_of_a_killed_and_resumed_run_once(shards, tmp_path):
-    """With real processes: kill -9 between two checkpoints, then the same command."""
+    """Real processes are killed between two checkpoints and started again with the same command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"
     settings = ("log.tensorboard=true", "checkpoint.every_steps=5")
@@ -144,7 +144,7 @@ def test_switched_on_later_it_shows_the_run_from_its_first_step(tmp_path):
 
 def test_reports_a_missing_tensorboard_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # simulate a missing package
     record = started(tmp_path, 0)
     record.write("train", 1, loss=1.0)
     record.close()
@@ -175,7 +175,7 @@ def test_an_error_ends_only_the_view(moment, tmp_path, capsys):
     if moment == "at the start":
         (tmp_path / "tensorboard").write_text("in the way")
     record = started(tmp_path, 0)
-    if moment == "in the middle":  # like its thread on a full disk
+    if moment == "in the middle":  # simulate an error of the thread on a full disk
         worker = record._tensorboard._writer.file_writer.event_writer._async_writer._worker
         worker.exception = OSError(errno.ENOSPC, "No space left on device")
     record.write("train", 1, loss=1.0)

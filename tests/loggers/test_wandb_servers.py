@@ -1,4 +1,4 @@
-"""W&B's server cannot harm or delay a run, whatever it does: real wandb, real sockets."""
+"""Test that no W&B server can harm or delay a run, with the real wandb package and real sockets."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from loggers.wandb_runs import (
 from vit.loggers import wandb_logger
 
 WAITING_S = 15.0
-"""The promised limit: with any server, a start and an end together wait for no more than this."""
+"""The promised limit: with any server, starting and finishing W&B together delay the run by at most
+this time."""
 
 
 @pytest.fixture
 def holds(tmp_path_factory) -> Callable[[float], bool]:
-    """Return whether this many seconds keep the promise at the machine's present speed: 2 idle
-    cores start and end W&B in 1.5 s."""
+    """Return whether the given time is within the promised limit, scaled to the machine's current
+    speed. On 2 idle cores, starting and finishing W&B takes 1.5 s."""
 
     def check(spent_s: float) -> bool:
         if spent_s < WAITING_S:
@@ -44,7 +45,7 @@ def holds(tmp_path_factory) -> Callable[[float], bool]:
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[list[bytes]], str]]:
-    """Make servers that send the given bytes to every client, half a second apart."""
+    """Start servers that send the given bytes to every client, half a second apart."""
     sockets = []
 
     def serve(listener: socket.socket, pieces: list[bytes]) -> None:
@@ -80,7 +81,7 @@ def answering() -> Iterator[Callable[[list[bytes]], str]]:
     [
         ("accepts and is silent", "not ready 10 s after"),
         ("401", "CommError: .* error 401"),
-        # each test starts W&B once, and has one of these two ends
+        # each test starts W&B once, and ends in one of these two ways
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -110,7 +111,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
             socket.create_server(("127.0.0.1", 0), backlog=0 if case == "drops packets" else 9)
         )
         url = f"http://127.0.0.1:{held[0].getsockname()[1]}"
-        # a full queue: Linux drops further connections
+        # when the queue is full, Linux drops further connections
         for _ in range(8 if case == "drops packets" else 0):
             held.append(socket.socket())
             held[-1].setblocking(False)
@@ -124,7 +125,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         )
         url = answering(pieces)
     use_server(monkeypatch, url)
-    if reason.startswith("CommError"):  # W&B's own reason, once W&B has reported it
+    if reason.startswith("CommError"):  # the reason given by W&B, if W&B has reported one
         monkeypatch.setattr(wandb_logger.WandbProcess.close, "__defaults__", (False, False, 60.0))
     spent_s = one_run(tmp_path)
     for each in held:
@@ -155,7 +156,7 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
     first, *_, last = capfd.readouterr().err.splitlines()
     assert holds(spent_s)
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
-    # W&B's own error may come before the third probe.
+    # W&B may report its own error before the third probe
     assert re.match(r"wandb: stopped \(.*\); .* --to-wandb$", last), last
     assert len(record_of(tmp_path)) == 7
     server.released.set()
@@ -163,7 +164,7 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
 
 
 def test_a_server_that_hangs_for_five_seconds_about_the_end_gets_every_line(tmp_path, server):
-    """One probe without an answer must not end the upload."""
+    """One unanswered probe must not end the upload."""
 
     def recover() -> None:
         server.mode = "ok"

@@ -1,4 +1,5 @@
-"""`launch/report.py --to-wandb` rebuilds W&B's run from the record alone, with each line once."""
+"""Test that `launch/report.py --to-wandb` rebuilds W&B's run from metrics.jsonl, with each line
+once."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from vit.loggers.wandb_upload import ToWandb
 
 
 def with_record(folder: Path) -> Path:
-    """A run that W&B never showed: two attempts, the second from step 2 on."""
+    """Return a run that was never sent to W&B. The second of its two attempts starts at step 2."""
     one_run(folder, range(1, 6), setting="off")
     one_run(folder, range(3, 9), setting="off", restarts=1)
     return folder
@@ -47,7 +48,7 @@ def test_uploads_missing_lines_and_rebuilds_a_deleted_run(tmp_path, server, caps
     run_here(*command)
     assert numbers(server.history) == recorded(folder)
 
-    server.history.clear()  # deleted on the service, so its id cannot be used again
+    server.history.clear()  # deleted on the service, so the id cannot be reused
     (folder / "wandb_id").unlink()
     shutil.rmtree(folder / "wandb")
     run_here(*command)

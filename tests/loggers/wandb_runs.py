@@ -1,4 +1,5 @@
-"""Runs that the real W&B shows, and the part of its server that wandb-core uses."""
+"""Runs that use the real W&B package, and a server with the part of W&B's API that wandb-core
+uses."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 
 def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
-    """Run id, config and history of a .wandb file: LevelDB's log framing (blocks of 32 KiB) around
-    W&B's protobufs."""
+    """Return the run id, config and history from a .wandb file, which contains protobufs in
+    LevelDB's log framing (blocks of 32 KiB)."""
     from wandb.proto.wandb_internal_pb2 import Record as Message  # type: ignore[attr-defined]
 
     data = path.read_bytes()
@@ -72,12 +73,12 @@ def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
 
 
 def parts(folder: Path) -> list[Path]:
-    """The offline parts of a run, in the order of their starts."""
+    """Return the offline parts of a run in the order in which they started."""
     return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.name)
 
 
 def numbers(history: list[dict]) -> list[dict]:
-    """The logged values, without W&B's own columns, pictures and tables."""
+    """Return the logged values, without W&B's own columns, images and tables."""
     lines = [
         {key: value for key, value in line.items() if not key.startswith(("_", "report/"))}
         for line in history
@@ -86,7 +87,7 @@ def numbers(history: list[dict]) -> list[dict]:
 
 
 def expected(steps: range, restarts: int = 0) -> list[dict]:
-    """The expected rows of a `one_run`."""
+    """Return the rows that a `one_run` must log."""
     trained = [
         {"global_step": step, "restarts": restarts, "train/loss": 1 / (step + 1)} for step in steps
     ]
@@ -94,7 +95,7 @@ def expected(steps: range, restarts: int = 0) -> list[dict]:
 
 
 def recorded(folder: Path) -> list[dict]:
-    """The expected rows from a run's metrics.jsonl: each line whose numbers no later line
+    """Return the rows expected from a run's metrics.jsonl: each line whose numbers no later line
     replaces."""
     lines = record_of(folder)
     restarts = 0
@@ -124,7 +125,7 @@ def one_run(
     restarts: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> float:
-    """Run a short training; return the seconds that W&B took at its end and before."""
+    """Run a short training. Return the seconds that starting and finishing W&B took."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("optim: {lr: 0.1}\nlog: {wandb_project: digits}\n")
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
@@ -155,7 +156,7 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
 
 
 def wandb_pids() -> list[int]:
-    """Return the processes of this test that follow a feed or serve W&B: those with its home."""
+    """Return the ids of W&B's processes that this test started, which have its home folder."""
     return [
         pid
         for pid in all_pids()
@@ -165,18 +166,18 @@ def wandb_pids() -> list[int]:
 
 
 def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
-    """Send signals to those of `wandb_pids` whose command line contains `program`; return their
+    """Send a signal to each of `wandb_pids` whose command line contains `program`, and return their
     ids."""
     chosen = [pid for pid in wandb_pids() if program in command_line(pid)]
     for pid in chosen:
         for each in signals:
-            with suppress(ProcessLookupError):  # short-lived processes that W&B starts
+            with suppress(ProcessLookupError):  # W&B also starts short-lived processes
                 os.kill(pid, each)
     return chosen
 
 
 class Server:
-    """W&B's server, as far as a run without tables needs it. mode: ok or hang."""
+    """A W&B server that supports runs without tables. Its mode is "ok" or "hang"."""
 
     def __init__(self) -> None:
         self.mode = "ok"

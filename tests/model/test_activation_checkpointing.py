@@ -1,4 +1,4 @@
-"""Test that a step with recomputed activations gives the same bits as one that stores them.
+"""Test that a step that recomputes activations gives the same bits as one that stores them.
 
 tests/extras/planner/test_memory.py tests the saved memory, and tests/test_compile.py tests the
 graphs.
@@ -92,7 +92,7 @@ def test_recomputes_one_in_n_blocks(recomputed, passes):
 @pytest.mark.parametrize("form", ["mask", "subset"])
 @pytest.mark.parametrize("recomputed", ["block", 2])
 def test_updates_are_equal_to_the_bit_with_dropout_and_drop_path(recomputed, form, precision):
-    # Dropped patches give each image different rotary positions.
+    # Patch dropout gives each image different rotary positions.
     fields = {"rope_type": "dinov3", "patch_drop_rate": 0.3, "reg_tokens": 2, "qk_norm": True}
     plain = weights_after(make_model("none", drop_path_form=form, **fields), precision)
     again = weights_after(make_model(recomputed, drop_path_form=form, **fields), precision)

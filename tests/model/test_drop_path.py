@@ -1,5 +1,5 @@
-"""Compare drop path by subsets with the formula of a block, and with the exact mean over all ways
-to drop."""
+"""Compare drop path by subsets with the block's formula, and with the exact mean over all possible
+drops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 
 
 def small(depth: int = 2, **fields) -> VisionTransformer:
-    """Return a model without zero weights, because a head of zeros would hide all other parts."""
+    """Return a model without zero weights, because a zero head would hide errors in all other
+    parts."""
     torch.manual_seed(0)
     sizes = {"embed_dim": 8, "num_heads": 2, "depth": depth}
     model = create_model("vit_ti8", 16, 3, **sizes, **fields)
@@ -83,7 +84,7 @@ def test_kept_rows_follow_the_formula_and_other_rows_pass_unchanged(precision, f
 
 
 def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean logits over the rows, and the flattened gradient of the rows' mean loss."""
+    """Return the mean logits over the rows, and the flattened gradient of the mean loss."""
     logits = model(x)
     loss = logits.square().sum(1).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -91,7 +92,7 @@ def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_means(rate: float) -> tuple[Tensor, Tensor]:
-    """Return the expected `outcomes` of one image: the sum over all ways to drop, weighted by
+    """Return the expected `outcomes` of one image: the sum over all possible drops, weighted by
     probability."""
     model = small().eval()
     branches = [branch for block in model.blocks for branch in (block.attn, block.mlp)]
@@ -109,8 +110,8 @@ def exact_means(rate: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["subset", "mask"])
 def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
-    """Means over independent passes with 64 equal images must be within 5 standard errors of the
-    exact ones."""
+    """Means over independent passes with 64 identical images must be within 5 standard errors of
+    the exact means."""
     rate = 0.375
     passes = 60
     model = small(**{**SUBSET, "drop_path_form": form}, drop_path_rate=rate)
@@ -119,7 +120,7 @@ def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
     for values, expected in zip(zip(*drawn, strict=True), exact_means(rate), strict=True):
         stacked = torch.stack(values).double()
         error = stacked.std(0) / math.sqrt(passes)
-        # Allow for rounding, because gradients of keys' biases are mathematically zero.
+        # Allow for rounding, because the gradients of the key biases are mathematically zero.
         allowed = 5 * error + 1e-4 * expected.abs().max()
         assert ((stacked.mean(0) - expected).abs() < allowed).all()
         assert error.max() < 0.1 * expected.abs().max(), (

@@ -1,4 +1,4 @@
-"""Test model parts that the ViT paper lacks: they match timm's with the same weights, and are
+"""Test model parts that are not in the ViT paper: they match timm's with the same weights, and are
 initialized, decayed and counted correctly."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = [
     {"no_embed_class": True, "pos_embed": "none"},
     {"no_embed_class": True, "global_pool": "avg", "class_token": False},
 ]
-"""Pairs of parts that are rejected, because their class token and registers have no positions."""
+"""Pairs of parts that are rejected because their class token and registers have no positions."""
 
 
 def images(rows: int = 3) -> torch.Tensor:
@@ -192,8 +192,8 @@ def test_dinov3_equals_transformers():
 
 
 def test_patch_norms_apply_before_and_after_the_embedding():
-    """The formula in the source cuts patches with unfold, then applies LayerNorm, a linear layer,
-    and LayerNorm."""
+    """The source's formula cuts patches with unfold, then applies LayerNorm, a linear layer, and
+    LayerNorm."""
     embed = randomise(VisionTransformer(SIZE, **TINY, dual_patch_norm=True)).patch_embed
     patches = torch.nn.functional.unfold(images(), 8, stride=8).transpose(1, 2)
     pixels = nn.functional.layer_norm(
@@ -223,7 +223,7 @@ def test_initial_values_have_the_spread_of_their_sources():
     assert model.reg_token.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.blocks[0].mlp.fc1_g.weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert model.attn_pool.kv.weight.std().item() == pytest.approx(0.02, rel=0.01)
-    # A normal distribution truncated at two standard deviations has 0.88 of its original deviation.
+    # truncation at two standard deviations reduces the deviation of a normal distribution to 0.88
     cut = 0.8796 * 512**-0.5
     assert model.attn_pool.latent.std().item() == pytest.approx(cut, rel=0.15)
     assert model.attn_pool.latent.abs().max() <= 2 * 512**-0.5
@@ -234,8 +234,8 @@ def test_initial_values_have_the_spread_of_their_sources():
 
 
 def test_initializes_all_parts():
-    """A model on the meta device gets uninitialized memory. The test replaces its random contents
-    with NaN."""
+    """Parameters on the meta device become uninitialized memory. The test replaces this memory with
+    NaN."""
     for first, second in itertools.combinations_with_replacement(PARTS.values(), 2):
         fields: dict[str, object] = {**second, **first}
         if fields in WITHOUT_EFFECT:
@@ -283,14 +283,14 @@ def test_operations_equal_the_closed_form():
     def expected(num_patches: int) -> int:
         n = 4 + num_patches
         block = 2 * n * dim * 4 * wide + 4 * n * n * wide + 3 * 2 * n * dim * hidden
-        # Keys and values are computed for patches. The query has its own projection, attention,
+        # Keys and values are computed for the patches. The query has its own projection, attention,
         # output projection and MLP.
         pool = 2 * num_patches * dim * 2 * dim + 4 * num_patches * dim + 2 * dim * 2 * dim
         pool += 2 * 2 * dim * hidden
         return 2 * patches * pixels * dim + 2 * block + pool + 2 * dim * 10
 
     assert flops_per_image(model) == expected(patches)
-    # The query is the same for all images, so it is projected once.
+    # all images have the same query, so it is projected once
     shared = 2 * dim * dim
     assert flops_per_image(model, 4) == expected(patches // 2) - shared * 3 // 4
 
@@ -308,7 +308,8 @@ def test_so400m_has_the_same_shape_as_in_timm():
 
 @pytest.mark.parametrize("rope_type", [None, "axial", "dinov3"])
 def test_drops_random_patches_in_training_and_none_in_evaluation(rope_type):
-    """The result must equal that of a model that sees only these patches, at their positions."""
+    """The result must match that of a model that sees only the remaining patches, at their original
+    positions."""
     fields = {"patch_drop_rate": 0.4, "rope_type": rope_type, "reg_tokens": 2}
     model = randomise(VisionTransformer(SIZE, **TINY, **fields))
     plain = randomise(VisionTransformer(SIZE, **TINY, **{**fields, "patch_drop_rate": 0.0}))
@@ -347,7 +348,7 @@ def test_drops_each_patch_equally_often():
 
 @pytest.mark.parametrize("patch_drop_rate", [0.0, 0.5])
 def test_subsets_of_samples_keep_the_rotations_of_their_samples(patch_drop_rate):
-    """At a rate that drops no sample, a subset is all samples in a different order."""
+    """The rate drops no sample, so a subset contains all samples in a different order."""
     fields = {"rope_type": "axial", "reg_tokens": 1, "patch_drop_rate": patch_drop_rate}
     plain = randomise(VisionTransformer(SIZE, **TINY, **fields)).train()
     form = {"drop_path_rate": 0.01, "drop_path_form": "subset"}
@@ -385,7 +386,7 @@ def test_the_residual_path_is_fp32_under_autocast(fields):
             {"model_name": "vit_base_patch16_rope_reg1_gap_256"},
             {"class_token": False, "global_pool": "avg", "reg_tokens": 1, "ref_feat_shape": 16}
             | {"pos_embed": "none", "rope_type": "axial", "init_values": 1e-5},
-            12 * 768,  # timm's model has no biases of keys
+            12 * 768,  # timm's model has no key biases
         ),
         (
             "vit_b16",
@@ -412,8 +413,8 @@ def test_models_in_docs_recipes_have_as_many_weights_as_in_timm(name, theirs, fi
 
 @pytest.mark.parametrize("source", ["timm", "jax"])
 def test_initial_weights_have_the_same_spread_as_in_timm(source):
-    """The test compares each parameter's deviation and largest value over ten random
-    initializations."""
+    """The test compares the standard deviation and the largest value of each parameter over ten
+    random initializations."""
     fields = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 
     def draws(create: Callable[[], nn.Module]) -> dict[str, Tensor]:
@@ -430,7 +431,8 @@ def test_initial_weights_have_the_same_spread_as_in_timm(source):
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         if source == "jax" and name.endswith("qkv.weight"):
-            # timm treats the three maps as one, but its source treats them as separate.
+            # timm initializes query, key and value as one matrix, but the source initializes
+            # them separately.
             expected = expected * 2**0.5
         spread = ours[name].std().item()
         assert spread == pytest.approx(expected.std().item(), rel=0.1, abs=1e-12), name

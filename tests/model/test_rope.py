@@ -18,7 +18,7 @@ GRIDS = [((14, 14), None), ((3, 5), None), ((3, 5), (4, 4)), ((24, 18), 14), ((1
 
 
 def create(rope_type: str, grid: tuple[int, int], **fields) -> RotaryEmbedding:
-    """Create an embedding, by default without registers and at the source's temperature."""
+    """Create an embedding, by default without registers and with the source's temperature."""
     options = {"temperature": None, "reg_temperature": None, "ref_feat_shape": None}
     options |= {"class_tokens": 0, "reg_tokens": 0, **fields}
     return RotaryEmbedding(rope_type=rope_type, grid_size=grid, head_dim=HEAD_DIM, **options)
@@ -31,8 +31,7 @@ def queries(num_tokens: int) -> Tensor:
 @pytest.mark.parametrize(("grid", "reference"), GRIDS)
 @pytest.mark.parametrize("rope_type", ["axial", "dinov3"])
 def test_rotated_queries_equal_timm(rope_type, grid, reference):
-    """timm computes angles of up to 24 in float32, so the angles have errors of up to 24 *
-    2**-24."""
+    """timm computes angles of up to 24 in float32, with errors of up to 24 * 2**-24."""
     fields = {} if rope_type == "dinov3" else {"ref_feat_shape": reference}
     ours = create(rope_type, grid, class_tokens=1, **fields)
     if rope_type == "dinov3":
@@ -50,7 +49,7 @@ def test_rotated_queries_equal_timm(rope_type, grid, reference):
 
 
 def test_registers_of_vit5_rotate_as_a_separate_grid():
-    """In the formula, a pair (a, b) turns by position * theta ** -(i / 4)."""
+    """In the formula, a pair (a, b) is rotated by position * theta ** -(i / 4)."""
     ours = create("axial", (2, 3), class_tokens=1, reg_tokens=4, reg_temperature=100.0)
     x = queries(1 + 4 + 6)
     places = [((0, 0), 1.0)]
@@ -92,5 +91,5 @@ def test_a_larger_image_follows_the_rule_of_the_source():
     assert torch.equal(spread[:, :, :, ::2, ::2], small), "8 positions must lie between 0 and 4"
     odd = create("dinov3", (3, 3)).table.unflatten(3, (3, 3))
     finer = create("dinov3", (9, 9)).table.unflatten(3, (9, 9))
-    # Compare the patches whose centers coincide.
+    # compare the patches whose centers coincide
     torch.testing.assert_close(finer[:, :, :, 1::3, 1::3], odd)

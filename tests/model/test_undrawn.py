@@ -1,5 +1,5 @@
-"""Test that a model created without random initialization equals an initialized one after both load
-a checkpoint."""
+"""Test that a model created without random initialization matches an initialized one after both
+load a checkpoint."""
 
 import pytest
 import timm

@@ -52,7 +52,7 @@ def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
 
 
 def test_the_average_follows_as_in_timm():
-    """DeiT averages with timm's class and a constant decay from the first update on."""
+    """DeiT uses timm's averaging class, with a constant decay from the first update on."""
     model = model_with_buffers()
     ours = Ema(model, 0.9)
     theirs = ModelEmaV2(model, decay=0.9)
@@ -126,8 +126,8 @@ def test_a_resumed_average_equals_an_uninterrupted_one():
 
 
 def test_an_average_every_few_steps_after_warm_up_equals_torchvision():
-    """torchvision's train.py averages at i % 3 == 0 in each epoch. In the two epochs of warm-up, it
-    resets the count."""
+    """torchvision's train.py averages if i % 3 == 0 in each epoch. During the two warm-up epochs,
+    the count is reset."""
     model = model_with_buffers()
     ours = Ema(model, 0.9, every_steps=3, after_steps=2 * 8, steps_per_epoch=8)
     theirs = AveragedModel(model, avg_fn=lambda average, value, _: 0.9 * average + 0.1 * value)
@@ -150,7 +150,7 @@ def test_an_average_that_begins_later_equals_timm():
     for step in range(20):
         train(model, step)
         ours.update(step)
-        theirs.update(model, step + 1)  # timm counts the completed updates
+        theirs.update(model, step + 1)  # timm expects the number of completed updates
         pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
         for averaged, expected in pairs:
             torch.testing.assert_close(averaged, expected)

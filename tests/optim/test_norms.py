@@ -1,5 +1,5 @@
 """Compare each layer's norms with plain loops over parameters, and the attention logits with the
-inputs of attention's kernel."""
+inputs of the attention kernel."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_norms_equal_a_plain_loop_over_parameters(name, precision):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
     if precision == "fp16":
-        # A scale of 65,536 would overflow, and skipped updates would lower it.
+        # A scale of 65,536 would overflow, and the skipped updates would lower it.
         step.loss_scale.value.fill_(2.0**8)
     assert step(make_batch(), 0).read().norms is None
     before = copy.deepcopy(step.model)
@@ -112,7 +112,7 @@ def test_norms_equal_a_plain_loop_over_parameters(name, precision):
     moved = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     changes = ((name, p - moved[name]) for name, p in before.named_parameters())
     gradients = plain_norms((name, p.grad) for name, p in before.named_parameters())
-    # float16 has 11 bits and rounds in two blocks
+    # float16 has an 11-bit significand, and two blocks round
     tolerance = 1e-4 if precision == "fp32" else 0.02
     close = partial(pytest.approx, rel=tolerance)
     assert tuple(result.norms["grad_norm"]) == LAYERS
@@ -177,7 +177,7 @@ def test_measuring_does_not_change_the_training():
 
 @pytest.fixture
 def largest_of_calls(monkeypatch) -> list[torch.Tensor]:
-    """Return each image's largest logit in each call of the kernel."""
+    """Return the largest logit of each image in each call of the attention kernel."""
     seen = []
     kernel = F.scaled_dot_product_attention
 
@@ -212,7 +212,8 @@ def test_the_largest_logit_is_computed_from_the_inputs_of_attention(create, larg
 
 
 def test_searches_the_largest_logit_in_the_first_mixed_images(largest_of_calls):
-    """The choice of images must depend neither on micro-batches of 4 nor on mixing groups of 6."""
+    """The choice of images must not depend on the micro-batch size (4) or the mixing group size
+    (6)."""
     step = make_step(micro_batch_size=6)
     mixing = AugmentConfig(hflip_prob=0.0, mixup_alpha=1.0, mix_group_size=6)
     step.augment.config = mixing

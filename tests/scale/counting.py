@@ -27,21 +27,21 @@ from torch.futures import Future
 from vit.distributed.world import COLLECTIVE_TIMEOUT
 
 REQUEST_BYTES = 16
-"""The approximate overhead in bytes of a request to torch's TCPStore and its response."""
+"""The approximate overhead, in bytes, of a request to torch's TCPStore and its response."""
 
 
 class _Thread(threading.local):
-    """The current part of a thread, and whether the thread simulates another rank."""
+    """The part of the run that a thread is in, and whether the thread simulates another rank."""
 
     def __init__(self) -> None:
         self.parts = ["other"]
         self.others_s = 0.0
-        """The seconds that simulating the other ranks has taken."""
+        """The seconds spent on simulating other ranks."""
         self.is_others = False
 
 
 class Counts:
-    """One rank's requests to the store and its collectives, by part."""
+    """The store requests and collectives of one rank, by part."""
 
     def __init__(self) -> None:
         self.values: dict[str, Counter[str]] = defaultdict(Counter)
@@ -50,7 +50,7 @@ class Counts:
         self._thread = _Thread()
 
     def add(self, quantity: str, nbytes: int, key: str) -> None:
-        """Count a request, a collective or an access to a file. key: its kind."""
+        """Count a request, a collective or a file access. key: its kind."""
         if self.is_on and not self._thread.is_others:
             part = self._thread.parts[-1]
             self.values[part][quantity] += 1
@@ -78,7 +78,7 @@ class Counts:
                     self.values[part]["calls"] += is_first
                     self.values[part]["speaking"] += is_first and self._num_sent(part) > sent_before
                     self.values[part]["cpu_s"] += taken_s
-                    if parts[-1] != "other":  # the outer part must not include this part's time
+                    if parts[-1] != "other":  # exclude this time from the outer part
                         self.values[parts[-1]]["cpu_s"] -= taken_s
 
         setattr(place, name, counted)
@@ -88,7 +88,7 @@ class Counts:
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """Exclude the requests of simulated ranks from the counts during the block."""
+        """Exclude the requests of simulated ranks from the counts during the `with` block."""
         thread = self._thread
         began_s = time.thread_time()
         thread.is_others = True
@@ -124,8 +124,8 @@ class Counts:
 
 
 class Store(dist.Store):
-    """A store with torch's interface over the dict `entries` that counts requests as TCPStore would
-    receive them."""
+    """A replacement for torch's store over the dict `entries`, which counts requests as a TCPStore
+    would receive them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):
         super().__init__()
@@ -202,7 +202,8 @@ class Connection(Store):
 
 
 class Group(dist.ProcessGroup):
-    """A process group with torch's interface that counts collectives. All ranks do the same."""
+    """A replacement for torch's process group that counts collectives. All ranks contribute the
+    same values."""
 
     def __init__(self, rank: int, size: int, counts: Counts):
         super().__init__(rank, size)
@@ -228,8 +229,9 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Broadcast ones as weights, because a simulated rank does not have rank 0's weights.
-        Integers describe DDP's buckets, which are equal on all ranks, so they stay unchanged."""
+        """Broadcast ones instead of weights, because a simulated rank does not have rank 0's
+        weights. Integers describe DDP's buckets, which are equal on all ranks, so they are not
+        replaced."""
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
                 tensor.fill_(1)
@@ -252,5 +254,5 @@ class Group(dist.ProcessGroup):
         output.copy_(own)
         return self._done("all_to_all", [own], output)
 
-    all_gather_single = _allgather_base  # the name in torch 2.15 and later
+    all_gather_single = _allgather_base  # the method's name since torch 2.15
     all_to_all_single = alltoall_base

@@ -51,7 +51,7 @@ from tests.scale.counting import Connection, Counts, Group, Store
 
 RANKS_OF_A_HOST = 8
 MICRO_BATCH = 1
-"""The number of images in a micro-batch with `--exact`."""
+"""The number of images per micro-batch with `--exact`."""
 CONFIG = """
 model: {name: vit_ti8, embed_dim: 32, depth: 1, num_heads: 2, image_size: 16}
 data: {num_workers: 0}
@@ -74,21 +74,22 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (OrderHook, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
     (vit.train, "_save", "save"),
-    # This is a separate part, because either the next save or the next step may record it.
+    # a separate part, because the next save or the next step may include it
     (Saver, "_tell_complete", "save recorded"),
     (vit.train, "_finish", "end"),
     (exit, "leave_world", "end"),
     (Watch, "_verdict", "watch: a beat"),
 )
-"""The functions whose calls are the parts of a run. A nested call counts as the inner part."""
+"""The functions whose calls are counted as parts of a run. A nested call counts as the inner
+part."""
 
 
 class _Waits(BaseException):
-    """A simulated rank has sent its message and would wait."""
+    """Raised when a simulated rank has sent its message and would wait."""
 
 
 class _SendingStore:
-    """The store of a simulated rank, which delivers the rank's messages and raises _Waits when the
+    """The store of a simulated rank, which passes on the rank's messages and raises _Waits when the
     rank first reads."""
 
     def __init__(self, store: dist.Store):
@@ -113,14 +114,14 @@ def host_of(rank: int) -> str:
 def others_speak(
     world: World, counts: Counts, function: Callable[..., Any], *arguments: Any
 ) -> None:
-    """Let every other rank call `function` of `World` until it would wait."""
+    """Let each of the other ranks call `function` of `World` until it would wait."""
     with counts.of_others():
         hosts = world.hosts or tuple(map(host_of, range(world.size)))
         for rank in range(1, world.size):
             stub: Any = _SendingStore(world.store)
             other = World(rank, world.size, world.device, stub, hosts)
             own = arguments
-            # `gather` sends one value from each rank.
+            # `gather` sends one value from each rank
             if len(arguments) == 2 and isinstance(arguments[1], dict):
                 own = (arguments[0], _value_of(rank, *arguments, other))
             try:
@@ -182,7 +183,7 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
 
 
 def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
-    """Stop an `attempt` at its first step, so that a checkpoint to resume from exists."""
+    """Stop an `attempt` at its first step, so that it leaves a checkpoint to resume from."""
     train_on = vit.train._train_from_state
 
     def stopped(*arguments: Any) -> Any:
@@ -197,8 +198,8 @@ def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, stor
 def first_and_last(
     settings: tuple[Path, list[str]], size: int, counts: Counts
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the counts of rank 0 and of the last rank of `size` for resuming and finishing a
-    run."""
+    """Return the counts of rank 0 and of the last of `size` ranks for a run that resumes and
+    finishes."""
     stopped_attempt(settings, size, 0, Store({}, counts))
     entries: dict[str, bytes] = {}
     counts_by_rank = {}
@@ -212,7 +213,8 @@ def first_and_last(
 
 
 def real(shards: Path, batch: int, folder: Path) -> None:
-    """Train as one of the ranks that torchrun started, and write this rank's counts to `folder`."""
+    """Train as one of the ranks that torchrun started, and write the counts of this rank to
+    `folder`."""
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     counts = Counts()
@@ -229,7 +231,7 @@ def real(shards: Path, batch: int, folder: Path) -> None:
     attempt(settings, size, rank, Connection(dist.PrefixStore("2", store), counts))
     (folder / f"{rank}.json").write_text(json.dumps(counts.take()))
     sys.stdout.flush()
-    os._exit(0)  # exit as `leave` does, because gloo's threads can hang a normal exit
+    os._exit(0)  # exit as `leave` does, because gloo's threads can block a normal exit
 
 
 def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
@@ -260,7 +262,7 @@ def main() -> None:
     for each in PARTS:
         counts.watch(*each)
     let_others_speak(counts)
-    gc.freeze()  # otherwise, the end of each run would scan all imported objects again
+    gc.freeze()  # otherwise, garbage collection after each run would scan all imported objects
     counts_by_size = {}
     with tempfile.TemporaryDirectory(prefix="one_of_many-") as name:
         folder = Path(name)

@@ -26,8 +26,8 @@ from processes import environment, make_shards
 
 SIMULATION = Path(__file__).with_name("one_of_many.py")
 US_OF_A_REQUEST = 31
-"""The time that torch's TCPStore spends on a request, in microseconds of one core: 1.69 s for
-53,450 requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
+"""The time that torch's TCPStore spends on a request, in microseconds of one core. It took 1.69 s
+for 53,450 requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
 ONCE_PER = {
     "step": "step",
     "step read, logged": "step",
@@ -36,7 +36,7 @@ ONCE_PER = {
     "save": "save",
     "watch: a beat": "30 s",
 }
-"""Maps a part to how often it runs. All other parts run once."""
+"""Maps each part to how often it runs. All other parts run once."""
 
 
 def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, 
 
 
 def parts_of(counts: dict[str, Any]) -> list[str]:
-    """Return the names of the parts with communication, in the order of a run."""
+    """Return the names of the parts that communicate, in the order of a run."""
     names = dict.fromkeys(part for each in counts.values() for part in each["first"])
     return [name for name in names if name not in ("keys", "other")]
 
 
 def once(counts: dict[str, Any], ranks: int, who: str, part: str, quantity: str) -> float:
-    """Return a count per call of `part`. Calls without communication are ignored unless no call
+    """Return a count per call of `part`. Calls without communication are ignored if any call
     communicates.
 
     who: "first" or "last".

@@ -1,5 +1,5 @@
-"""Test that a training run's communication does not grow with the number of ranks, except as stated
-in `OF_A_RANK`, `OF_A_HOST` and `SUMMED`."""
+"""Test that communication does not grow with the number of ranks, except as stated in `OF_A_RANK`,
+`OF_A_HOST` and `SUMMED`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ OF_A_RANK = {
     "start: hosts compared": 80,
     "watch: a beat": 80,  # sent every 30 s
 }
-"""The number of bytes per rank that rank 0 may read from the store, or 0 for a part that is not
-listed."""
+"""The number of bytes per rank that rank 0 may read from the store in each part. The default is
+0."""
 OF_A_HOST = {"start: ranks meet": 40}
-"""The number of bytes per host that any other rank may read: the host's name."""
+"""The number of bytes per host that any other rank may read, for the host's name."""
 SUMMED = {"step": 4 * (1 + len(LOADER_COUNTS) / 5), "evaluation": 4}
 """The number of bytes per rank in collectives: the rank's wait for data in each step, and its
 loader's counts with each line of metrics (every five steps in this test)."""
 DIGITS = 3
-"""The number of additional digits that a count or a rank number may have."""
+"""The number of digits by which a count or a rank number may grow."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def images(tmp_path_factory):
 
 
 def simulated(shards, *ranks):
-    """Map the number of ranks, then "first" or "last", then the part to counts."""
+    """Map the number of ranks, then "first" or "last", then the part, to the counts."""
     script = [HERE / "one_of_many.py", shards, "--batch", MANY, "--ranks", *ranks]
     done = call([warm_python.python(environment()), *map(str, script)])
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def simulated(shards, *ranks):
 
 @pytest.fixture(scope="module")
 def counted(images):
-    """Map (rank, part, quantity) to the counts with few ranks and with many."""
+    """Map (rank, part, quantity) to the counts with few ranks and with many ranks."""
     few, many = simulated(images, FEW, MANY).values()
     return {
         (who, part, quantity): (values.get(quantity, 0), number)
@@ -103,8 +103,8 @@ def test_all_parts_of_a_run_were_counted(counted):
 
 @pytest.mark.full
 def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
-    """Real ranks use gloo and torch's store. The polls of a waiting rank depend on timing, so they
-    are not compared."""
+    """Real ranks use gloo and torch's store. Polls are not compared, because they depend on
+    timing."""
     counts = simulated(images, 4)["4"]
     script = [images, "--batch", MANY, "--real", tmp_path]
     done = run(HERE / "one_of_many.py", *script, ranks=4)
@@ -117,7 +117,7 @@ def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
 
 
 def requests_of(counts):
-    """Return the requests to the store, without polls, heartbeats and torch's own requests."""
+    """Return the requests to the store without polls, heartbeats and torch's own requests."""
     ours = {name: number for name, number in counts["keys"].items() if " vit/" in name}
     return {
         name: number

@@ -1,7 +1,6 @@
-"""Fixtures that start and stop a real Slurm with two nodes on this machine, with Debian's own
-daemons.
+"""Fixtures that start and stop a real two-node Slurm on this machine, using Debian's daemons.
 
-Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Without
+Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons require root. Without
 root or Slurm, the tests are skipped with the reason, or fail if VIT_REQUIRE_SLURM=1, as in CI.
 """
 
@@ -27,8 +26,8 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# All times are short, and all other settings have Slurm's defaults. GPUs are only numbers, so that
-# scripts that request them run unchanged.
+# All times are short, and all other settings have Slurm's defaults. GPUs are not real hardware, so
+# that scripts that request GPUs run unchanged.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={first_job}
@@ -82,7 +81,7 @@ UNFINISHED = (
 
 
 class Cluster:
-    """Slurm's commands, connected to the tests' own daemons."""
+    """Slurm's commands, connected to the daemons of the tests."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -94,14 +93,14 @@ class Cluster:
             },
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            # The mark is passed to jobs by sbatch.
+            # sbatch passes the mark to the jobs
             families.MARK: f"{os.environ[families.MARK]}.cluster.",
         }
         self.submitted: list[Job] = []
         self.nodes: dict[str, subprocess.Popen] = {}
 
     def start(self, *command: object) -> subprocess.Popen:
-        """Start a daemon in a session of its own, with its output in `daemons.log`."""
+        """Start a daemon in its own session, with its output in `daemons.log`."""
         path = f"{self.environment['PATH']}:/usr/sbin:/sbin"
         with open(self.folder / "daemons.log", "ab") as log:
             return subprocess.Popen(
@@ -113,8 +112,8 @@ class Cluster:
             )
 
     def start_node(self, name: str) -> None:
-        """Start a node's slurmd in a process namespace. All its processes end with the namespace,
-        as when a machine loses its power."""
+        """Start a node's slurmd in a process namespace. When the namespace ends, all its processes
+        end, as if the machine lost power."""
         slurmd = f"slurmd -D -f {self.folder}/slurm.conf -N {name}"
         # Like an init, bash adopts orphans. unshare ignores SIGTERM.
         line = f'{slurmd} & trap "kill $!" TERM; wait $!; wait $!'
@@ -138,8 +137,8 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
-        """Submit a script with sbatch's options and the script's arguments. `variables` are added
-        to the environment, which sbatch passes to the job."""
+        """Submit a script with options for sbatch and arguments for the script. sbatch passes
+        `variables` to the job's environment."""
         command = [
             "env",
             *(f"{key}={value}" for key, value in variables.items()),
@@ -168,8 +167,8 @@ class Job:
         self.path = log
 
     def facts(self) -> dict[str, str]:
-        """Return the output of `scontrol show job` as a dict. For an array, return that of an
-        unfinished task if one exists."""
+        """Return the output of `scontrol show job` as a dict. For an array, describe an unfinished
+        task if one exists."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -181,7 +180,8 @@ class Job:
     def wait(
         self, happened: Callable[[dict[str, str]], bool] | None = None, timeout_s: float = 240
     ) -> dict[str, str]:
-        """Wait until `happened(facts)`, by default until the job is finished; return the facts."""
+        """Wait until `happened(facts)` is true, by default until the job is finished, and return
+        the facts."""
         deadline = time.monotonic() + timeout_s
         while True:
             facts = self.facts()
@@ -209,7 +209,7 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Start two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a
-    preemption) and urgent, which preempts jobs of the other two."""
+    preemption) and urgent, whose jobs preempt those of the other two."""
     missing = [
         name
         for name in DAEMONS
@@ -224,7 +224,7 @@ def cluster() -> Iterator[Cluster]:
         if os.environ.get("VIT_REQUIRE_SLURM") == "1":
             pytest.fail(f"{reason}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
         pytest.skip(f"{reason} ({remedy})")
-    # Use a short path, because a socket's path is limited to 107 bytes.
+    # use a short path, because a socket's path is limited to 107 bytes
     folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))
     os.chmod(folder, 0o755)
     for name in ("state", "spool-n1", "spool-n2"):
@@ -236,7 +236,7 @@ def cluster() -> Iterator[Cluster]:
         "first_port": first_port,
         "second_port": second_port,
     }
-    # Jobs derive their ports from their numbers, so two test runs on one machine need different
+    # Jobs derive their ports from their job numbers, so two test runs on one machine need different
     # numbers.
     numbers["first_job"] = random.randrange(1000, 60000)
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
@@ -270,7 +270,7 @@ def cluster() -> Iterator[Cluster]:
         wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-        # Wait for jobs before ending the daemons, without which jobs would be orphans.
+        # Wait for jobs before ending the daemons, because jobs would become orphans.
         wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
         for node in cluster.nodes:
@@ -290,7 +290,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
     """Cancel the jobs of a failed test, which would occupy the nodes during the next test. Jobs of
-    fixtures for several tests were submitted before this fixture runs."""
+    fixtures that several tests share are not canceled, because they were submitted earlier."""
     before = len(cluster.submitted)
     yield
     if jobs := cluster.submitted[before:]:

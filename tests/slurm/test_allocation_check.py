@@ -11,8 +11,8 @@ from processes import TINY, write_config
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
-# Both nodes are this machine. This prefix is used like a container's. It gives each node a
-# different name, and gives n2 an empty folder in place of the data.
+# Both nodes are this machine. This command prefix, used like a container's, gives each node a
+# different name, and hides the data on n2 behind an empty folder.
 AS_A_NODE = """#!/bin/bash
 export HIDDEN={hidden}
 exec unshare --uts --mount bash -c '
@@ -37,7 +37,7 @@ def checked(cluster, folder, shards, hidden=""):
 
 
 def rows(job):
-    """Map each part to its verdict and the first line of its finding."""
+    """Map each part to its verdict and to the first line of its finding."""
     findings = re.findall(r"^ +(ok|note|FAIL|-) +(\S+(?: \S+)?) {2,}(.*)$", job.log, re.M)
     return {part: (verdict, finding) for verdict, part, finding in findings}
 
@@ -62,7 +62,7 @@ def test_a_node_without_the_data_is_named_and_the_job_fails(cluster, shards, tmp
     assert facts["ExitCode"] != "0:0"
     verdict, finding = rows(job)["shards"]
     assert verdict == "FAIL", job.log
-    # torchrun does not always give rank 0 to the job's first node.
+    # torchrun does not always start rank 0 on the job's first node.
     assert re.match(r"n2 \(rank [01]\): ", finding), (
         "the message must name the node without the data"
     )

@@ -1,8 +1,8 @@
-"""Test slurm/*.sh on a real Slurm with two nodes: jobs that finish, time out, are canceled or
-preempted, or contain mistakes.
+"""Test slurm/*.sh on a real two-node Slurm: jobs that finish, time out, are canceled or preempted,
+or contain mistakes.
 
-Both nodes are this machine, and Slurm's GPUs are only numbers: each job has one rank per GPU, on
-the CPU.
+Both nodes are this machine, and Slurm's GPUs are not real: each job runs one rank per GPU, on the
+CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def submit_training(
 
 
 def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None:
-    """Wait until metrics.jsonl has reached `step`. The job must not end before."""
+    """Wait until metrics.jsonl has reached `step`. The job must not end earlier."""
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
         state = job.facts()["JobState"]
@@ -63,7 +63,7 @@ def starts(run_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """Return the final state of an uninterrupted run on two ranks, without Slurm."""
+    """Return the final state of an uninterrupted run on two ranks without Slurm."""
     folder = tmp_path_factory.mktemp("whole")
     train(write_config(folder, shards, steps=STEPS), folder / "run", *OFTEN, ranks=2)
     return final_state(folder / "run", STEPS)
@@ -107,7 +107,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_ends_like_an_undisturbed_job(
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 20)
-    # Send the signal that Slurm sends shortly before the limit.
+    # send the signal that Slurm sends shortly before the limit
     job.cancel("--batch", "--signal=USR1")
     facts = job.wait()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), (
@@ -127,7 +127,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_ends_like_an_undisturbed_job(
 
 
 def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards, tmp_path, whole):
-    # Two GPUs give two ranks.
+    # two GPUs give two ranks
     options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
     job = submit_training(cluster, tmp_path, shards, options=options)
     run_dir = tmp_path / "run"
@@ -145,7 +145,7 @@ def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards,
 
 def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
     """Ranks on GPUs wait for a failed node in the same way. In this test, a rank is stopped.
-    SRUN_ARGS are passed to srun."""
+    SRUN_ARGS is passed to srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -168,8 +168,8 @@ def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_pa
 
 @pytest.mark.patient
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
-    """The node's slurmd, step and ranks end without a message. After SlurmdTimeout, Slurm queues
-    the job again, and the job waits for the node's return."""
+    """The node's slurmd, step and ranks end without a message. After SlurmdTimeout, Slurm requeues
+    the job, which waits until the node returns."""
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
@@ -178,8 +178,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
     cluster.start_node("n2")
     facts = job.wait()
-    # Slurm may repeat its order to end this job once the node is back. The job is then saved and
-    # queued a second time.
+    # When the node returns, Slurm may repeat its order to end this job. The job is then saved and
+    # requeued a second time.
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) >= 1
     first, second, *_ = starts(run_dir)
@@ -189,8 +189,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
 
 
 def trainers(run_dir: Path) -> list[int]:
-    """Return the process ids of the ranks that train in `run_dir`. Their command lines lack
-    torchrun, unlike those of launchers and srun."""
+    """Return the process ids of the ranks that train in `run_dir`. Only the command lines of
+    launchers and srun contain torchrun."""
     lines = {pid: command_line(pid).split() for pid in all_pids()}
     return [
         pid
@@ -203,7 +203,7 @@ def trainers(run_dir: Path) -> list[int]:
     ("override", "message", "started"),
     [
         ("optim.lr=-1", "optim.lr", False),
-        # Only training detects this mistake.
+        # only training detects this mistake
         ("data.root=/nowhere", "/nowhere: no such directory", True),
     ],
 )
@@ -289,8 +289,8 @@ def limited(cluster, shards, tmp_path_factory):
 
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
-    """Without notice, Slurm ends and requeues a job. With notice, only the script can requeue the
-    job."""
+    """Without notice, Slurm ends and requeues the job. With notice, only the script can requeue
+    it."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()
@@ -329,7 +329,7 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
 def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     job, run_dir = limited
     # Cancel the job early. A job with a limit of a minute saves and requeues itself at 40 s, and
-    # canceling it after that is a different case.
+    # canceling it later is a different case.
     job.wait(
         lambda facts: (
             int(facts["Restarts"]) > 0
@@ -346,12 +346,12 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 180
-    # The job prints the second message if it was canceled during its restart.
+    # the job prints the second message if it is canceled during its restart
     ended = ("as the job itself was asked to end", "not started")
     while not any(message in job.log.splitlines()[-1] for message in ended):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     assert (run_dir / "stopped_early").exists()
-    time.sleep(7)  # wait longer than a requeued job does in these tests
+    time.sleep(7)  # wait longer than a requeued job waits in these tests
     facts = job.facts()
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", restarts), job.log

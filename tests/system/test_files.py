@@ -1,5 +1,5 @@
-"""Test temporary files: a process must not treat another process's file as abandoned, and files of
-killed processes must be removed."""
+"""Test that a process never treats another process's temporary file as abandoned, and that files of
+killed processes are removed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vit.system.files import remove_leftovers, replacing, temporary_beside, temp
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
-"""A command prefix for a separate process-id namespace, as in a container with the host's network:
-same host name, same small process ids."""
+"""A command prefix for a separate process-id namespace. As in containers with the host's network,
+the host name is the same and process ids are small."""
 
 
 def can_unshare() -> bool:

@@ -1,4 +1,4 @@
-"""Test that GPUs are found by the names that people and drivers use."""
+"""Test that GPUs are found by the names that users and drivers use."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_gpu_is_found_by_its_own_name():
 
 
 def test_time_per_byte_and_per_operation_are_consistent():
-    """A peak, a memory size or a bandwidth that is wrong by a factor of ten is outside these
+    """A peak, memory size or bandwidth that is wrong by a factor of ten lies outside these
     ranges."""
     for gpu in GPUS:
         assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gbs < 550, gpu.name

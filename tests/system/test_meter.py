@@ -1,5 +1,5 @@
-"""Test progress messages: rate and remaining time, lines at intervals in a log file, and no output
-without a reader."""
+"""Test progress messages: rate and remaining time, periodic lines in a log file, and no output if
+nobody can read it."""
 
 import math
 import re

@@ -1,4 +1,5 @@
-"""Test that the cores next to a GPU are read from the files of a host with several nodes."""
+"""Test that the cores next to a GPU are read from the kernel's files on a host with several
+nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ NEAR_1 = {*range(16, 32), *range(48, 64)}
 
 
 def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
-    """Create the files of a host whose GPUs are on `nodes` ("" for an unknown node)."""
+    """Create the kernel's files for a host whose GPUs are on `nodes` ("" for an unknown node)."""
     for address, node in zip(GPUS, nodes, strict=False):
         if node:
             path = folder / "sys/bus/pci/devices" / address / "numa_node"
@@ -41,7 +42,7 @@ def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
         ("00001111", set(range(16)), set(range(16))),  # Slurm gave the rank no core on that node
         ("01", ALL, NEAR_1),
         ("11111111", ALL, ALL),  # eight ranks share half of the cores
-        ("1", ALL, ALL),  # the only rank gets all of the node's cores
+        ("1", ALL, ALL),  # the only rank gets all cores of the node
         ("1", NEAR_1, NEAR_1),
     ],
 )

@@ -1,5 +1,5 @@
-"""Test URLs that contain logins: the displayed form, the requested form, and which server gets
-which login."""
+"""Test URLs that contain logins: how they are displayed and requested, and which server gets which
+login."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test that parameters of `init.freeze` keep their bits and cost no time in the step, and that all
-plans of a run account for them."""
+"""Test that parameters of `init.freeze` remain bit-identical and cost no time in a step, and that
+the estimates for a run take them into account."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ HEAD = {"head.weight", "head.bias"}
 
 @pytest.fixture
 def process_group():
-    """Create a process group that contains only this process, so that DDP can wrap a model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -122,7 +121,7 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
         if parameter.requires_grad:
             assert not torch.equal(parameter, old[name]), name
             # AdamW's first step has the size of the learning rate for any gradient. If the gradient
-            # is only rounding, so is its sign.
+            # is only rounding noise, its sign is random.
             clear = plain.get_parameter(name).grad.abs() > 1e-6
             torch.testing.assert_close(
                 parameter[clear], expected[name][clear], rtol=1e-3, atol=1e-3
@@ -137,7 +136,7 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
 def gradients_of(
     frozen: str | int, compiled: bool, recomputed: bool, wrapped: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of two micro-batches, as `TrainStep` computes them, with any combination
+    """Return the gradients of two micro-batches, as `TrainStep` computes them, with any settings
     that a config allows."""
     torch._dynamo.reset()
     model = model_of(drop_path_rate=0.0, proj_drop_rate=0.0).train()
@@ -179,8 +178,8 @@ def test_freezing_combines_with_all_other_changes_of_a_step(
 
 @pytest.mark.parametrize("frozen", ["none", "backbone", 0, 1, 3])
 def test_counts_the_same_operations_as_torch(frozen):
-    """torch counts a real backward pass. The comparison excludes the gradient of the images, and
-    attention, whose backward pass torch counts with its recomputation."""
+    """torch counts a real backward pass. The comparison excludes the gradient of the images and the
+    attention, because torch counts the recomputation in attention's backward pass."""
     model = model_of(depth=3)
     freeze(model, frozen)
     images = torch.randn(2, 3, 16, 16)
@@ -199,8 +198,7 @@ def test_counts_the_same_operations_as_torch(frozen):
     attention = all_forward - products(forward)
     backward = train_flops_per_image(model, 2) - all_forward
     depth = {"none": 3, "backbone": 0, 0: 3, 1: 2, 3: 0}[frozen]
-    # When the first linear map is trained, it needs no gradient of its input, but the convention
-    # counts one.
+    # A trained first linear layer needs no gradient of its input, but the convention counts one.
     patches = 2 * 3 * 8 * 8 * 32 * 4
     head = 2 * 32 * 5
     not_needed = {"none": patches, "backbone": head}.get(frozen, 0)

@@ -1,5 +1,5 @@
-"""Test weights from other programs: resampled as in timm, read without running code, loaded
-strictly, and written completely or not at all."""
+"""Test that weights from other programs are resampled as in timm, read without running code, loaded
+strictly, and written atomically."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def test_positions_of_grids_that_are_not_square_are_resampled():
     assert load_weights(other, source, grid=(2, 6)) == [
         "positions resampled from 2x6 to 4x4 (bicubic, antialiased)"
     ]
-    # Both grids have 16 positions, so only the grid's shape shows the difference.
+    # Both grids have 16 positions, so only the shape of the grid differs.
     flat = tiny(0, image_size=(32, 128)).state_dict()
     assert load_weights(other, flat, grid=(2, 8)) == [
         "positions resampled from 2x8 to 4x4 (bicubic, antialiased)"
@@ -177,7 +177,7 @@ def test_timm_models_are_resampled_and_reset():
     assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
-# The following tests use data with other classes than the head.
+# The following tests use data whose classes differ from those of the head.
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 
@@ -243,7 +243,7 @@ def test_classes_without_names_are_counted():
     assert class_mismatch(trained_on([], 5), ["a", "b"], 2) == counted
     assert class_mismatch(trained_on([], 5), [], 5) == ""
     unnamed = "the model has class names, but the data do not: labels are compared by number"
-    # Equal counts do not prove equal classes.
+    # Equal class counts do not imply equal classes.
     assert class_mismatch(trained_on(MODEL), [], 5) == unnamed
     assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
         "a head with unused classes must get no note on its own data"

@@ -1,5 +1,5 @@
-"""Test that weight files are recognized by their content, and are read without running code or
-rejected in one line."""
+"""Test that weight files are recognized by their content, and are either read without running code
+or rejected with a one-line error."""
 
 import argparse
 import json
@@ -103,7 +103,7 @@ class Harmful:
 
 
 def test_an_argparse_namespace_beside_the_weights_is_ignored(tmp_path):
-    """The files of MAE and DeiT contain their command line's namespace."""
+    """The files of MAE and DeiT contain the parsed command line as a namespace."""
     torch.save(
         {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
         tmp_path / "namespace.pth",
@@ -183,7 +183,7 @@ def test_the_suffix_of_a_file_does_not_matter(tmp_path):
 
 
 def test_files_that_are_not_checkpoints_are_refused_without_warnings(tmp_path, recwarn):
-    """`tests/project/test_weights_errors.py` provokes the messages for other files."""
+    """`tests/project/test_weights_errors.py` tests the messages for other files."""
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": [1.0]}, protocol=4))
     torch.save({1: torch.ones(2)}, tmp_path / "numbers.pth")
     with pytest.raises(WeightsError, match="is truncated or not a checkpoint"):
@@ -194,8 +194,8 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings(tmp_path, r
 
 
 def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
-    """A damaged number of classes, grid or name must be reported when the file is read, before any
-    code uses it."""
+    """A corrupt number of classes, grid or name must be reported when the file is read, before any
+    code uses the value."""
     good = {
         "config": "{}",
         "num_classes": "10",
@@ -222,7 +222,8 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
 
 
 def test_an_error_of_the_operating_system_is_one_line(tmp_path):
-    """Tests may run as root, which may read any file, so these errors are not about permissions."""
+    """Tests may run as root, which can read any file, so they trigger errors other than permission
+    errors."""
     os.mkfifo(tmp_path / "pipe.pth")
     with pytest.raises(WeightsError, match=r"pipe.pth is not a regular file"):
         read_weights(tmp_path / "pipe.pth")
@@ -231,8 +232,8 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path):
 
 
 def test_quantized_weights_are_rejected():
-    """Without their scales, which are separate tensors, the numbers would describe another
-    model."""
+    """Quantized numbers without their scales, which are separate tensors, would describe a
+    different model."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):

@@ -1,6 +1,6 @@
-"""Test that huggingface_hub's real client fetches weights by their Hub names from a local hub.
+"""Test that huggingface_hub's real client fetches weights by name from a local hub.
 
-The logits must equal those of timm and transformers, which fetch from the same hub.
+The logits must match those of timm and transformers, which fetch from the same hub.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_head
 
 
 def small_repository(folder: Path) -> dict[str, bytes]:
-    """Return the files that timm's export writes for the Hub, including pickled weights."""
+    """Return the files that timm exports to the Hub, including pickled weights."""
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch16_224", num_classes=3, **SIZES).eval()
     torch.nn.init.normal_(model.head.weight)
@@ -67,7 +67,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture
 def hub(repositories, tmp_path, monkeypatch) -> Iterator[HubServer]:
-    """Start a local hub, set its address in the environment, and use an empty cache."""
+    """Start a local hub with an empty cache, and set its address in the environment."""
     with HubServer(repositories) as server:
         server.licences[NAME] = "apache-2.0"
         server.gated.add(GATED)

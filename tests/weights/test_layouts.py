@@ -1,6 +1,7 @@
-"""Test that weights survive writing and reading in another program's layout bit for bit.
+"""Test that weights remain bit-identical after they are written and read in another program's
+layout.
 
-The other program must compute the same logits with the same random weights.
+With the same random weights, the other program must compute the same logits.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def ours(size: str) -> Any:
 
 
 def theirs(program: str, model: Any) -> torch.nn.Module:
-    """Return another program's model of the same shape as `model`, with its own random weights."""
+    """Return another program's model with the shape of `model` and with its own random weights."""
     block = model.blocks[0]
     side, patch = model.image_size[0], model.patch_size[0]
     hidden, heads = block.mlp.fc1.out_features, block.attn.num_heads
@@ -153,7 +154,7 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
 
 
 def test_variants_of_big_vision_names_are_read(tmp_path):
-    """The variants have no class token, one array for all blocks, or heads with the same names."""
+    """The variants have no class token, have one array for all blocks, or name both heads alike."""
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
     weights = model.state_dict()
     arrays, left = from_ours(LAYOUTS["npz"], weights, 3)
@@ -192,8 +193,8 @@ def test_half_precision_is_read(tmp_path):
 
 
 def test_weights_pre_trained_by_mae_start_a_model_that_pools(tmp_path):
-    """Both MAE's and Hugging Face's names must be read. Decoder and mask token are dropped, and the
-    norm is new."""
+    """Both MAE's and Hugging Face's names must be read. The decoder and mask token are dropped, and
+    the norm is newly initialized."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}
     encoder = randomised(create_model("vit_ti8", 32, 5, **shape)).state_dict()

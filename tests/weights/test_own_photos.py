@@ -1,5 +1,5 @@
-"""Test that docs/weights.md's command for a user's own photos yields a model that `vit.load` loads
-and that classifies better than chance."""
+"""Test that the command in docs/weights.md for a user's own photos trains a model that `vit.load`
+loads and that classifies better than chance."""
 
 from __future__ import annotations
 

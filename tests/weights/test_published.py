@@ -1,5 +1,5 @@
-"""Test published models: the table agrees with timm's settings, results equal those of timm's
-models and transforms, and names are checked for mistakes."""
+"""Test published models: the table matches timm's settings, results match those of timm's models
+and transforms, and misspelled names are rejected."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ def test_our_model_replaces_only_plain_vits_of_timm():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_our_model_has_the_same_parameters_as_in_timm(architecture):
-    """This test compares names and shapes. The tests below compare the logits of each family."""
     published = identify(
         f"{architecture}.pth", f"{architecture}.{timm.get_pretrained_cfg(architecture).tag}"
     )
@@ -120,10 +119,9 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 
 def jpegs() -> dict[str, bytes]:
-    """Return photographs of several shapes: wide, tall, smaller than the view, and gray."""
+    """Return photos of several shapes: wide, tall, smaller than the view, and gray."""
     from sklearn.datasets import load_sample_images  # import late, because the import is slow
 
-    # Both pictures have 640 x 427 pixels.
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)
     pictures = {
         "china": china,
@@ -140,7 +138,7 @@ def jpegs() -> dict[str, bytes]:
 
 
 def timms_view(name: str):
-    """Return timm's evaluation transform: PIL image -> normalized (3, H, W)."""
+    """Return timm's evaluation transform from a PIL image to a normalized (3, H, W) tensor."""
     return create_transform(
         **resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     )
@@ -174,7 +172,7 @@ def test_the_view_of_an_image_equals_timm(name):
 
 
 def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a model with random weights, the photographs preprocessed by timm, and the logits (4,
+    """Return a model with random weights, the photos preprocessed by timm, and the logits (4,
     1000).
 
     The biases are chosen so that the model predicts several classes.
@@ -199,7 +197,7 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
 
 
 def rounding(model: torch.nn.Module) -> float:
-    """Return the largest difference that two orders of summation may cause in a logit of
+    """Return the largest difference that the order of summation may cause in a logit of
     `random_timm_model`. The head adds `num_features` products, whose rounding errors grow with the
     square root of their number. The head then adds a bias that is many times larger than the
     result."""

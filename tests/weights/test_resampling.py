@@ -1,4 +1,4 @@
-"""Test that position embeddings resampled to another grid equal timm's."""
+"""Test that position embeddings resampled to another grid match timm's."""
 
 import pytest
 import torch
@@ -65,10 +65,10 @@ def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
     ("old", "new"), [((14, 14), (24, 24)), ((8, 12), (24, 24)), ((9, 9), (9, 36))]
 )
 def test_ramps_stay_linear_away_from_the_border(old, new, antialias, atol):
-    """Only positions that need no value outside the grid are compared. The center of position i of
-    `new` is at (i + 1/2) old / new - 1/2. Keys' cubic with a = -1/2 keeps straight lines, but torch
-    uses a = -1/2 only with antialias. Without antialias, a = -3/4, which is off by up to a
-    twentieth of a position."""
+    """Only positions that need no value outside the grid are compared. The center of position i in
+    `new` is at (i + 1/2) old / new - 1/2. Keys' cubic kernel with a = -1/2 keeps straight lines,
+    but torch uses a = -1/2 only with antialias. Without antialias, torch uses a = -3/4, which is
+    off by up to a twentieth of a position."""
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in old), indexing="ij")
     patches = torch.stack((y, x), dim=2).reshape(1, -1, 2)
     resampled = resample_posemb(patches, old, new, 0, antialias=antialias)[0].unflatten(0, new)

@@ -1,4 +1,4 @@
-"""Test that files of published models are identified, and that their published accuracy is quoted
+"""Test that files of published models are identified and that their published accuracy is quoted
 correctly."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
         ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm recognizes the whole name
         ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
         ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
-        # This model is only in timm, not in our table.
+        # this model is in timm but not in our table
         ("vit_base_patch16_224.sam_in1k.safetensors", "vit_base_patch16_224.sam_in1k"),
         ("deit_base_distilled_patch16_224-df68dfff.pth", "deit_base_distilled_patch16_224.fb_in1k"),
         (
@@ -90,7 +90,7 @@ def test_a_model_is_identified_by_the_name_that_the_user_gives(tmp_path):
 
 
 def test_a_name_without_a_tag_uses_the_default_settings_of_timm_with_a_note(tmp_path):
-    """A user's own training with timm gives the model no tag."""
+    """Models that users train with timm have no tag."""
     default = timm.get_pretrained_cfg("vit_tiny_patch16_224")
     published = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
     assert (published.mean, published.std, published.crop_pct) == (
@@ -335,7 +335,7 @@ def test_rows_of_torchvision_models_have_the_settings_of_torchvision(row):
 
 
 def test_folders_of_transformers_are_identified(tmp_path):
-    """Sizes, view and class names come from the files that transformers itself writes."""
+    """Sizes, view and class names are read from the files that transformers writes."""
     config = ViTConfig(
         hidden_size=48,
         num_hidden_layers=2,
@@ -372,7 +372,7 @@ def test_folders_of_transformers_are_identified(tmp_path):
 
 
 def test_a_different_norm_epsilon_is_noted_and_a_large_one_is_rejected(tmp_path):
-    """The initial weights of transformers make small tokens, for which epsilon matters more than
+    """The initial weights of transformers give small tokens, for which epsilon matters more than
     for trained weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
@@ -418,7 +418,8 @@ def test_invalid_settings_beside_the_weights_are_named(tmp_path):
     ],
 )
 def test_the_error_names_the_unsupported_family(names, family, tmp_path):
-    """The names of the weights must decide, even if the user gives the name of a timm model."""
+    """The error must name the family of the weights, even if the user gives the name of a timm
+    model."""
     path = tmp_path / "weights.pth"
     torch.save({name: torch.ones(1) for name in names}, path)
     loaded = read_weights(path)

@@ -1,4 +1,4 @@
-"""Test that whole runs have the same weights on any number of ranks, by comparing hashes."""
+"""Test that whole runs end with the same weight hashes on any number of ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def measured(run_dir: Path) -> list[dict]:
 
 
 def faults(run_dir: Path) -> list[tuple]:
-    """Return the updates that the guard skipped, and the samples with the largest losses on all
+    """Return the updates that the guard skipped, and the samples with the largest losses across all
     ranks."""
     return [(line["step"], line["reason"], line["samples"]) for line in record(run_dir, "fault")]
 
@@ -105,7 +105,8 @@ SELDOM = "checkpoint.every_steps=20"
 
 @pytest.fixture(scope="module")
 def eight_leaves(tmp_path_factory) -> Path:
-    """Return a config with eight micro-batches per step, for up to eight ranks and 200 steps."""
+    """Return a config for 200 steps with eight micro-batches each, so that it can run on up to
+    eight ranks."""
     folder = tmp_path_factory.mktemp("eight")
     return write_config(folder, make_shards(folder), steps=200, batch=32)
 
@@ -257,7 +258,7 @@ def test_rejects_a_number_of_threads_that_is_not_a_number(monkeypatch, threads):
 
 @pytest.mark.usefixtures("no_limits")
 def test_hosts_of_two_kinds_are_refused():
-    """The other host has the type of rank 0, whose message must use the same words."""
+    """Rank 0 sends the description of a different host, so the other rank must refuse to start."""
 
     def rank(world):
         if not world.is_main:
@@ -294,8 +295,8 @@ def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
         *TINY,
         "train.steps=9",
     ]
-    # Checkpoints record the number of micro-batches from this step on, but not after the setting
-    # was switched off.
+    # From this step on, checkpoints record the number of micro-batches, but not after the setting
+    # was turned off.
     refused = run(*arguments, *more[1:2], "data.micro_batch_size=2", *changes[2:])
     assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
     train(config, run_dir, "train.steps=7", *changes)
@@ -313,13 +314,13 @@ def test_a_resume_with_another_number_of_micro_batches_is_rejected(config, alone
 
 @pytest.mark.full
 def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_path):
-    """An uncompiled run would silently continue with different bits."""
+    """An uncompiled run would silently continue with results that are not bit-identical."""
     train(config, tmp_path / "run", *EXACT, "train.steps=3")
     arguments = ["--config", config, *TINY, *EXACT, "train.compile=true"]
     resumed = run("launch/train.py", *arguments, f"run.dir={tmp_path / 'run'}")
     assert resumed.returncode == 2
     assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
-    # Start a real interpreter, because a warm one has already found the compiler.
+    # Start a fresh interpreter, because a warm one has already found the compiler.
     env = {**environment(), "CXX": "/nonexistent"}
     arguments += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
     new = call(command("launch/train.py", *arguments, ranks=0), env)

@@ -1,5 +1,5 @@
-"""Test sums along a binary tree: the nodes that each rank computes, and identical bits on any
-number of ranks."""
+"""Test sums along a binary tree: which nodes each rank computes, and that results are bit-identical
+on any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from vit.system.device_memory import LiveBytes
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:
-    """Compute the sum by definition: the left half has the largest power of two that is below the
-    number of leaves."""
+    """Compute the sum recursively: the left half has the largest power of two below the number of
+    leaves."""
     if len(leaves) == 1:
         return leaves[0]
     left = 1 << (len(leaves) - 1).bit_length() - 1
@@ -34,7 +34,7 @@ def by_recursion(leaves: list[Tensor]) -> Tensor:
 
 
 def random_leaves(count: int, size: int = 50) -> Tensor:
-    """Return leaves of many magnitudes, so that any other order of additions gives different
+    """Return leaves whose magnitudes vary so much that any other order of addition changes the
     bits."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.randint(-8, 8, (count, size), generator=generator)
@@ -73,7 +73,7 @@ def test_the_nodes_of_any_number_of_ranks_add_up_to_the_same_bits(num_leaves):
 
 
 def test_the_order_matters():
-    """If all orders gave the same bits, the tests above would prove nothing."""
+    """If every order of addition gave the same bits, the tests above would prove nothing."""
     leaves = random_leaves(16)
     sums = (tree_sum(leaves), leaves.sum(0), tree_sum(leaves.roll(1, 0)))
     assert len({hash_of([each]) for each in sums}) == 3
@@ -118,8 +118,8 @@ def hash_of(tensors: list[Tensor]) -> str:
 
 
 CASES = [(leaves, size) for leaves in (3, 4, 5, 8, 13) for size in (1, 100, 1 << 20)]
-"""Pairs of the number of leaves and the bucket size in bytes: one bucket for each parameter, two
-buckets, and one bucket."""
+"""(number of leaves, bucket size in bytes) pairs: one bucket per parameter, two buckets, and one
+bucket."""
 
 
 def test_one_rank_equals_the_sum_of_the_gradients_of_each_micro_batch():
@@ -158,18 +158,18 @@ def test_uses_as_much_memory_as_it_counts(num_leaves):
 
 
 def test_the_count_includes_data_from_other_ranks():
-    """With two leaves on one rank, one node remains. The peak contains the current leaf, the
-    previous leaf, and two halves of the sum. On three ranks, 8 leaves are split into 2, 3 and 3, of
-    which 1, 2 and 2 nodes remain."""
+    """With two leaves on one rank, one tree node remains. The peak contains the current leaf, the
+    previous leaf, and two halves of the sum. Three ranks get 2, 3 and 3 of 8 leaves, and 1, 2 and 2
+    nodes remain on them."""
     assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
 def peak_over_count(num_leaves: int, world: World) -> float:
-    """Return the peak bytes of all live tensors (the maximum over ranks) divided by the counted
-    bytes.
+    """Return the measured peak bytes of live tensors, the maximum over ranks, divided by the
+    predicted bytes.
 
-    Each gradient is one repeated number, so that it needs no other memory.
+    Each gradient is a single repeated number, so it needs no other memory.
     """
     parameters = [nn.Parameter(torch.zeros(96 * 100)) for _ in range(6)]
     with LiveBytes() as live:

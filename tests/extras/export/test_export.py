@@ -1,4 +1,4 @@
-"""Test that other libraries open the exported folders with the code that the model card prints."""
+"""Test that other libraries can open the exported folders by running the code on the model card."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def subject_of(model: dict | None = None, **sections: Any) -> Subject:
 
 
 def photo(path: Path) -> None:
-    """Write a smooth photo, so that resizing differs little between programs."""
+    """Write a smooth photo, because different resizers agree closely on smooth images."""
     y, x = np.mgrid[0:60, 0:90] / 90
     pixels = np.stack([x, y, (x + y) / 2], axis=-1) * 255
     Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
 
 
 def own_logits(subject: Subject, path: Path) -> torch.Tensor:
-    """Return the logits for the photo in our evaluation view."""
+    """Return the logits of our model for the photo, preprocessed as in our evaluation."""
     config = subject.config
     size = config.model.height_width()
     image = decode_center(path.read_bytes(), size, config.eval, config.data.interpolation)
@@ -70,7 +70,7 @@ def own_logits(subject: Subject, path: Path) -> torch.Tensor:
 
 
 def run_card(folder: Path, monkeypatch) -> dict[str, Any]:
-    """Run the Python code of the model card, and return its variables."""
+    """Run the Python code on the model card, and return its variables."""
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code is not None
     monkeypatch.chdir(folder)
@@ -117,7 +117,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
     variables = run_card(folder, monkeypatch)
     assert [variables["names"][n] for n in range(3)] == NAMES
     expected = own_logits(subject, folder / "photo.jpg")
-    # The resizers of torch and Pillow may differ by one of 255 levels.
+    # torch and Pillow may resize a pixel to values that differ by one of 255 levels.
     scale = float(expected.abs().max())
     torch.testing.assert_close(variables["logits"], expected, rtol=0, atol=0.05 * scale)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
@@ -136,7 +136,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
 
 @pytest.mark.full
 def test_an_onnx_model_above_2_gib_stores_its_weights_in_a_separate_file(tmp_path):
-    """Three blocks of width 4,096 take 2.3 GiB, which exceeds the protobuf size limit."""
+    """Three blocks with a width of 4,096 take 2.3 GiB, which exceeds the protobuf size limit."""
     subject = subject_of({**TINY, "embed_dim": 4096, "depth": 3, "num_heads": 32})
     num_bytes = sum(tensor.nbytes for tensor in subject.model.state_dict().values())
     assert num_bytes > 2**31
@@ -246,7 +246,7 @@ def test_a_setting_that_is_missing_in_the_tables_is_refused(monkeypatch):
     ],
 )
 def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path, monkeypatch):
-    """The image is noise, which reveals even an error of one pixel in resizing or cropping."""
+    """On a noise image, even an error of one pixel in resizing or cropping changes the result."""
     subject = subject_of(model, eval={**view, "resizer": "pillow"})
     noise = np.random.default_rng(0).integers(0, 256, (61, 91, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
@@ -265,8 +265,8 @@ def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path
 
 
 def test_unused_classes_get_names_in_the_export(tmp_path):
-    """Other libraries derive the number of classes from the names. With only 3 names, they could
-    not load a head with 5 classes."""
+    """Other libraries use the number of names as the number of classes. With only 3 names, they
+    could not load a head with 5 classes."""
     subject = replace(subject_of(), num_classes=5)
     subject.model.head = torch.nn.Linear(48, 5)
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
@@ -280,7 +280,8 @@ def test_unused_classes_get_names_in_the_export(tmp_path):
 
 @pytest.mark.parametrize("model", [{}, {"image_size": [24, 40]}])
 def test_a_view_survives_the_export_to_transformers(model, tmp_path):
-    """The preprocessing squashes an image to 35x35 or 26x44 and crops the center."""
+    """The preprocessing resizes an image to 35x35 or 26x44, ignoring its aspect ratio, and crops
+    the center."""
     subject = subject_of(model, eval={"crop_pct": 0.9, "crop_mode": "squash", "resizer": "pillow"})
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
     loaded, _ = with_published_config(read_weights(tmp_path / "theirs"), None, "-")
@@ -289,8 +290,8 @@ def test_a_view_survives_the_export_to_transformers(model, tmp_path):
 
 
 def test_a_grid_that_is_not_square_survives_the_export(tmp_path):
-    """15 patches and a class token have 16 positions, as many as a 4x4 grid. Only the config
-    distinguishes the two."""
+    """15 patches and a class token make 16 positions, as many as a 4x4 grid. Only the config shows
+    which of the two it is."""
     for program in ("timm", "huggingface"):
         config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
         subject = subject_of({"image_size": [24, 40]}, **config)
@@ -341,7 +342,7 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     assert tuple(guest.pretrained_cfg["mean"]) == config.data.mean
     assert guest.pretrained_cfg["label_names"] == loaded.class_names
 
-    # The command exports the run with the measured accuracy of these weights.
+    # The exported model card must state the measured accuracy of these weights.
     done = run("launch/export.py", tmp_path / "run", "--to", "timm")
     assert done.returncode == 0, done.stderr
     assert "averaged weights): run, 3 classes at 16x16, to timm\n" in done.stdout

@@ -1,4 +1,4 @@
-"""Test that the advice for a step that does not fit in memory lists only settings that do fit."""
+"""Test that if a step does not fit in memory, the advice lists only settings that fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def needed_bytes(config: Config, rows: int = 64) -> int:
 
 
 def advice(config: Config, memory_bytes: float) -> str:
-    """Return the advice for a GPU on which a step may use `memory_bytes`."""
+    """Return the advice for a GPU on which a step may use up to `memory_bytes`."""
     plan, _ = make_plan(config, 64, 1)
     memory_gib = RESERVED_GIB + memory_bytes / GIB / USABLE_SHARE
     small = replace(GPUS[0], memory_gib=memory_gib)

@@ -1,4 +1,4 @@
-"""Test that forecasts of hours, sizes and limits equal manual calculations."""
+"""Test that forecasts of hours, sizes and limits match manual calculations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def config_of(**sections: dict) -> Config:
 
 
 def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
-    """The run has 300 epochs with 312 batches of 4,096 images. A forward pass takes 35.13 GFLOP,
-    and training takes three times as many."""
+    """The run has 300 epochs with 312 batches of 4,096 images. A forward pass takes 35.13 GFLOP per
+    image, and training takes three times as much."""
     config = load_config("vit_b16", ["data.root=/nonexistent"])
     forecast = make_forecast(config, 8, H200)
     assert forecast.plan.total_steps == 93_600
@@ -50,7 +50,8 @@ def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
 
 
 def test_skipped_and_repeated_computations_change_the_operations():
-    """The model has two blocks. Embedding and head account for a seventh of the operations."""
+    """The model has two blocks. The embedding and the head account for a seventh of the
+    operations."""
     plain = make_forecast(config_of(model=TINY), 1, H200)
     subset = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": "constant"}
     by_subset = make_forecast(config_of(model={**TINY, **subset}), 1, H200)
@@ -77,7 +78,7 @@ def test_stages_of_image_size_count_with_their_own_operations():
 
     staged = forecast_at(64, image_sizes=stages)
     alone = {side: forecast_at(side) for side in (32, 48, 64)}
-    # Only the model with stages computes the matrix product that resamples position embeddings.
+    # Only the model with stages resamples its position embeddings, which is a matrix product.
     expected = sum(
         share * alone[side].train_flops
         for side, share in zip((32, 48, 64), (0.5, 0.25, 0.25), strict=True)
@@ -88,7 +89,7 @@ def test_stages_of_image_size_count_with_their_own_operations():
     assert of_stages == pytest.approx([each.train_flops for each in alone.values()], rel=5e-3)
     assert staged.forward_flops == alone[64].forward_flops, "evaluations use the model's size"
     assert alone[32].hours[0] < staged.hours[0] < alone[64].hours[0]
-    # The matrices that resample position embeddings add a few kilobytes.
+    # The matrices for resampling position embeddings add a few kilobytes.
     assert staged.memory.total == pytest.approx(alone[64].memory.total, rel=1e-3)
     assert staged.host_memory == alone[64].host_memory
     assert not alone[64].stages

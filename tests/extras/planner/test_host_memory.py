@@ -1,4 +1,4 @@
-"""Test that the planned host memory equals the memory that a run allocates when it starts."""
+"""Test that the planned host memory matches the memory that a run allocates when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Test the counted bytes of a step against a process's measured memory and manual calculations."""
+"""Compare the predicted memory of a step with a process's measured memory and with manual
+calculations."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_counted_bytes_agree_with_measured_bytes_within_a_tenth(precision, check
         text=True,
         cwd=ROOT,
         # Freed memory must return to the operating system immediately. Otherwise, the measurement
-        # includes earlier peaks.
+        # would include earlier peaks.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -203,8 +204,8 @@ def test_the_memory_of_a_timm_model_is_counted():
 
 
 def test_counting_a_large_model_allocates_no_memory():
-    """Six ViT-H blocks need 10 GiB at this batch size. The memory limit of the process is only 1
-    GiB above its current use."""
+    """Six ViT-H blocks need 10 GiB at this batch size. The process may use only 1 GiB more than it
+    does now."""
     code = f"""
 import resource, re
 from vit.extras.planner.memory import step_memory

@@ -20,6 +20,7 @@ def _import(name: str) -> Imported:
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Import each published recipe only once, by name."""
+    """Return a function that imports a published recipe by name, and imports each recipe only
+    once."""
     monkeypatch.chdir(HERE)
     return _import

@@ -1,4 +1,4 @@
-"""Test the output and files of `launch/recipe.py`, and its rows in errors/rows.yaml."""
+"""Test the output and files of `launch/recipe.py`, and its error messages in errors/rows.yaml."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SCENARIOS = {
 @pytest.mark.parametrize(
     "row",
     [
-        # These rows are slow, because importing timm takes seconds.
+        # These rows are slow, because importing timm takes several seconds.
         pytest.param(row, id=row.what, marks=[pytest.mark.full] * ("timm does not" in row.what))
         for row in ROWS
     ],

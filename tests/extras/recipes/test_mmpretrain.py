@@ -1,4 +1,5 @@
-"""Test that MMPretrain's ViT with two tokens is imported, and that other variants are reported."""
+"""Test that MMPretrain's ViT with two tokens is imported, and that unsupported variants are
+reported."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ CONFIGS = Path(__file__).parent / "configs" / "mmpretrain"
 
 @pytest.fixture
 def import_child(tmp_path):
-    """Import a config that changes the `backbone` of a stored config."""
+    """Import a config that inherits from a stored config and overrides fields of its `backbone`."""
 
     def importing(base: str, backbone: str):
         child = tmp_path / "child_16xb64.py"

@@ -1,4 +1,4 @@
-"""Test that unsupported optimizers are rejected and that their learning rates are not imported."""
+"""Test that unsupported optimizers are rejected, and that their learning rates are not imported."""
 
 from __future__ import annotations
 

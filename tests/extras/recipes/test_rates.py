@@ -1,4 +1,4 @@
-"""Test that our formulas for other programs' learning rates equal timm's and torch's schedulers."""
+"""Test that our formulas for other programs' learning rates match timm's and torch's schedulers."""
 
 from __future__ import annotations
 

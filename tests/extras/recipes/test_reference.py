@@ -1,4 +1,4 @@
-"""Test the published curves in configs/reference, and the comparison of a run with its curve."""
+"""Test the published curves in configs/reference, and that a run is compared with its curve."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(
     path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
 )
-# Top-1 accuracy from the tables in DeiT III's README and paper, which are rounded from the last
-# values of the logs.
+# Top-1 accuracy from the tables in DeiT III's README and paper, which round the final values of the
+# logs.
 TABLES = {
     "deit3/vit_s16_800ep": 81.4,
     "deit3/vit_b16_800ep_ft224": 83.8,
@@ -169,7 +169,7 @@ def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, ca
     log = capfd.readouterr().err
 
     lines = {line["step"]: line for line in metrics(run_dir, "eval")}
-    # A third of the run corresponds to a third of the curve's schedule: epoch 4/3 of 4.
+    # After a third of the run, the curve is read after a third of its schedule: at epoch 4/3 of 4.
     for step, top1, loss in ((2, 10 + 10 / 3, 2 - 1 / 6), (4, 10 + 50 / 3, 2 - 5 / 6)):
         line = lines[step]
         assert line["top1_reference"] == pytest.approx(top1)
@@ -215,7 +215,8 @@ def test_a_run_on_other_data_or_of_another_length_is_not_compared(
 
 
 def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_path):
-    """The comparison also works if the published run was longer than the recipe, as in AlgoPerf."""
+    """The comparison must also work if the published run was longer than the recipe, as for
+    AlgoPerf."""
 
     class Val(NamedTuple):
         num_samples: int

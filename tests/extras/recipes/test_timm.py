@@ -1,5 +1,5 @@
-"""Test that recipes of timm's train.py are imported as timm interprets them, from commands and
-files."""
+"""Test that recipes for timm's train.py are imported from commands and files with the same meaning
+as in timm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBERS = {
     *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
     *("momentum_dtype", "clipping_threshold"),
 }
-"""The optimizer settings that must equal those in timm's factory."""
+"""The optimizer settings that must match those of timm's optimizer factory."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 
@@ -46,9 +46,9 @@ def test_a_vit_becomes_our_size_with_the_view_of_timms_weights():
     values = settings(f"torchrun --nproc_per_node=8 train.py {VIT} --opt adamw --lr 1e-3")
     assert values["model.name"] == "vit_b16"
     assert values["data.global_batch_size"] == 1024
-    assert values["data.mean"] == [0.5, 0.5, 0.5]  # from the augreg weights, as in timm
+    assert values["data.mean"] == [0.5, 0.5, 0.5]  # timm's value for the augreg weights
     assert values["eval.crop_pct"] == 0.9
-    assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without a policy
+    assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without an augmentation policy
     assert values["optim.weight_decay"] == 2e-5
     assert values["train.seed"] == 42
     convolutional = settings("python train.py --model resnet50d --lr 0.1")
@@ -78,7 +78,7 @@ def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
         ("--opt adamw", True),
         ("--opt lamb", True),
         ("--opt sgd", False),
-        ("--opt adamw --lr 0.2", False),  # an explicit rate
+        ("--opt adamw --lr 0.2", False),  # an explicit learning rate
         ("--opt adamw --lr-base 0.1", False),
         ("--opt adamw --lr-base-size 1048576", False),  # 0.003
     ],
@@ -104,13 +104,13 @@ def test_cooldown_and_prefix_add_epochs_and_a_policy_replaces_colour_jitter():
 
 
 def earlier_defaults(command):
-    """Return the report's warning about defaults of earlier versions as one line."""
+    """Return, as one line, the report's warning about defaults that earlier versions had."""
     (text,) = (f.text for f in import_recipe(command).reading.findings if "2021-09-02" in f.text)
     return text
 
 
 def test_changed_defaults_of_unstated_arguments_are_listed_as_flags():
-    """The command of huggingface/pytorch-image-models#275 is from November 2020."""
+    """The command in huggingface/pytorch-image-models#275 is from November 2020."""
     text = earlier_defaults(
         "./distributed_train.sh 8 /data --model vit_base_patch16_224 --sched cosine --epochs 300"
         " --warmup-epochs 5 --lr 1e-3 --opt adam --batch-size 64"
@@ -135,7 +135,7 @@ def test_the_warning_lists_every_unstated_argument():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--lr-base 0.1",  # introduced together with the current defaults
+        "--lr-base 0.1",  # added to timm together with the current defaults
         "--lr 1e-3 --weight-decay 0.1 --warmup-lr 0 --min-lr 0 --warmup-epochs 5 --sched cosine"
         " --epochs 9 --cooldown-epochs 0",
     ],
@@ -188,7 +188,7 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     theirs = create_optimizer_v2(model, **optimizer_kwargs(args))
     ours = create_optimizer(model, imported.config().optim)
     expected = {key: theirs.param_groups[-1][key] for key in _NUMBERS & theirs.defaults.keys()}
-    expected["weight_decay"] = 0.1  # for the weight, while the bias has none
+    expected["weight_decay"] = 0.1  # the weight is decayed, the bias is not
     (decayed,) = (g for g in ours.param_groups if g["weight_decay"])
     expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert {key: decayed[key] for key in expected} == expected
@@ -268,7 +268,7 @@ def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
         "batch_size": 256,
         "amp": True,
         "amp_dtype": "bfloat16",
-        "amp_impl": "native",  # an argument of earlier versions
+        "amp_impl": "native",  # an argument of earlier versions of timm
         "lr": None,
         "lr_base": 8e-4,
         "lr_base_size": 512,

@@ -1,4 +1,5 @@
-"""Test S3 servers that respond differently from Amazon's, and objects replaced during a read."""
+"""Test S3 servers whose responses differ from Amazon's, and objects that are replaced during a
+read."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def store_of(url: str) -> ObjectStore:
 
 @pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
 def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy, answer):
-    """Some servers refuse to replace a file without naming the failed condition. Others do not
+    """Some servers refuse to replace a file without naming the condition that failed. Others do not
     support conditions, so the file must be overwritten."""
     store = store_of(s3.new_bucket())
     assert store.write("a", b"1", only_new=True)
@@ -38,7 +39,7 @@ def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy
 
 
 def test_a_lease_is_acquired_on_a_server_without_conditions(s3, proxy):
-    """The server refuses each conditional write and accepts the unconditional retry."""
+    """The server refuses each conditional write but accepts the unconditional retry."""
     store = store_of(s3.new_bucket())
     is_refused = False
 
@@ -62,7 +63,7 @@ def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path)
     url = s3.new_bucket()
     one = os.urandom(20 << 20)
     two = os.urandom(20 << 20)
-    # This client bypasses the proxy, like another machine.
+    # This client bypasses the proxy, as a client on another machine would.
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{s3.port}")
     client.put_object(Bucket=url[5:], Key="run/weights", Body=one)
     ranges = []

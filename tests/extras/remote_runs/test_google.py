@@ -1,6 +1,6 @@
 """Test a run in Google Cloud Storage with an emulator (`pip install gcsfs gcp-storage-emulator`).
 
-Without the emulator the test is skipped. The emulator does not support conditional writes.
+The test is skipped if the emulator is missing. The emulator does not support conditional writes.
 """
 
 from __future__ import annotations

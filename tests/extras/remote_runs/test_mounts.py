@@ -1,4 +1,5 @@
-"""Test the note about run folders on mounted buckets, which the kernel's mount list reveals."""
+"""Test the note that is printed if the run folder is on a mounted bucket, according to the kernel's
+mount list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a run at a URL has bit-identical results to a run in a folder.
+"""Test that a run stored at a URL has bit-identical results to a run in a local folder.
 
 The tests use a real S3 server, machines without local files, and network faults.
 """
@@ -50,7 +50,7 @@ def train_at(config: Path, url: str, local: Path, *more: str, ranks: int = 0, ok
 
 
 def record_at(url: str, folder: Path) -> list[dict]:
-    """Return the valid lines of metrics.jsonl at a URL."""
+    """Return the complete lines of metrics.jsonl at a URL."""
     store = store_at(url, 60)
     path = folder / "record.jsonl"
     path.write_bytes(read_record(store, store.list_below()))
@@ -58,7 +58,7 @@ def record_at(url: str, folder: Path) -> list[dict]:
 
 
 def assert_whole(url: str, folder: Path, steps: int = STEPS) -> None:
-    """Assert that the metrics at the URL contain each step once, and that the checkpoints are
+    """Assert that the metrics at the URL contain each step once, and that all checkpoints are
     complete."""
     lines = record_at(url, folder)
     counts = Counter(line["step"] for line in lines if line["kind"] == "train")
@@ -83,7 +83,7 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """Return the final state of an uninterrupted run in a folder."""
+    """Return the final state of an uninterrupted run in a local folder."""
     folder = tmp_path_factory.mktemp("whole")
     run_here(
         *("launch/train.py", "--config", write_config(folder, shards, steps=STEPS), *TINY),
@@ -104,7 +104,7 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
     url = f"{s3.new_bucket()}/runs/some run"
     with s3.only("s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
         train_here(config, url, tmp_path / "one", "train.steps=6")
-    shutil.rmtree(tmp_path / "one")  # the first machine is gone
+    shutil.rmtree(tmp_path / "one")  # the files of the first machine are lost
     train_here(config, url, tmp_path / "two", "--allow-change", "train.steps")
     objects = objects_of(s3, url)
     assert "lease.json" not in objects
@@ -141,8 +141,8 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
 
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
-    """Return a fault that suspends the `number`-th PUT to a path containing `at`. All such paths
-    are appended to `sent`."""
+    """Return a fault that suspends the `number`-th PUT to a path that contains `at`. All matching
+    paths are appended to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
         if method == "PUT" and at in path:
@@ -268,7 +268,7 @@ def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
 
 @pytest.mark.full
 def test_expired_keys_are_not_reported_to_a_scheduler_as_a_mistake(s3, proxy, tmp_path, config):
-    """The ranks exit with status 2, and the launcher cannot check whether a newer checkpoint
+    """The ranks exit with status 2, but the launcher cannot check whether a newer checkpoint
     exists."""
     url = f"{s3.new_bucket()}/runs/x"
     is_expired = False
@@ -449,7 +449,8 @@ def test_a_file_url_works_without_locks_and_keeps_its_parts(tmp_path, config):
 
 
 def assert_saved_whole(bucket: Path) -> None:
-    """Assert that each listed checkpoint has its tensors and the metrics of all steps before it."""
+    """Assert that each listed checkpoint has all its files and the metrics of all steps up to its
+    own."""
     record = b"".join(path.read_bytes() for path in sorted(bucket.glob("record/part_*")))
     lines = [json.loads(line) for line in record.splitlines()]
     trained = {line["step"] for line in lines if line["kind"] == "train"}

@@ -1,4 +1,4 @@
-"""Test that the contact sheet has a row for each of the first images and a column for each draw."""
+"""Test that the contact sheet has a row per image and a column per random augmentation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def sheets(monkeypatch):
 
 
 def test_each_row_shows_one_image_and_its_augmented_versions(config, sheets, tmp_path):
-    """Each draw flips the whole image, and half of the draws erase a box. Outside the box, the
-    result must be the mirrored original."""
+    """Each augmentation flips the whole image, and half of them also erase a box. Outside the box,
+    the result must be the mirrored original."""
     chosen = [
         "augment.crop_scale=[1,1]",
         "augment.crop_ratio=[1,1]",

@@ -1,4 +1,4 @@
-"""Test that the curves and norms of a run are plotted from its metrics."""
+"""Test that a run's curves and norms are plotted from its metrics."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
     path = record(
         tmp_path,
         {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
-        # 10 steps of 12 images at 60 images/s take 2 s, including waits of 0.5 s.
+        # 10 steps with 12 images each at 60 images/s take 2 s, including 0.5 s of waiting.
         train_line(10),
         train_line(30, data_wait_s=4.0),
-        train_line(50, data_wait_s=1.0),  # removed, because the restart repeats this step
+        train_line(50, data_wait_s=1.0),  # dropped, because this step is repeated after the restart
         {"kind": "start", "step": 40, "restarts": 1, "plan": PLAN},
-        train_line(50, data_wait_s=0.4),  # after the restart this line covers 10 steps, not 20
+        train_line(50, data_wait_s=0.4),  # after the restart, this line covers 10 steps, not 20
         train_line(60, data_wait_s=99.0),
         train_line(70, images_per_s=None),
     )
@@ -192,7 +192,8 @@ def test_a_users_matplotlib_settings_change_nothing(tmp_path):
 
 
 def run_with_margins(folder: Path, mixup: str = "mixup_alpha: 0.0") -> tuple[Path, np.ndarray]:
-    """Write a run with 2 epochs of 10 steps and 4 images per step. Some images are unreadable."""
+    """Write the metrics of a run with 2 epochs, 10 steps per epoch and 4 images per step. Some
+    images are unreadable."""
     folder.mkdir()
     (folder / "config.yaml").write_text(
         f"data: {{root: x, global_batch_size: 4}}\ntrain: {{epochs: 2}}\naugment: {{{mixup}}}\n"

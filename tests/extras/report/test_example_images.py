@@ -1,5 +1,5 @@
-"""Test that the statistics of each training image equal a manual count, and that page and files
-work."""
+"""Test that the statistics of each training image match a manual count, and that the page and the
+files show them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ HOSTILE = "a<img_src=x_onerror=alert(1)>&"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """Train for three epochs on 60 images, two of the epochs with mixing.
+    """Train for three epochs on 60 images, with mixing in two of them.
 
-    One image has a twin of another class with a hostile name, and another has a twin in the
-    evaluation set.
+    One image has a duplicate with a hostile file name in another class, and another image has a
+    duplicate in the evaluation set.
     """
     folder = tmp_path_factory.mktemp("trained")
     images = shutil.copytree(shards.parent / "images", folder / "images")
@@ -61,7 +61,7 @@ def trained(tmp_path_factory, shards) -> Path:
 
 
 def by_hand(source: ReportSource) -> dict[str, dict[str, float]]:
-    """Return the expected statistics of each key, computed from the rows of all steps."""
+    """Return the expected statistics for each key, computed from the rows of all steps."""
     seen = defaultdict(list)
     for step in range(1, STEPS + 1):
         for piece in Replay(source, step).pieces():
@@ -123,7 +123,8 @@ def test_the_page_is_self_contained_and_runs_no_foreign_script(trained):
     assert escape(HOSTILE) in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(text.startswith(("#", "data:image/png;base64,")) for text in sources)
-    # The page shows two twins with different labels, and the twin in the evaluation set.
+    # The page must show the duplicates with different labels, and the duplicate in the evaluation
+    # set.
     assert page.count('<div class="twins">') == 1
     assert "Training images that are also validation images" in page
 

@@ -1,4 +1,4 @@
-"""Test that the numbers on the page are correct for incomplete metrics and killed runs."""
+"""Test that the numbers on the page are correct even for incomplete metrics and killed runs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def train_line(step: int) -> dict:
 
 
 def test_all_images_of_a_killed_run_are_counted(tmp_path):
-    """The run was killed after step 27, with a checkpoint at step 25, so no line covers the images
-    of steps 21 to 25."""
+    """The run was killed after step 27, with a checkpoint at step 25. No line of metrics covers the
+    images of steps 21 to 25."""
     resumed = {**START, "step": 25, "restarts": 1}
     path = record(tmp_path, START, train_line(10), train_line(20), resumed, train_line(30))
     throughput = facts.throughput(read_history(path), 12)
@@ -85,7 +85,7 @@ def test_older_records_and_cpus_have_no_share_of_a_peak(tmp_path):
 
 
 def shown(folder: Path, *lines: dict) -> str:
-    """Return the page text of a run that has only metrics."""
+    """Return the text of the page for a run that has only metrics."""
     record(folder, START, *lines)
     html = make_report(folder, torch.device("cpu")).page.read_text()
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html))

@@ -1,6 +1,6 @@
-"""Test the numbers behind a model's pictures against brute force and scikit-learn.
+"""Compare the numbers behind a model's plots with brute force and scikit-learn.
 
-The computations must not change the model.
+Computing these numbers must not change the model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def some_maps(tokens: int) -> list[torch.Tensor]:
 
 
 class Operations(TorchDispatchMode):
-    """A dispatch mode that counts torch's operations."""
+    """A dispatch mode that counts the operations that torch runs."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ def same_up_to_sign(components: np.ndarray, expected: np.ndarray, atol: float) -
 
 @pytest.mark.parametrize("make", [small_model, lambda: TimmVisionTransformer((32, 24), **SMALL)])
 def test_filters_equal_scikit_learns_components(make):
-    from sklearn.decomposition import PCA  # slow to import
+    from sklearn.decomposition import PCA  # a slow import
 
     model = make()
     filters, shares = filter_components(model, 28)
@@ -182,7 +182,7 @@ def test_filters_equal_scikit_learns_components(make):
 
 
 def test_token_colours_equal_scikit_learns_components_clipped_at_a_hundredth():
-    from sklearn.decomposition import PCA  # slow to import
+    from sklearn.decomposition import PCA  # a slow import
 
     features = token_features(small_model(), some_images(5))
     assert features.shape == (5, 12, 32)
@@ -195,7 +195,7 @@ def test_token_colours_equal_scikit_learns_components_clipped_at_a_hundredth():
     scaled = ((values - low) / (high - low)).clip(0, 1)
     components = colors.permute(0, 2, 3, 1).flatten(0, 2).numpy()
     for channel in range(3):
-        mirrored = 1 - scaled[:, channel]  # a component may have the opposite sign
+        mirrored = 1 - scaled[:, channel]  # the sign of a component is arbitrary
         assert min(
             np.abs(components[:, channel] - scaled[:, channel]).max(),
             np.abs(components[:, channel] - mirrored).max(),
@@ -241,10 +241,10 @@ def test_the_memory_of_layers_equals_the_planners():
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]
     assert needs.weights == sum(tensor.nbytes for tensor in tensors)
-    # The hidden layer of an MLP and the MLP's input are in memory at the same time.
+    # The hidden layer of an MLP is in memory together with the MLP's input.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
-    # A micro-batch of 200 images on one rank.
+    # a micro-batch of 200 images on one rank
     plan = SimpleNamespace(
         world_size=1, global_batch_size=200, micro_batch_size=200, rank_batch_size=200
     )
@@ -313,14 +313,15 @@ def test_models_with_different_classes_are_not_compared():
 
 
 def test_letters_missing_in_the_font_give_no_warnings(tmp_path, recwarn):
-    """matplotlib warns twice per missing letter, and a class name may be on a hundred pictures."""
+    """matplotlib warns twice per missing letter, and a class name may be on a hundred plots."""
     with style.drawing(tmp_path / "a.png", 1.0) as figure:
         style.new_sheet(figure, style.shorten("\ue123 \ue124", 3.0))
     assert not recwarn.list
 
 
 def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
-    """With 8x16-pixel patches, a 4x3 grid must have the aspect ratio of a 32x48 image."""
+    """With 8x16-pixel patches, the plot of a 4x3 grid must have the aspect ratio of a 32x48
+    image."""
     image = torch.zeros(3, 32, 48, dtype=torch.uint8)
     heads = torch.rand(1, 1, 4, 3)
     model_figures.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
@@ -335,7 +336,8 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
 
 
 def test_weights_of_other_programs_have_no_images():
-    """The config of such weights names no data, and the current folder must not be used instead."""
+    """The config of such weights names no dataset, and the current folder must not be used as
+    one."""
     foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
     with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on unknown images.*--data"):
         samples_of_split(foreign, 4)

@@ -1,4 +1,4 @@
-"""Test that the numbers in a run's pictures equal independent implementations and are visible."""
+"""Test that the numbers in a run's plots are visible and match independent implementations."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_attention_of_timm_models_equals_their_explicit_softmax(fields):
     "make",
     [
         lambda: timm.create_model("test_resnet"),
-        lambda: timm.create_model("test_efficientnet"),  # its blocks are not transformer blocks
+        lambda: timm.create_model("test_efficientnet"),  # its blocks are not transformers
         lambda: Beit((32, 24), use_rel_pos_bias=True, **SMALL),
         lambda: Eva(
             (32, 24),
@@ -153,8 +153,8 @@ def random_maps(num_layers: int, batch: int, heads: int, tokens: int) -> list[to
     [(1, "token"), (5, "token"), (0, "avg"), (1, "avg"), (0, "map"), (2, "map")],
 )
 def test_rollout_equals_a_sum_over_all_paths(num_prefix_tokens, global_pool):
-    """The brute-force sum covers every path from the head's tokens through one token per layer to
-    an input token."""
+    """The brute-force sum runs over all paths from the head's tokens to an input token, with one
+    token per layer."""
     tokens = num_prefix_tokens + 3
     maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
     query = random_maps(4, 2, 2, tokens)[3][:, :, 0]
@@ -192,7 +192,7 @@ def test_rollout_equals_a_sum_over_all_paths(num_prefix_tokens, global_pool):
     ids=str,
 )
 def test_rollout_of_our_model_equals_timms(fields):
-    """The attention of a MAP head is compared with timm's explicit softmax."""
+    """For a MAP head, the attention is compared with timm's explicit softmax."""
     ours = randomised(VisionTransformer((32, 24), **SMALL, **fields)).eval()
     theirs = TimmVisionTransformer((32, 24), **SMALL, **fields).eval()
     theirs.load_state_dict(ours.state_dict())
@@ -285,7 +285,7 @@ def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, ti
         (y.stop - y.start, x.stop - x.start)
         for y, x in ndimage.find_objects(ndimage.label(yellow)[0])
     ]
-    # The color bar is flat at its end, unlike patches.
+    # unlike patches, the color bar is uniform at its end
     patches = [size for size in sizes if size[1] <= 2 * size[0]]
     assert len(patches) == tiles, "each tile must have one bright patch"
     all_y, all_x = (violet | yellow).nonzero()
@@ -313,8 +313,8 @@ def test_the_confusion_matrix_equals_scikit_learns(num_classes, data):
     seen = predictions >= 0
     assert matrix.dtype == np.int64
     assert matrix.sum() == seen.sum(), "an image without a prediction must not count"
-    if seen.any():  # scikit-learn refuses empty input
-        from sklearn import metrics as sklearn_metrics  # slow to import
+    if seen.any():  # scikit-learn rejects empty input
+        from sklearn import metrics as sklearn_metrics  # a slow import
 
         expected = sklearn_metrics.confusion_matrix(
             labels[seen], predictions[seen], labels=np.arange(num_classes)
@@ -350,8 +350,8 @@ def test_the_most_confused_pairs_equal_brute_force(matrix, num):
 
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
 def test_confusion_pictures_show_the_places_of_mistakes(tmp_path, num_classes):
-    """If a mistake moves from beside the diagonal to the left edge, that cell must be marked in the
-    row of the true class."""
+    """If a mistake moves from a cell near the diagonal to the left edge, that cell must be marked
+    in the row of the true class."""
     true = int(0.9 * num_classes)
     far = int(0.1 * num_classes)
     near = int(0.9 * num_classes) - 1
@@ -399,7 +399,7 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     inputs = ((colors - torch.tensor(mean)) / torch.tensor(std))[..., None, None].expand(
         -1, -1, 24, 48
     )
-    # Values brighter than white are drawn as white.
+    # Values brighter than white are clipped to white.
     inputs = torch.cat((inputs, 100 * torch.ones(1, channels, 24, 48)))
     targets = torch.eye(1000)[[0, 1, 2]]
     shown = pixels(

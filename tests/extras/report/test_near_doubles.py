@@ -1,4 +1,5 @@
-"""Test that re-encoded or brightened duplicates are found, and that similarities are exact."""
+"""Test that duplicates are found after re-encoding or brightening, and that similarities are
+exact."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def ignore(done: int, total: int) -> None:
 
 
 def draw(rng: np.random.Generator) -> Image.Image:
-    """Return a picture of randomly colored patches that resembles no other picture."""
+    """Return an image of randomly colored patches that does not resemble any other image."""
     patches = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((48, 48), Image.Resampling.BICUBIC)
 
@@ -52,7 +53,7 @@ COPIES = {
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> Path:
-    """Train for two epochs with planted duplicates.
+    """Train for two epochs on data with planted duplicates.
 
     Images 0 to 8 have a copy with another class in the training set. Images 9 to 17 have a copy in
     the evaluation set, and image 18 has an identical file.

@@ -1,4 +1,5 @@
-"""Test that the report is one self-contained page that agrees with the metrics of any run."""
+"""Test that the report is one self-contained page that agrees with the run's metrics, for any
+run."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ CHROMIUM = (
 
 
 class Page(HTMLParser):
-    """A parsed HTML page: its text, its code, and its tags with their attributes."""
+    """A parsed HTML page: its text, its scripts, and its tags with their attributes."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -69,13 +70,13 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
     def values(self) -> list[str]:
-        """Return the exact numbers in the <data> tags, because the text is rounded."""
+        """Return the exact numbers from the <data> tags, because the displayed text is rounded."""
         return [attributes["value"] for attributes in self.attributes("data")]
 
 
 def check_self_contained(page: Page) -> list[Image.Image]:
-    """Assert that the page loads nothing external and runs only its own script. Return its
-    pictures."""
+    """Assert that the page loads no external resources and runs only its own script. Return its
+    images."""
     pictures = []
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "base", "form", "audio", "video"), (
@@ -97,7 +98,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
                 assert value.startswith("#") or (
                     tag == "img" and value.startswith("data:image/png;base64,")
                 ), place
-            # Namespaces are only names, and the other URLs are only displayed.
+            # Namespaces are never loaded, and the other URLs are only displayed.
             if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):
                 assert not re.search("https?:|javascript:", value), place
     for attributes in page.attributes("img"):
@@ -114,7 +115,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
 
 
 def report_of(run_dir: Path) -> Page:
-    """Write the report with the real command, and parse the page."""
+    """Write the report with the real command, and return the parsed page."""
     done = run("launch/report.py", run_dir)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == str(run_dir / "report" / "index.html")
@@ -132,19 +133,19 @@ def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
-    """Return a run that was restarted after it had finished, and its page."""
+    """Return a run that was started again after it had finished, and its page."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, hostile, batch=48, steps=12)
     run_dir = folder / "a run <i>&amp; more"
     for _ in range(2):
-        # The learning rate is far too high, which causes mistakes.
+        # The learning rate is far too high, so the model makes mistakes.
         more = ("log.norms_every_steps=5", "schedule.final_weight_decay=0.4")
         train(config, run_dir, "optim.lr=0.5", *more, ranks=0)
     return run_dir, report_of(run_dir)
 
 
 def remade(run_dir: Path) -> Page:
-    """Write the page in this process and parse it."""
+    """Write the report in this process, and return the parsed page."""
     return Page(make_report(run_dir, CPU).page)
 
 
@@ -238,7 +239,7 @@ def test_hostile_names_are_escaped(finished):
         assert re.sub(r"\s+", " ", name) in page.text
     assert "1337" not in page.text
     assert "a run <i>&amp; more" in page.text
-    # <i> elements may only be bars, although the folder's name contains <i>.
+    # Only bars may be <i> elements, although the folder's name contains <i>.
     assert not page.attributes("i") or all(
         "style" in attributes for attributes in page.attributes("i")
     )
@@ -246,7 +247,7 @@ def test_hostile_names_are_escaped(finished):
 
 
 def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatch, tmp_path):
-    """The report decodes only a part of the batch. The expected images come from the whole batch on
+    """The report decodes only part of the batch. The expected images come from the whole batch on
     one rank."""
     run_dir, _ = finished
     seen = {}
@@ -296,7 +297,7 @@ def test_without_the_data_the_rest_of_the_page_is_drawn(finished, tmp_path):
     page = remade(run_dir)
     assert len(check_self_contained(page)) == 5  # curves, norms, confusion, positions, filters
     assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 5
-    assert HOSTILE[0] in page.text  # the names are stored with the weights
+    assert HOSTILE[0] in page.text  # the class names are stored with the weights
 
 
 def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_path):
@@ -315,7 +316,7 @@ def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_pat
 def test_a_run_without_evaluation_has_a_page(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     page = remade(tmp_path / "run")
-    assert len(check_self_contained(page)) == 7  # the pictures of mistakes are missing
+    assert len(check_self_contained(page)) == 7  # the plots of mistakes are missing
     assert page.text.count("The run has not been evaluated yet.") == 4
     shutil.rmtree(tmp_path / "run" / "weights")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -357,7 +358,7 @@ def test_running_and_killed_runs_have_pages(config, tmp_path):
     try:
         training.wait_for_step(31)
         assert is_in_use(run_dir) is True
-        training.process.send_signal(signal.SIGSTOP)  # pauses training during the report
+        training.process.send_signal(signal.SIGSTOP)  # training pauses while the report is written
         page = report_of(run_dir)
         assert training.process.poll() is None, "the report must not end the run"
     finally:
@@ -382,7 +383,7 @@ def test_running_and_killed_runs_have_pages(config, tmp_path):
 
 
 def page_text(folder: Path, *lines: dict | str, in_use: bool | None = None) -> str:
-    """Return the page text of a run that has only metrics."""
+    """Return the text of the page for a run that has only metrics."""
     folder.mkdir(exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
     (folder / "metrics.jsonl").write_text("".join(texts))
@@ -528,10 +529,8 @@ def test_images_are_picked_from_all_classes_deterministically():
 
 
 def chromium(page: Path, width: int, folder: Path) -> list[str]:
-    """Open a page in a browser window of `width` pixels, and save a screenshot in `folder`.
-
-    Returns the lines of the browser's console.
-    """
+    """Open a page in a browser window that is `width` pixels wide, and save a screenshot in
+    `folder`. Return the lines of the browser's console."""
     quiet = [
         "--no-first-run",
         "--disable-background-networking",
@@ -574,7 +573,7 @@ def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_pat
     run_dir, page = finished
     assert chromium(run_dir / "report" / "index.html", width, tmp_path) == []
 
-    # The page's security policy must block a foreign script, which the browser then logs.
+    # The page's security policy must block an injected script, and the browser logs the violation.
     foreign = tmp_path / "foreign.html"
     foreign.write_text(
         page.html.replace("</body>", "<script>console.log('taken over')</script></body>")

@@ -43,7 +43,7 @@ def train_here(config: Path, run_dir: Path, *overrides: str) -> Path:
 
 
 def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -> Replay:
-    """Assert that a replay of `step` equals the dumped step, including the losses."""
+    """Assert that a replay of `step` matches the dumped tensors, including the losses."""
     replay = Replay(ReportSource(run_dir, CPU), step, rank)
     expected = dumped(dumps, step)
     if rank is not None:
@@ -55,7 +55,7 @@ def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -
     assert [row.row for row in rows] == list(replay.rows)
     assert [row.label for row in rows] == expected["labels"].tolist()
     is_kept = np.array([row.weight > 0 for row in rows])
-    losses = np.array([row.loss for row in rows], np.float64)  # converts None to NaN
+    losses = np.array([row.loss for row in rows], np.float64)  # None becomes NaN
     assert np.array_equal(losses[is_kept], expected["losses"].half().numpy()[is_kept])
     assert np.isnan(losses[~is_kept]).all()
     margins = expected["margins"].half().numpy()
@@ -136,7 +136,7 @@ def test_steps_of_several_sources_with_an_undecodable_image_are_replayed(tmp_pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards next to the run."""
+    """Train for 12 steps on a copy of the shards in the same folder as the run."""
     folder = tmp_path_factory.mktemp("trained")
     root = shutil.copytree(shards, folder / "shards")
     train_here(write_config(folder, root), folder / "run")

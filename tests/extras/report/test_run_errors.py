@@ -1,6 +1,6 @@
-"""Test the table "Asking a run" of errors/rows.yaml by provoking the error in each row.
+"""Provoke the error in each row of the table "Asking a run" in errors/rows.yaml.
 
-One row uses the real command, which shows how a ValueError is printed. The others run in this
+One test uses the real command, to check how a ValueError is printed. The other tests run in this
 process.
 """
 
@@ -32,7 +32,7 @@ TO_WANDB = ("launch/report.py", "--to-wandb")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards next to the run."""
+    """Train for 12 steps on a copy of the shards in the same folder as the run."""
     folder = tmp_path_factory.mktemp("finished")
     root = shutil.copytree(shards, folder / "shards")
     config = write_config(folder, root)
@@ -76,7 +76,7 @@ def end_holders():
 
 
 def without_wandb(folder: Path) -> list[object]:
-    sys.modules["wandb"] = None  # simulates a missing package
+    sys.modules["wandb"] = None  # simulate a missing package
     return [*TO_WANDB, folder / "run"]
 
 

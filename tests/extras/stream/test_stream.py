@@ -1,4 +1,5 @@
-"""Test that streams yield complete samples and labels endlessly, and are reported as not exact."""
+"""Test that streams yield complete samples with their labels endlessly, and that runs on streams
+are reported as not exact."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def tars(shards: Path) -> str:
 
 @pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (3, 1), (2, 2)])
 def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
-    """With 1 or 3 readers, the 3 shards are divided. With 4 readers, each reads every fourth
-    sample."""
+    """1 or 3 readers divide the 3 shards among themselves. With 4 readers, each one reads every
+    fourth sample."""
     seen = Counter()
     for rank in range(ranks):
         for batch in read(
@@ -180,10 +181,10 @@ def test_an_invalid_stream_is_reported(stream, message, workers, shards, tmp_pat
 
 @pytest.fixture
 def twenty(shards, tmp_path) -> Path:
-    """Write a tar of 20 samples, and damaged copies.
+    """Write a tar of 20 samples, and corrupt copies.
 
     `<folder>/first.tar` ends before the 11th sample. At the same position, `damaged.tar` and
-    `hole.tar` have a damaged header.
+    `hole.tar` have a corrupt header.
     """
     image = open_split(shards, "train").read(0)
     path = write_tar(
@@ -269,8 +270,8 @@ def test_complete_tars_of_all_writers_are_read_to_the_end(kind, twenty, tmp_path
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_each_sample_is_read_once_despite_interrupted_transfers(ranges, twenty, monkeypatch):
-    """The server refuses requests, cuts transfers, and stalls within a tar. Without range support,
-    it sends the whole tar again."""
+    """The server refuses requests, cuts transfers off, and stalls in the middle of a tar. If it
+    does not support ranges, it sends the whole tar again."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     data = twenty.read_bytes()
     with WebServer({"/a.tar": data}) as server:
@@ -341,7 +342,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
         ShardError,
         match=r"1 samples found, .*; each of the 2 readers \(ranks times data.num_workers\) needs",
     ):
-        # Read enough batches that each of the two workers makes one.
+        # Read enough batches that each of the two workers has to make one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
 
 

@@ -1,4 +1,4 @@
-"""Test the structure and the counts of a measured step. No test depends on durations."""
+"""Test the structure and the counts of a measured step, but no durations."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_every_part_of_a_step_is_timed_without_changing_the_step(step, config):
 
 
 def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
-    """Timing needs two warm-up steps in addition to the timed ones. A loader must deliver exactly
-    that many batches."""
+    """Timing needs two warm-up steps in addition to the timed steps, so a loader must deliver
+    exactly that many batches."""
     batches = synthetic_batches(config, 8, 5, WORLD.device, count=6)
     stream = iter([step.augment.change_batch(batch) for batch in batches])
     assert time_step(step, stream, num_steps=4).num_steps == 4
@@ -98,7 +98,7 @@ def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 64])
 @pytest.mark.parametrize("first", [1, 4, 100])
 def test_the_largest_size_is_found_from_any_first_size(limit, first, step, config):
-    """Above `limit` rows, the step raises the CUDA allocator's error."""
+    """With more than `limit` rows, the step raises the error of the CUDA allocator."""
     tried = []
 
     def make_batch(rows):

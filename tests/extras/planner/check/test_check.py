@@ -1,5 +1,5 @@
-"""Test that `launch/train.py --check` succeeds or reports all problems together, and leaves no
-files."""
+"""Test that `launch/train.py --check` either succeeds or reports all problems together, and that it
+leaves no files behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def words(config: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return each file and folder, including the lock, with its size and modification time."""
+    """Return the size and modification time of each file and folder, including the lock."""
     return {
         str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -57,7 +57,7 @@ def row(text: str, name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # prevents wrapping of long paths
+    monkeypatch.setenv("COLUMNS", "400")  # wide enough that long paths are not wrapped
 
 
 def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_all_problems_are_reported_at_once(config, shards, tmp_path, capsys):
     (root / "train-00002.tar").unlink()
     (tmp_path / "file").touch()
     before = everything(tmp_path)
-    # On some machines, a row has a note instead of ok.
+    # On some machines, a row has the verdict "note" instead of "ok".
     with pytest.raises(ValueError, match=r"[34] of 12 ok, 2 FAILED \(shards, run folder\)"):
         run_here("launch/train.py", *words(config, tmp_path / "file" / "run"))
     table = capsys.readouterr().out
@@ -153,11 +153,12 @@ def test_a_failed_check_under_torchrun_ends_with_the_summary(config, shards, tmp
 
 
 SECONDS = ("model.image_size=224", "model.depth=12", "data.num_workers=1")
-"""Settings with which a step takes seconds."""
+"""Settings with which a step takes several seconds."""
 
 
 def has_workers(pid: int) -> bool:
-    """Return whether a rank has started its steps. Child processes from imports end sooner."""
+    """Return whether a rank has started its steps. Child processes started by imports end
+    sooner."""
     before = children(pid)
     time.sleep(0.5)
     return any(child in before for child in children(pid))
@@ -220,8 +221,8 @@ def test_a_signal_during_the_test_checkpoint_leaves_no_files(config, tmp_path, n
 
 @pytest.mark.full
 def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypatch):
-    """On a machine without a copy of the run, the check reports which job holds the run and which
-    checkpoint a resume would use."""
+    """On a machine without a copy of the run, the check must report which job holds the run and
+    from which checkpoint it would resume."""
     Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
     store_at = pytest.importorskip("vit.extras.remote_runs.place").store_at
     monkeypatch.setenv("TMPDIR", str(tmp_path))

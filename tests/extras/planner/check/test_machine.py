@@ -1,4 +1,4 @@
-"""Test that the check compares the hosts' clocks and tests the connection to W&B."""
+"""Test that the check compares the clocks of all hosts and tests the connection to W&B."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTS = ("a", "b", "b", "c")
 
 
 def clocks(monkeypatch: pytest.MonkeyPatch, ahead_s: dict[int, float]) -> list:
-    """Return the clock readings of four ranks whose clocks are ahead by `ahead_s` seconds."""
+    """Return the clock readings of four ranks. `ahead_s` is how far each rank's clock is ahead."""
     own = threading.local()
     shifted = SimpleNamespace(time=lambda: time.time() + own.ahead_s)
     monkeypatch.setattr(machine, "time", shifted)
@@ -68,7 +68,7 @@ def no_key(monkeypatch, tmp_path):
 
 
 def checked_wandb(setting: str) -> tuple[str, str]:
-    """Return the verdict and the message of the check for `log.wandb=setting`."""
+    """Return the verdict and message of the W&B check for `log.wandb=setting`."""
     results = {0: look_at_views(LogConfig.model_validate({"wandb": setting}))}
     [finding] = judge_main(results, "W&B")
     return finding.verdict, finding.said

@@ -1,5 +1,4 @@
-"""Test check stages on several ranks: a rank that does not answer is named, and no rank waits
-forever."""
+"""Test check stages on several ranks: an unresponsive rank is named, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def short_waits(monkeypatch):
 
 
 def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
-    """Return a stage whose finding lists the values of the ranks that answered."""
+    """Return a stage whose finding lists the values from the ranks that responded."""
 
     def judge(values: dict[int, Any]) -> Iterator[Finding]:
         yield Finding(name, Verdict.OK, str(values))
@@ -37,9 +36,9 @@ def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
 def check(
     parts_of: Callable[[World], list[CheckStage]], limit_s: float = 30.0, leave: int | None = None
 ) -> list[Any]:
-    """Run the stages on three ranks, of which rank `leave` does not take part.
+    """Run the stages on three ranks, without rank `leave`.
 
-    Returns rank 0's findings, [] for other ranks, and the error of a rank that raised one.
+    Returns the findings on rank 0, [] on other ranks, and the error on a rank that raised one.
     """
 
     def rank(world: World) -> list[tuple[str, str, str]]:
@@ -82,7 +81,7 @@ def test_equal_problems_are_reported_once_with_their_ranks_and_other_parts_still
 
 
 def test_ranks_that_wait_for_a_failed_rank_continue():
-    ever = threading.Event()  # stands for a collective that the failed rank does not join
+    ever = threading.Event()  # simulate a collective that the failed rank never joins
 
     def parts_of(world: World) -> list[CheckStage]:
         def fail() -> None:
