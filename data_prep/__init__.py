@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-# Check the Python version before an import fails with a less helpful error.
+# Check the Python version first. Otherwise, an import fails with a less helpful error.
 if sys.version_info < (3, 11):  # noqa: UP036
     print(
         f"error: Python 3.11 or newer is needed, {sys.executable} is"

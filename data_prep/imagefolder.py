@@ -103,7 +103,7 @@ def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> S
         default = 0.0 if flags.no_classes else VAL_FRACTION
         val_fraction = default if flags.val_fraction is None else flags.val_fraction
         options["val_fraction"] = val_fraction
-    # Omit the default "text", as in the records of older data sets.
+    # Omit the default "text", because older data sets did not record it.
     if flags.class_order == "number":
         options["class_order"] = "number"
     if flags.no_classes:
@@ -137,7 +137,7 @@ def _layout(root: Tree) -> Layout:
             f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
             " or <class>/* alone"
         )
-    return Layout(root, root, None)  # Without train/, a folder called `test` is an ordinary class.
+    return Layout(root, root, None)  # Without train/, a folder named `test` is an ordinary class.
 
 
 def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:

@@ -54,8 +54,8 @@ READERS = 4
 
 
 class Images(NamedTuple):
-    """A batch of images in a layout. If the location does not determine the class, `wnid` is "" and
-    `wnids` may list the classes."""
+    """A batch of images in a layout. If their location does not determine the class, `wnid` is "",
+    and `wnids` contains each image's WNID if known."""
 
     file: Path
     wnid: str
