@@ -136,7 +136,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
         return Prepared(data, *header.size, None, asks)
     try:
         # Decoding at 1/8 size is cheap, but still finds all damage, because it includes all entropy
-    # decoding.
+        # decoding.
         reduction = 8 if untouched else _reduction(header.size, target)
         pixels = decode_jpeg(data, header.size, header.num_components, reduction)
     except ValueError as error:
