@@ -384,7 +384,7 @@ def draw_mix(
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
     # Compute lambda from the box after clipping it at the border, as in the paper's code.
     area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
-    # Do not mix with a partner of weight 0, because its image is black and does not match its label.
+    # Do not mix with a partner of weight 0, because its image is black and contradicts its label.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
     table[:, LAMBDA] = np.where(mixed, np.where(cutmix, area_outside, mixup_lambda), 1.0)
     table[:, CUTMIX] = cutmix & mixed
