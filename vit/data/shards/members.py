@@ -38,7 +38,7 @@ INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 class InvalidSample(ValueError):
-    """The error for a sample that does not match the layout. The message omits the sample's name."""
+    """The error for a sample that does not match the layout, without the sample's name."""
 
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")

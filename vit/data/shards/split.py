@@ -172,7 +172,7 @@ class Split:
 
     @property
     def read_ahead_batches(self) -> int:
-        """The number of batches before a sample's use at which to prefetch it; 0 if never."""
+        """How many batches early to prefetch a sample; 0 if early prefetching is not needed."""
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
