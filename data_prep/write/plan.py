@@ -28,8 +28,7 @@ from data_prep.write.shard import Shard, Work
 from vit.system.files import private_folder
 
 FEW_UNREADABLE = 5
-"""The number of unreadable images that are always allowed unless --max-unreadable is 0. One broken
-photo in a small folder is therefore not an error."""
+"""The number of unreadable images that are always allowed unless --max-unreadable is 0."""
 SHARD_BYTES = 768 << 20
 """The target size of a shard: large enough for sequential disk reads, small enough to recopy."""
 MIN_SHARDS = 8

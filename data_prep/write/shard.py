@@ -38,8 +38,8 @@ from vit.system.tar_walk import TAR_BLOCK
 BUFFER_BYTES = 2 << 20
 """The number of bytes per write, small enough for the cache of a core."""
 EARLY_BYTES = 8 << 20
-"""The interval in bytes at which the kernel is told to start writing to disk, so that little
-remains to be written at the end.
+"""The interval in bytes at which the kernel starts writing to disk, so that little remains at the
+end.
 """
 READ_AHEAD = 16
 """The number of images that the kernel reads ahead from an archive. Parallel reads are much faster
@@ -92,9 +92,7 @@ ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """Return a member's header. `tarfile` is not used, because its headers depend on the Python
-    version.
-    """
+    """Return a member's header. Headers from `tarfile` depend on the Python version."""
     return HEADER.pack(
         name,
         b"0000644",
@@ -234,9 +232,7 @@ def write_shard(work: Work) -> dict[str, Any]:
 
 
 def _announce(sample: Sample) -> None:
-    """Tell the kernel to read a sample ahead. Errors are ignored, because the later read raises
-    them.
-    """
+    """Tell the kernel to read a sample ahead. The later read raises any error."""
     if HAS_ADVICE:
         with suppress(OSError):  # The file may be a folder.
             os.posix_fadvise(

@@ -55,7 +55,7 @@ class EvalSet:
 
     @property
     def num_skipped(self) -> int:
-        """The number of images without a correct class. These are not scored."""
+        """The number of images without a correct class."""
         return self.split.num_samples - self.num_scored
 
     def is_right(self, predictions: Tensor) -> Tensor:
