@@ -39,8 +39,7 @@ BUFFER_BYTES = 2 << 20
 """The number of bytes per write, small enough for the cache of a core."""
 EARLY_BYTES = 8 << 20
 """The interval in bytes at which the kernel starts writing to disk, so that little remains at the
-end.
-"""
+end."""
 READ_AHEAD = 16
 """The number of images that the kernel reads ahead from an archive. Parallel reads are much faster
 than sequential ones."""
@@ -55,8 +54,7 @@ FILE_ERRORS = (
     errno.ENAMETOOLONG,
 )
 """The error codes for problems with a single file, such as a dangling link. Other codes mean that
-the disk has failed.
-"""
+the disk has a problem."""
 
 
 class Shard(NamedTuple):

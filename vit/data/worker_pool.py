@@ -42,8 +42,7 @@ from vit.system.stages import Stage, WorkerStatus
 
 END_WAIT_S = 1.0
 """The maximum time in seconds to wait for a worker to end. A killed worker takes longer only if it
-is waiting inside the kernel.
-"""
+is waiting inside the kernel."""
 NICENESS_BESIDE_GPU = 10
 """The niceness of workers if training uses a GPU. Workers then get a tenth of the scheduler weight
 of the threads that launch kernels and run NCCL, because the GPU waits for these threads. If
@@ -317,9 +316,7 @@ class WorkerPool:
         with suppress(BlockingIOError):
             while os.read(self._parts.fileno(), _PART.size):
                 pass
-        os.set_blocking(
-            self._parts.fileno(), True
-        )  # new workers inherit it and need blocking reads
+        os.set_blocking(self._parts.fileno(), True)  # new workers inherit the pipe and must block
         # Put missing parts first, in their old order, because training waits for the first of them.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())

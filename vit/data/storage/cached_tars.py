@@ -45,8 +45,7 @@ READ_AHEAD_BATCHES = 8
 and their shuffle windows."""
 ASK_AGAIN_S = 60.0
 """After a request, a process waits this many seconds before it checks again whether the block is
-cached.
-"""
+cached."""
 MAX_ASKED = 4096
 """The maximum number of requested blocks that a process remembers. A full list is cleared."""
 BEAT_S = 1.0
