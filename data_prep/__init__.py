@@ -1,9 +1,9 @@
-"""Prepare data sets: one command for each source of images, and one writer of shards."""
+"""Prepare data sets: one command per image source, and a common shard writer."""
 
 import importlib.util
 import sys
 
-# Check the Python version before an import fails with a less helpful error.
+# Check the Python version first. Otherwise, an import fails with a less helpful error.
 if sys.version_info < (3, 11):  # noqa: UP036
     print(
         f"error: Python 3.11 or newer is needed, {sys.executable} is"

@@ -44,7 +44,7 @@ ENGLISH = {
     "ragno": "spider",
     "scoiattolo": "squirrel",
 }
-"""Maps each class folder to its English name."""
+"""Maps each class folder's Italian name to the English name."""
 CLASS_OF = {**ENGLISH, **{english: english for english in ENGLISH.values()}}
 CLASS_NAMES = sorted(ENGLISH.values())
 OFFICIAL = {
@@ -70,14 +70,14 @@ SPLITS = ("train", "val", "test")
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
-    """Return the outermost folder on an image's path that has the name of a class."""
+    """Return the outermost folder in an image's path that is named after a class."""
     parts = PurePosixPath(path).parts
     depth = next((depth for depth, part in enumerate(parts[:-1]) if part.lower() in CLASS_OF), None)
     return None if depth is None else PurePosixPath(*parts[: depth + 1])
 
 
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
-    """Return the indices of the images of each class, and the paths outside all class folders.
+    """Return the image indices for each class, and the paths that are not in any class folder.
 
     Raises PrepError if a class is missing or has two folders.
     """

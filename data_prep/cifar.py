@@ -37,7 +37,7 @@ PIXEL_BYTES = 3 * SIDE * SIDE
 URL = "https://www.cs.toronto.edu/~kriz/"
 MAX_MEMBERS = 100
 MAX_MEMBER_BYTES = 200_000_000
-"""A limit. The largest member, CIFAR-100's train.bin, has 153,700,000 bytes."""
+"""The maximum size of an archive member. CIFAR-100's train.bin has 153,700,000 bytes."""
 
 
 class Kind(NamedTuple):
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
     num_classes: int
     class_names: str
     label_bytes: int
-    """The number of label bytes before the pixels of each record. The last of them is the label."""
+    """The number of label bytes before each record's pixels. The last of these is the label."""
     files: Mapping[str, tuple[str, int]]
     """The split and the number of records for each file."""
 
@@ -85,7 +85,7 @@ KINDS = {
 
 
 def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
-    """Find the data set in `source`, and the folder or archive that contains its files.
+    """Find the data set in `source`. Return it and the folder or archive that contains its files.
 
     Extracted files are preferred over an archive. classes: 10 or 100, if `source` may contain both
     data sets. Raises PrepError unless exactly one data set matches.
@@ -141,7 +141,7 @@ def source(path: Path, classes: int | None = None) -> Source:
 
 
 def _fill(kind: Kind, place: Path, builder: Builder) -> None:
-    """Add the records of each file: label bytes, then 1,024 bytes each of red, green and blue."""
+    """Add all records, which consist of label bytes and 1,024 bytes each of red, green and blue."""
     needed = (*kind.files, kind.class_names)
     folder = place
     if not place.is_dir():

@@ -1,4 +1,4 @@
-"""Define the code that all `data_prep` commands share: flags, dry runs and exit statuses."""
+"""Code shared by all `data_prep` commands: flags, dry runs and exit statuses."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Flags = Mapping[str, Mapping[str, Any]]
 Main = Callable[..., int]
 """A function that runs a command line, by default `sys.argv`, and returns the exit status."""
 VAL_FRACTION = 0.1
-"""The default fraction of each class to use as val if the source has no validation split."""
+"""The default fraction of each class that becomes val if the source has no validation split."""
 
 
 class Parser(OneLineParser):
-    """The project's argument parser, changed to exit the process on a usage error."""
+    """A variant of the project's argument parser that exits the process on a usage error."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line and exit with status 2."""
@@ -49,14 +49,14 @@ class Parser(OneLineParser):
 
 
 def positive(text: str) -> int:
-    """Parse an integer of at least 1, as an argparse type."""
+    """Parse an integer of at least 1. Used as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def fraction(text: str) -> float:
-    """Parse a number in [0, 1), as an argparse type."""
+    """Parse a number in [0, 1). Used as an argparse type."""
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
@@ -353,4 +353,4 @@ def run(
 
 
 class _Terminated(BaseException):
-    """An exception that interrupts the command when SIGTERM arrives."""
+    """The exception that interrupts the command when SIGTERM arrives."""

@@ -74,7 +74,7 @@ def _resize(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
-    """Draw a smooth pattern, (size, size) float in [0, 1], with details a tenth of the image
+    """Draw a smooth pattern, (size, size) float in [0, 1], whose details are a tenth of the image
     wide."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
@@ -112,7 +112,8 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     side = len(image)
     padded = np.pad(image, side // 2)  # Keep the rotated digit inside the image.
     angle = np.radians(uniform.between(-8, 8))
-    # Compute padded pixels per output pixel. The random factor is the digit's share of the height.
+    # The number of padded pixels per output pixel. The digit fills a random 74 to 86 % of the
+    # output's height.
     scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
     cos = np.cos(angle) * scale
     sin = np.sin(angle) * scale
@@ -130,8 +131,8 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than its background."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    # Digits are always lighter than the background. If some were darker, a small ViT would need
-    # twice the epochs, too many for a first example.
+    # Digits are always lighter than the background. With darker digits as well, a small ViT needs
+    # twice as many epochs, too many for a first example.
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
@@ -171,7 +172,7 @@ def source(
 
 
 def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
-    # Import here, because the import is slow and workers do not need it.
+    # Import scikit-learn only when needed, because it loads slowly and workers do not use it.
     from sklearn.datasets import load_digits
 
     builder.classes([str(label) for label in range(10)])

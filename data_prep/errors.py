@@ -1,4 +1,4 @@
-"""Define PrepError, the exception for mistakes that the user can correct, and message helpers."""
+"""PrepError, the exception for mistakes that the user can correct, and helpers for messages."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ def readable(
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Format a number with its noun in singular or plural, such as 1 image or 2 images."""
+    """Format a number and its noun, singular or plural: "1 image", "2 images"."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 

@@ -103,7 +103,7 @@ def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> S
         default = 0.0 if flags.no_classes else VAL_FRACTION
         val_fraction = default if flags.val_fraction is None else flags.val_fraction
         options["val_fraction"] = val_fraction
-    # Omit the default "text", as in the records of older data sets.
+    # Omit the default "text", because older data sets did not record it.
     if flags.class_order == "number":
         options["class_order"] = "number"
     if flags.no_classes:
@@ -137,7 +137,7 @@ def _layout(root: Tree) -> Layout:
             f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
             " or <class>/* alone"
         )
-    return Layout(root, root, None)  # Without train/, a folder called `test` is an ordinary class.
+    return Layout(root, root, None)  # Without train/, a folder named `test` is an ordinary class.
 
 
 def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
@@ -232,7 +232,7 @@ def _check_ignored(ignored: Ignored, flags: Asked, builder: Builder) -> None:
 
 
 def _normalized(name: str) -> str:
-    """Return a name in NFC form, because macOS stores letters and accents separately."""
+    """Return a name in NFC form. macOS stores letters and accents as separate characters."""
     return unicodedata.normalize("NFC", name)
 
 
@@ -291,7 +291,7 @@ def _add_split(
     fractions: Mapping[str, float],
     ignored: Ignored,
 ) -> None:
-    """Add the images of some classes. fractions: the fraction of each class for each split."""
+    """Add the images of the given classes. fractions: maps splits to their fraction of a class."""
     file = builder.file(tree.file)
     if "" not in labels:
         tree.count_stray(ignored)
@@ -309,7 +309,7 @@ def _add_split(
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of classes whose images may have equal keys, such as a/b_c.jpg and a_b/c.jpg."""
+    """Yield groups of classes whose images could have equal keys: a/b_c.jpg and a_b/c.jpg."""
     group: list[str] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):

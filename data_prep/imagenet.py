@@ -72,9 +72,9 @@ FAULTS = {
     "contradicted": ("have another class in the label file", "correct the folder or the file"),
     "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet is so large"),
 }
-"""The kinds of faults that --partial does not allow, each with a problem and a hint."""
+"""Maps each kind of fault that --partial does not allow to a problem text and a hint."""
 Faults = defaultdict[str, list[str]]
-"""Image names by fault. "unknown" lists WNIDs instead, and "ignored" lists files of other types."""
+"""Maps faults to image names. "unknown" lists WNIDs, and "ignored" lists files of other types."""
 
 
 def _take(
@@ -84,14 +84,14 @@ def _take(
     labels: Mapping[str, str],
     faults: Faults,
 ) -> list[tuple[int, str, int]]:
-    """Return (row, key, label) for the valid images of a batch, and add the others to `faults`."""
+    """Return (row, key, label) for each valid image of a batch, and add others to `faults`."""
     valid = []
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
         if match is None or (match[2] is None) == training:
             is_image = name.lower().endswith(IMAGE_EXTENSIONS)
-            if not name.startswith("."):  # macOS writes a file `._x` next to x.
+            if not name.startswith("."):  # macOS adds a metadata file `._x` for x.
                 faults["foreign" if is_image else "ignored"].append(name)
             continue
         key, in_name, appended = match.groups()

@@ -76,7 +76,7 @@ def index(
     flags: Asked = NOTHING_ASKED,
     max_unreadable: float = Settings().max_unreadable,
 ) -> None:
-    """Index the tars of a folder: write all missing files next to the tars, or to `out`.
+    """Index the tars of a folder, and write all missing files next to the tars or to `out`.
 
     roots: one folder, one folder URL, or tar URLs, which may contain braces. split: the split of
     all shards, if their names do not contain one. max_unreadable: the maximum fraction of invalid
@@ -151,7 +151,7 @@ def index(
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
-    """Remove temporary row files, and files left behind by a killed process."""
+    """Remove temporary row files and the leftovers of killed processes."""
     for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
         output.remove(name)
     if output.local and is_ours:  # Other programs may be writing to a folder of foreign tars.
@@ -215,7 +215,7 @@ def _describe(entry: dict[str, Any]) -> str:
 def _refuse_invalid(
     sidecars: dict[str, dict[str, Any]], invalid: list[dict[str, Any]], max_unreadable: float
 ) -> None:
-    """Raise PrepError if too many samples are invalid. Name the fraction that would be accepted."""
+    """Raise PrepError if too many samples are invalid. The message names the fraction to allow."""
     total = sum(sidecar["num_samples"] for sidecar in sidecars.values()) + len(invalid)
     allowed = allowed_unreadable(max_unreadable, total)
     if len(invalid) <= allowed:
@@ -230,7 +230,7 @@ def _refuse_invalid(
 
 
 def _settings(output: Output, splits: list[str]) -> str:
-    """Return the settings that training on this data set requires."""
+    """Return the command-line settings for training on this data set."""
     train = next((name for name in splits if name.lower().startswith("train")), splits[0])
     val = next((name for name in splits if name != train), None)
     settings = quote(f"data.root={output}")

@@ -127,7 +127,7 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
 
 
 def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
-    """Return the files of `variant` in a folder. Some mirrors replace the first dash by a dot."""
+    """Return the files of `variant` in a folder. Some mirrors replace the first dash with a dot."""
     spellings = {
         name: [
             folder / f"{stem}{extension}"

@@ -85,7 +85,7 @@ class Report:
 
 
 def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Report:
-    """Check the data set at `place`. num_sampled: images in a quick check, or None to check all.
+    """Check the data set at `place`. num_sampled: images in a quick check, None to check all.
 
     Raises PrepError or ShardError if the data set cannot be checked.
     """
@@ -194,11 +194,11 @@ COMPLETE = (
     "complete decoding of these images, and their sizes in pixels",
     "images per class, repeated keys, equal images (by 64 bits of a hash)",
 )
-"""The lines that state what a complete check compares."""
+"""The report lines that describe what a complete check compares."""
 
 
 def _compared(report: Report, images: str) -> list[str]:
-    """Return lines on what was compared, and after a quick check also on what was not."""
+    """Describe what was compared and, after a quick check, what was not."""
     if report.quick:
         return [images, RECORDS, *QUICK]
     data = report.data
@@ -258,7 +258,7 @@ def _run(args: argparse.Namespace) -> int:
     report = verify(args.root, args.workers, args.sample if args.quick else None)
     try:
         print_report(report)
-    except BrokenPipeError:  # `verify ... | head`
+    except BrokenPipeError:  # raised by `verify ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(report.count(fails=True) > 0 or (args.strict and bool(report.findings)))
 

@@ -32,7 +32,7 @@ from vit.system.urls import local_path
 
 @dataclass
 class SplitFiles:
-    """The records of a split, and the results of its checks."""
+    """A split's records and the results of checking them."""
 
     name: str
     described: dict[str, Any]
@@ -73,19 +73,19 @@ class SplitFiles:
 
     @property
     def quarantined(self) -> list[dict[str, Any]]:
-        """The quarantine entries from all sidecars."""
+        """The quarantine entries (skipped images) from all sidecars."""
         return [
             entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])
         ]
 
     @property
     def changed(self) -> Counter[str]:
-        """The number of images that the writer converted, by reason for conversion."""
+        """The number of images that the writer converted, by reason."""
         changed = (Counter(sidecar.get("changed", {})) for sidecar in self.sidecars.values())
         return sum(changed, Counter[str]())
 
     def labels(self) -> np.ndarray:
-        """Return the labels (n,) int32 of all samples read, or those of the index in a quick
+        """Return the labels (n,) int32 of all samples read or, in a quick check, those in the
         check."""
         if self.seen:
             return np.concatenate([rows["label"] for rows in self.seen.values()])
@@ -112,12 +112,12 @@ class DataSet(Classes):
 
     @property
     def seed(self) -> int:
-        """The seed for the hashes in the catalogue."""
+        """The seed of the catalogue's hashes."""
         return int((self.info.get("options") or {}).get("seed", 0)) if self.ours else 0
 
     @property
     def index_it(self) -> str:
-        """The command to run if an index or sidecar is missing."""
+        """The command that creates a missing index or sidecar."""
         return f"run `python -m data_prep.index {quote(self.shown)}` to write it"
 
     def class_name(self, label: int) -> str:

@@ -1,8 +1,8 @@
 """Check a whole data set: its records, and the samples of all shards together.
 
 The folder, sidecars, index files and quarantine are compared with `_info.json`. After all shards
-are read (data_prep/check/shard_checks.py), their class names, labels, keys and equal images are
-checked together.
+are read (data_prep/check/shard_checks.py), class names, labels, keys and duplicate images are
+checked across shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
     Sets `sidecars`, `present` and `index` of each split.
     """
     listed = Counter(tars_of(data.info))
-    # Earlier versions did not record hashes.
+    # Earlier versions of data_prep did not record hashes.
     if "info_sha256" in data.info or any(
         "sidecars_sha256" in part.described for part in data.parts
     ):
@@ -100,7 +100,7 @@ def _check_sealed(data: DataSet) -> Iterator[Finding]:
 
 
 def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
-    """Check the hash and plan of a split's sidecars, and the number of listed images."""
+    """Check the hash and plan of a split's sidecars, and how many images they list."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
         return  # already reported
@@ -303,7 +303,7 @@ def _incomplete(data: DataSet, part: SplitFiles) -> bool:
 def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
     """Return a sorted array of samples whose value in `column` occurs at least twice.
 
-    The columns of (n, 5) int64 are value number, split, shard, row and label.
+    Columns of the (n, 5) int64 array: value number, split, shard, row, label.
     """
     every = [(p, shard, rows) for p, part in enumerate(parts) for shard, rows in part.seen.items()]
     values = np.concatenate([np.empty(0, "<u8"), *(rows[column] for *_, rows in every)])
@@ -323,8 +323,8 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
 def check_repeated(data: DataSet) -> Iterator[Finding]:
     """Report keys that occur twice in a split, and images with identical bytes.
 
-    Identical images are only notes, because published data sets have them. Images in two splits or
-    under two labels come first.
+    Identical images are only notes, because published data sets contain some. Images in two splits
+    or under two labels are listed first.
     """
     for part in data.parts:
         for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
@@ -362,5 +362,5 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
 
 
 def _groups(rows: np.ndarray) -> list[list[list[int]]]:
-    """Group the rows returned by `_repeated` by value."""
+    """Split the rows returned by `_repeated` into one group per value."""
     return [list(group) for _, group in itertools.groupby(rows.tolist(), itemgetter(0))]

@@ -2,9 +2,9 @@
 
 A worker process receives the name of a shard and its record in `_info.json`. A shard at a URL is
 downloaded first. The worker reads the file once to compute its sha256, then reads the headers from
-the page cache and decodes every image completely. It compares `.idx` and the index rows with new
-ones computed from the tar. The result contains the problems as messages, and three numbers per
-sample, with which the main process compares keys, images and labels over all shards.
+the page cache and decodes every image completely. The worker also compares `.idx` and the index
+rows with new ones computed from the tar. The result holds error messages and three numbers per
+sample. The main process uses these numbers to compare keys, images and labels across all shards.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from vit.system.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes per sample
-        # Hash as in the catalogue. One in 3,000 data sets of 100 million samples has a collision.
+        # The catalogue's hash. One in 3,000 data sets with 100 million samples has a collision.
         ("key", "<u8"),
-        ("image", "<u8"),  # first 8 bytes of a BLAKE2 hash over the encoded image
+        ("image", "<u8"),  # first 8 bytes of the encoded image's BLAKE2 hash
         ("label", "<i4"),
     ]
 )
 WRITE_AGAIN = "copy it again, or delete it and repeat the command that wrote it"
 UNCLEAR_WHEN_QUICK = "shard or index is wrong: run without --quick to find out which"
 MOST_LINES = 10
-"""The maximum number of lines to print per subject and shard. Further lines are counted."""
+"""The maximum number of lines to print per subject and shard. Other lines are only counted."""
 
 
 class Finding(NamedTuple):
-    """A problem or a note."""
+    """A problem or a note that a check reports."""
 
     subject: str
     """The heading in the report, a key of `verify.SUBJECTS`."""
     place: str
     text: str
     fails: bool = True
-    """True for a problem. False for a note, whose cause may be in the source."""
+    """True for a problem, False for a note, which may be caused by the source data."""
     details: tuple[str, ...] = ()
 
 
@@ -123,13 +123,13 @@ class Checked(NamedTuple):
 
 
 def read_failure(shard: Shard, error: OSError) -> Checked:
-    """Return the result for a shard that the operating system cannot read."""
+    """Return the result for a shard that could not be read due to `error`."""
     text = f"cannot be read ({error.strerror or error}): check the permissions and the disk"
     return Checked([Finding("files", shard.name, text)])
 
 
 def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the first findings, then the number omitted. Notes are counted separately."""
+    """Yield the first findings, then the number of omitted ones. Notes are counted separately."""
     count: Counter[bool] = Counter()
     for finding in findings:
         count[finding.fails] += 1
@@ -243,7 +243,7 @@ def compare_rows(
     """Compare index rows with samples of the tar.
 
     numbers: the samples to compare, or None for all. is_intact: whether the tar matches its
-    recorded sha256. If so, any difference is an error in the index.
+    recorded sha256. If it does, any difference is an error in the index.
     """
     expected = index_rows(samples)
     fields = ("size", "offset", "label", "width", "height")
@@ -321,7 +321,7 @@ def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared 
 def check_shard_quickly(shard: Shard) -> Checked:
     """Fetch and decode some samples through the index, like the loader.
 
-    No shard is read completely. Each sample is compared with the surrounding tar headers.
+    Each sample is compared with the surrounding tar headers.
     """
     rows = shard.rows
     if rows is None:

@@ -1,9 +1,9 @@
 """Read archives in place: list their members and the byte positions of the members.
 
 A tar is read from header to header, skipping the data. A tar inside a tar is a byte range of the
-outer tar. A zip has a central directory at its end. Both yield batches of names, offsets and sizes
-for the catalogue, with which `read_zip_member` or `read_range` later reads single images. An
-archive with absolute names, `..` or links is rejected, because it cannot be the official archive.
+outer tar. A zip has a central directory at its end. The catalogue stores names, offsets and sizes,
+which `read_zip_member` and `read_range` later use to read single images. Archives that contain
+absolute names, `..` or links are rejected, because official archives contain none.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from vit.system.meter import Meter
 from vit.system.tar_walk import FILE, FOLDER, TarDamaged, TarMember, describe_content, pread, walk
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
-"""The exceptions raised while reading damaged compressed data."""
+"""The exceptions that damaged compressed data may raise."""
 OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
 }
-"""Maps first bytes to the function that opens a compressed file."""
+"""Maps the first bytes of a compressed file to the function that opens it."""
 BATCH = 4096
 
 
@@ -60,8 +60,8 @@ class Members(NamedTuple):
 def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], bytes]]:
     """Return the files of a zip or tar, and a function that reads a single file.
 
-    The first bytes determine the type. Raises PrepError for other types, and in the cases of
-    `walk_zip` and `walk_tar`.
+    The first bytes determine the type. Raises PrepError for other types, and like `walk_zip` and
+    `walk_tar`.
     """
     head = _head(path)
     if head.startswith(b"PK") or path.suffix.lower() == ".zip":
@@ -80,11 +80,11 @@ def inflate_tar(path: Path) -> Path:
     """Decompress a .tar.gz, .tar.bz2 or .tar.xz into the same folder, and return the tar's path.
 
     An existing tar is reused. Progress goes to stderr. Raises PrepError if the archive is damaged,
-    and for an existing tar with another modification time.
+    or if the modification time of an existing tar differs from that of the archive.
     """
     stem = path.name.removesuffix(path.suffix)
     tar = path.with_name(stem if stem.endswith(".tar") else f"{stem}.tar")
-    # Copy the modification time of the archive, like gzip, to detect a different archive later.
+    # Like gzip, give the tar the archive's modification time. A later run compares the two times.
     modified_ns = path.stat().st_mtime_ns
     if tar.exists():
         if tar.stat().st_mtime_ns != modified_ns:
@@ -118,8 +118,8 @@ def _head(path: Path) -> bytes:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Raise PrepError for a name that leads outside the archive."""
-    # Most names return here.
+    """Raise PrepError if a name is absolute or contains `..`."""
+    # This test is fast and accepts most names.
     if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:
         return
     parts = re.split(r"[/\\]", name)
@@ -285,7 +285,7 @@ def read_zip_member(sample: Sample) -> bytes:
 
 
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
-    """Return the data and the first bytes after it. Decompress at most `size` + 1 bytes."""
+    """Decompress at most `size` + 1 bytes. Return them and the first bytes after the data."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     position = sample.offset + max(len(head), start)
     compressed = head[start:]

@@ -19,7 +19,7 @@ from vit.data.shards.members import FLAGS, INTEGER, SampleLayout, recorded_layou
 
 
 class Asked(NamedTuple):
-    """The command-line flags that describe the layout of samples."""
+    """The command-line flags that define the sample layout."""
 
     image: str | None = None
     label: str | None = None

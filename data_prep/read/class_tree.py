@@ -1,8 +1,8 @@
 """Read class folders from disk, or in place from a zip or tar.
 
-`data_prep.imagefolder` lists the folders and images of a tree, and adds images to a catalogue by
-path. An image is a file or a byte range of an archive. The tree gives the catalogue the location of
-each image and the function that reads the image.
+`data_prep.imagefolder` lists the folders and images of a tree, and adds the images to a catalogue.
+An image is a file or a byte range of an archive. The tree provides each image's location and the
+function that reads the image.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from vit.data.decode.image_files import EXTENSIONS
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
-"""The column of these tables with file paths, relative to the folder of the table."""
+"""The table column that contains file paths, relative to the table's folder."""
 
 
 class FolderTree:
-    """A folder on disk that contains folders of images. `str` returns its path for messages."""
+    """A folder on disk that contains class folders. `str` returns its path for messages."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
-        """The file or folder to which the catalogue's image paths refer."""
+        """The archive or folder that contains the images."""
         self.label_column = label_column
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
@@ -67,7 +67,7 @@ class FolderTree:
         return images_below(self.file / folder, ignored)
 
     def count_stray(self, ignored: Ignored) -> None:
-        """Count the files that are directly in this folder, next to the class folders."""
+        """Count the files that are next to the class folders instead of inside them."""
         for name in listed(self.file)[1]:
             path = os.path.join(self.file, name)
             if image_tree.is_image(path):
@@ -83,7 +83,7 @@ class FolderTree:
 
 
 class TableTree(FolderTree):
-    """A folder whose table, instead of class folders, gives the class of each image."""
+    """A folder of images with a table that lists the class of each image."""
 
     def __init__(self, path: Path, label_column: str | None, by_class: dict[str, list[str]]):
         super().__init__(path, label_column)
@@ -180,7 +180,7 @@ class ArchiveTree:
         self._folder = folder
         self._members = members
         self._below = defaultdict[str, list[str]](list)
-        """The paths below each subfolder. The key "" has the files directly in this folder."""
+        """Maps each subfolder to the paths below it. The key "" maps to this folder's own files."""
         for path in sorted(members):
             first, _, rest = path.partition("/")
             self._below[first if rest else ""].append(rest or first)
@@ -264,9 +264,9 @@ def split_by_hash(
 ) -> dict[str, list[str]]:
     """Split the keys of a class by the given fractions, in the order of their hashes.
 
-    Each other split gets a rounded number of keys with the smallest hashes. The first split gets
-    the rest, at least one key. The hash depends only on the seed and key, so adding images does not
-    move an image to another split, and adding a third split does not change the second.
+    Every split but the first gets a rounded number of keys with the smallest hashes. The first
+    split gets the rest, at least one key. The hash depends only on the seed and key, so adding a
+    third split does not change the second.
     """
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)

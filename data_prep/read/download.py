@@ -48,7 +48,7 @@ def download(
     with open(part, "a+b") as file:
         try:
             with suppress(OSError):  # for file systems without locks
-                fcntl.flock(file, fcntl.LOCK_EX)  # Of several processes, only one downloads.
+                fcntl.flock(file, fcntl.LOCK_EX)  # Only one process downloads the file.
             if path.exists():
                 if checksum and (actual := checksum_of(path, kind)) != checksum:
                     raise PrepError(
@@ -140,7 +140,7 @@ def fetched(args: argparse.Namespace) -> Path:
 
 
 def _fetch(url: str, file: BinaryIO) -> None:
-    """Download the missing bytes, and append them to `file`."""
+    """Download the bytes that `file` still lacks, and append them."""
     name = Path(file.name).name.removesuffix(".part")
     num_present = file.seek(0, os.SEEK_END)
     try:
@@ -171,7 +171,7 @@ def checksum_of(path: Path, kind: str) -> str:
 
 
 class WebShards(WebFolder):
-    """The files at `<url>/<name>`, for functions run by `run_jobs`. HTTP cannot list files."""
+    """The files at `<url>/<name>`. HTTP cannot list files, so callers pass the names."""
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes, or -1. Raises PrepError if it does not exist."""

@@ -1,6 +1,6 @@
 """Find the image and label columns and the class names of Hugging Face data sets.
 
-They are recorded as JSON in the schema of each parquet file, or as YAML in README.md.
+Columns and classes are recorded as JSON in each parquet file's schema, or as YAML in README.md.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
 def choose_column(
     place: object, flag: str, name: str | None, candidates: Sequence[str], columns: Sequence[str]
 ) -> str:
-    """Return the column `name`, or the only candidate, or the only candidate with a usual name.
+    """Return the column `name`, else the only candidate, else the only one with a usual name.
 
     name: the value of `flag`, if the user gave it. place: the file to name in a PrepError.
     """

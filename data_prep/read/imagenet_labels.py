@@ -1,9 +1,9 @@
 """Read the class of each image in ImageNet's flat validation set.
 
 The classes come from the development kit or Kaggle's table. Both readers return a mapping from the
-image name without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID, from 1)
-only serve to look up WNIDs. In published weights, labels are positions in the sorted list of WNIDs
-instead.
+image name without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID,
+starting at 1) are used only to look up WNIDs, because labels in published weights are positions in
+the sorted list of WNIDs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KAGGLE_TABLE = "LOC_val_solution.csv"
 LABEL_FILES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}"
 MAX_MEMBERS = 1000
 MAX_BYTES = 1 << 26
-"""The size limit for files in the development kit. Its largest file has a few MB."""
+"""The size limit for files in the development kit. The largest file has a few MB."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def read_devkit(path: Path) -> dict[str, str]:
 
 
 def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
-    """Return {ILSVRC2012_ID: WNID} for the classes in `meta.mat`, which also lists 860 groups."""
-    from scipy.io import loadmat  # The import is slow, and needed only for the kit.
+    """Return {ILSVRC2012_ID: WNID} for the classes in `meta.mat`, skipping its 860 class groups."""
+    from scipy.io import loadmat  # scipy loads slowly, and only the kit needs it.
 
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"].reshape(-1)

@@ -39,7 +39,7 @@ IMAGE = re.compile(
     r"((?:(n\d{8})_\d+|ILSVRC2012_val_\d{8}))(?:_(n\d{8}))?\.(?:jpe?g|png|webp)",
     re.IGNORECASE | re.ASCII,
 )
-"""Matches an image name: key, WNID of a training image, WNID appended by Hugging Face."""
+"""Matches an image name. Groups: key, WNID of a training image, WNID added by Hugging Face."""
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 VAL_FOLDERS = ("val", "validation")
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
@@ -50,12 +50,12 @@ SEARCHED = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {
 """The names, in lower case, of subfolders to search."""
 VAL_IMAGE = "ILSVRC2012_val_"
 READERS = 4
-"""The number of archives or folders to list in parallel, which hides disk or network latency."""
+"""The number of archives or folders to list in parallel, to hide disk or network latency."""
 
 
 class Images(NamedTuple):
-    """A batch of images in a layout. `wnid` is "" if the location does not determine it. Then
-    `wnids` may."""
+    """A batch of images in a layout. If their location does not determine the class, `wnid` is "",
+    and `wnids` contains each image's WNID if known."""
 
     file: Path
     wnid: str
@@ -74,9 +74,9 @@ class Layout:
     path: Path
     images: Callable[[Builder], Iterator[Images]]
     wnids: Callable[[Builder], Collection[str]]
-    """A function that returns the WNIDs of the classes. Empty if only a label file lists them."""
+    """Returns the WNIDs of the classes, or nothing if only a label file lists them."""
     inputs: tuple[Path, ...]
-    """Archives and folders whose modification times show whether the split has changed."""
+    """The archives and folders whose modification times show whether the split has changed."""
     flat: bool = False
     lacking: str = ""
     """A line about missing files, inferred from the names of the existing files, or ""."""
@@ -102,7 +102,7 @@ class Place(NamedTuple):
 
 
 def members_of(folder: Path) -> Members:
-    """List the images in a folder with offset 0, without subfolders."""
+    """List the images directly in a folder. Their offsets are 0."""
     names = [name for name in listed(folder)[1] if name.lower().endswith(IMAGE_EXTENSIONS)]
     sizes = [os.stat(folder / name).st_size for name in names]
     return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
@@ -286,7 +286,7 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
         )
     except (PrepError, StopIteration) as error:
         problem = str(error) or f"{path}: an empty tar; download it again"
-    is_task_3 = "_t3" in path.name.lower()  # Task 3 has 120 dog breeds.
+    is_task_3 = "_t3" in path.name.lower()  # task 3: 120 dog breeds
     if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and not is_task_3:
         search.layouts.append(_nested_tar(path))
     elif first.startswith(VAL_IMAGE):

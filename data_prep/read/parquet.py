@@ -27,7 +27,7 @@ from data_prep.write.samples import stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64
-"""The number of rows held in memory in addition to their row group: 7 MB for ImageNet."""
+"""The number of rows to hold in memory in addition to their row group: 7 MB for ImageNet."""
 
 
 class Columns(NamedTuple):
@@ -90,7 +90,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
 
 
 def image_fields(schema: Any, name: str) -> set[str]:
-    """Return the fields of an image column (bytes, perhaps path); empty for other columns."""
+    """Return the fields of an image column (bytes and possibly path); empty for other columns."""
     import pyarrow
 
     kind = schema.field(name).type
@@ -113,9 +113,9 @@ def _is_copied(images: Path) -> bool:
 
 
 def spool_file(copy: tuple[Path, Columns, Path]) -> None:
-    """Copy the images of the parquet file `copy[0]` to the path `copy[2]`, in a worker process."""
+    """Copy the images of the parquet file `copy[0]` to `copy[2]`. Runs in a worker process."""
     path, columns, copied = copy
-    if _is_copied(copied):  # Another process has copied them for the same catalogue.
+    if _is_copied(copied):  # Another process has already copied the images.
         return
     remove_leftovers(copied.parent, copied.name)
     names: list[str] = []

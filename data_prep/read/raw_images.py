@@ -1,4 +1,4 @@
-"""Read data sets of small raw images in a few files: code shared by MNIST and CIFAR."""
+"""Read small raw images from a few large files. MNIST and CIFAR share this code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_records(
     name_stem: str,
     key_stem: str,
 ) -> None:
-    """Add the images of an uncompressed file, which begin at byte `first` and every `step` bytes.
+    """Add the images of a file: the first starts at byte `first`, others follow every `step` bytes.
 
     labels_from: the label file to name in messages. Raises PrepError for a label without a class.
     """

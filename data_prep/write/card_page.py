@@ -29,7 +29,7 @@ from vit.system.files import replacing, sha256_of
 SHEET_CELLS = 60
 COLUMNS = 10
 CELL = 128
-"""The side of a cell in pixels. The next three constants are in pixels too."""
+"""The side of a contact-sheet cell in pixels. The next three constants are in pixels too."""
 GAP = 10
 TEXT_HEIGHT = 22
 MARGIN = 16
@@ -87,7 +87,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
     """
     if "shards_at" in info or output.size("README.md") >= 0:
         return
-    # Hugging Face rejects all other split names.
+    # Hugging Face accepts only split names of this form.
     if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
         return
     with output.staging() as folder:
@@ -97,7 +97,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 
 
 def readme(info: Mapping[str, Any]) -> str:
-    """Return the text of README.md: each split's files in Hugging Face's YAML, and one sentence."""
+    """Return README.md: each split's files in Hugging Face's YAML format, and one sentence."""
     everything = {name for described in info["splits"].values() for name in described["filenames"]}
     files = []
     for split, described in info["splits"].items():
@@ -172,10 +172,7 @@ def _thumbnail(image: Image.Image) -> Image.Image:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """Return DejaVu Sans from matplotlib, which has the letters of many languages.
-
-    Pillow's own font has only Latin letters.
-    """
+    """Return DejaVu Sans from matplotlib, because Pillow's own font has only Latin letters."""
     import matplotlib
 
     return ImageFont.truetype(
@@ -184,7 +181,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def shortened(text: str, fits: Callable[[str], bool]) -> str:
-    """Return `text` on one line, with its middle replaced by an ellipsis if it does not fit."""
+    """Return `text` on one line. If it does not fit, replace its middle with an ellipsis."""
     text = re.sub(r"\s+", " ", text)
     for num_dropped in range(max(1, len(text))):
         length = len(text) - num_dropped

@@ -35,8 +35,8 @@ BAR = 40
 """The length of the longest histogram bar in characters."""
 MOST_REASONS = 20
 COLOUR_IMAGES = 1000
-"""The number of images decoded to estimate color mean and standard deviation. This takes seconds,
-with an error below 0.01."""
+"""The number of images decoded to estimate the mean and standard deviation of colors. This takes
+seconds, and the error is below 0.01."""
 
 
 class Classes:
@@ -50,12 +50,12 @@ class Classes:
 
     @property
     def recorded_classes(self) -> int | None:
-        """The number of classes: 0 without labels, None if the number is not recorded."""
+        """The number of classes: 0 if the data set has no labels, None if the number is unknown."""
         return len(self.class_names) or self.info.get("num_classes")
 
 
 def count_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Count the labels of each class, (num_classes,), ignoring labels out of range."""
+    """Count the labels of each class, (num_classes,). Labels out of range are ignored."""
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 
@@ -72,7 +72,7 @@ class Card(Classes):
 
     @property
     def name(self) -> str:
-        # Do not use the folder's name, because equal data sets must have equal cards.
+        # Do not fall back to the folder's name, because equal data sets must have equal cards.
         return str(self.info.get("source", "data set"))
 
     @property
@@ -81,7 +81,7 @@ class Card(Classes):
         return self.recorded_classes or 1 + largest
 
     def labels(self, split: str) -> np.ndarray:
-        """Return the label of each image. Without labels, return zeros."""
+        """Return the label of each image, or zeros if the data set has no labels."""
         return np.maximum(self.indexes[split]["label"], 0)
 
     @property
@@ -115,7 +115,7 @@ class Card(Classes):
 
 
 def load_card(output: Output, folder: Path) -> Card:
-    """Read the data for the card. folder: where files of an output at a URL are downloaded.
+    """Read the data for the card. folder: receives downloads if the output is at a URL.
 
     Raises ShardError if a file is missing.
     """
@@ -144,7 +144,7 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
     if "://" not in place:
         with open(place, "rb") as file:
             return os.pread(file.fileno(), size, offset)
-    import fsspec  # The import is slow, and unnecessary for a local folder.
+    import fsspec  # fsspec loads slowly, and a local folder does not need it.
 
     system, path = fsspec.core.url_to_fs(place)
     return system.cat_file(path, start=offset, end=offset + size)
@@ -176,7 +176,7 @@ def card_text(card: Card) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
-    """Return a table whose first `left` columns are left-aligned, and the others right-aligned."""
+    """Return a table with the first `left` columns left-aligned and the others right-aligned."""
 
     def line(cells: Iterable[Any]) -> str:
         return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"

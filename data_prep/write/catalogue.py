@@ -1,9 +1,9 @@
-"""List the samples of a source in a catalogue, a table on disk, so that memory stays constant.
+"""List a source's samples in a catalogue, which is a table on disk to limit memory use.
 
 A source defines its classes and files, and adds samples in batches of thousands, each with a key, a
-label and the location of the encoded bytes. The rows are then sorted by a hash of (seed, key), and
-the writer assigns samples to shards in this order. The listing order therefore does not matter, and
-the same images in two layouts give the same shards. Rows, hashes and texts are sorted in parts.
+label and the location of the encoded bytes. The rows are then sorted in parts by a hash of (seed,
+key), and the writer assigns samples to shards in this order. The listing order therefore does not
+matter, and the same images in two layouts give the same shards.
 
     <root>/._catalogue.*.tmp/       in the output folder while a command runs
       <split>.rows.bin      ROW, in the order of adding
@@ -44,7 +44,7 @@ FORMAT = 1
 SPOOL = "_spool"
 """The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
-"""The maximum number of rows to sort or compare at a time. More rows are processed in parts."""
+"""The maximum number of rows to sort or compare at a time. Larger tables are split into parts."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Source:
     read: Callable[[Sample], bytes]
     """A worker function that returns a sample's encoded image. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
-    """Archives whose path, size and modification time show whether a data set is up to date; None
-    if only listing the source shows it."""
+    """The archives whose path, size and modification time show whether a data set is up to date.
+    None if this check requires listing the source."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
         """Return a sha256 of everything that affects the catalogue, or None without `inputs`."""
@@ -77,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue, memory-mapped by processes. Leaving its block deletes the folder."""
+    """A finished catalogue, which processes memory-map. Its folder is deleted on exit."""
 
     folder: Path
     class_names: list[str]
@@ -86,7 +86,7 @@ class Catalogue:
     splits: Mapping[str, int]
     """The number of samples in each split. The first split is for training."""
     sha256: str
-    """A hash over classes, splits, keys and labels, equal for the same images."""
+    """A hash over classes, splits, keys and labels. It does not depend on the source's layout."""
     lock: int
     """A locked file descriptor that keeps other processes from removing the folder."""
 
@@ -97,7 +97,7 @@ class Catalogue:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _open_table.cache_clear()  # The cached table maps the files.
+        _open_table.cache_clear()  # Cached tables still map the files.
         close_descriptors(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
@@ -128,7 +128,7 @@ def open_catalogue(
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(folder)  # The error of a full disk has no file name.
+            error.filename = str(folder)  # The error for a full disk contains no file name.
         raise
     return Catalogue(folder, lock=lock, **content)
 
@@ -144,7 +144,7 @@ class Builder:
         self.seed = seed
         self.workers = workers
         self.dry = dry
-        """True for a dry run, which skips all steps needed only to read images."""
+        """True for a dry run, which skips all steps that are needed only for reading images."""
         self._spool = spool
         self.class_names: list[str] = []
         self.files: list[str] = []
@@ -170,7 +170,7 @@ class Builder:
         return self._spool
 
     def classes(self, names: Sequence[str]) -> None:
-        """Set the class names in label order. Without classes, every label is -1."""
+        """Set the class names in label order. If this is not called, every label is -1."""
         self.class_names = list(names)
 
     def file(self, path: Path | str) -> int:
@@ -179,7 +179,7 @@ class Builder:
         return len(self.files) - 1
 
     def note(self, text: str) -> None:
-        """Record a line about the source in `_info.json` and in the data set's card."""
+        """Record a line about the source in `_info.json` and on the data set's card."""
         self.notes.append(text)
 
     def report(self, text: str) -> None:
@@ -254,7 +254,7 @@ class Builder:
         return np.bincount(np.maximum(labels, 0), minlength=max(1, len(self.class_names)))
 
     def count(self, split: str) -> np.ndarray:
-        """Count the samples added to each class, (num_classes,) int64; (1,) without classes."""
+        """Count the samples added to each class: (num_classes,) int64, or (1,) without classes."""
         return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
 
     def hold_out(self, split: str, into: str, fraction: float) -> None:
@@ -331,7 +331,7 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
 def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index of the first record, records) for each part of a file of records.
 
-    A memory map would count as this process's memory.
+    Not a memory map, because its pages count as memory of this process.
     """
     with open(path, "rb") as file:
         for start in range(0, path.stat().st_size // dtype.itemsize, ROWS_IN_MEMORY):
@@ -343,7 +343,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
 
     Hashes and labels are added to the digest in this order. Raises PrepError for repeated keys.
     """
-    # A power of two, so that each part is about half full.
+    # Use a power of two, which leaves each part about half full.
     parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
     width = (1 << 64) // parts
     twice = set()
@@ -360,7 +360,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
             by_hash = np.argsort(hashes["hash"], kind="stable")
             rows = rows[by_hash]
             hashes = hashes[by_hash]
-            # Two different keys have the same hash in one of 10**11 data sets.
+            # Only one in 10**11 data sets has two different keys with the same hash.
             for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
                 first, second = (table.text(int(row))[0] for row in rows[same : same + 2])
                 if first == second:

@@ -1,4 +1,4 @@
-"""Convert the encoded images of any source to the bytes in a shard, by an image policy.
+"""Convert encoded images to the bytes stored in a shard, according to an image policy.
 
 An ordinary JPEG (8 bits, gray or color) that needs no change is checked, and its bytes are kept.
 Every other image is decoded and encoded again as an RGB JPEG with the policy's quality and full
@@ -34,7 +34,7 @@ ASKS_TO_BE_TURNED = "asks_to_be_turned"
 
 
 class Unreadable(ValueError):
-    """The reason why an image cannot become a sample."""
+    """The exception for an image that cannot become a sample. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ImagePolicy:
     """The settings for the conversion of images. Raises PrepError for invalid values."""
 
     check: str = "decode"
-    """decode: decode each JPEG once. headers: check only the headers and the end marker."""
+    """decode: check each JPEG by decoding it. headers: check only headers and end marker."""
     apply_exif: bool = False
     """Rotate images by their EXIF orientation. Published accuracies use unrotated images."""
     resize_short_side: int | None = None
@@ -50,7 +50,7 @@ class ImagePolicy:
     jpeg_quality: int = 95
     """The quality of re-encoded images on libjpeg's scale from 1 to 100."""
     restart_markers: str = "off"
-    """off, or auto: losslessly add restart markers to all JPEGs by native code."""
+    """auto: losslessly add restart markers to all JPEGs with the C library. off: do not."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.jpeg_quality <= 100:
@@ -64,7 +64,7 @@ class ImagePolicy:
     def options(self) -> dict[str, Any]:
         """Return the policy as JSON values to record with the data set."""
         options = asdict(self)
-        if self.restart_markers == "off":  # Omit "off", so that older data sets can be resumed.
+        if self.restart_markers == "off":  # Omit "off", because older data sets did not record it.
             del options["restart_markers"]
         return options
 
@@ -78,7 +78,7 @@ class ImagePolicy:
         return int(short * width / height), short
 
     def is_turned(self, orientation: int) -> bool:
-        """Return whether applying this EXIF orientation moves pixels."""
+        """Return whether this policy rotates or flips an image with this EXIF orientation."""
         return self.apply_exif and orientation in UPRIGHT
 
 
@@ -89,7 +89,7 @@ class Prepared(NamedTuple):
     width: int
     height: int
     change: str | None
-    """The changes and notes, such as "PNG (RGBA), resized"; None if the bytes are unchanged."""
+    """Changes and notes, such as "PNG (RGBA), resized"; None if the bytes are unchanged."""
     asks_to_be_turned: bool = False
     """True if the EXIF orientation is not upright, and was not applied."""
 
@@ -120,7 +120,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     try:
         header = read_header(data)
     except ValueError:
-        # Usually another format, but Pillow can also read some odd JPEG headers.
+        # The file is usually in another format, but Pillow can also read some odd JPEG headers.
         return _by_pillow(data, policy)
     try:
         check_jpeg(header)
@@ -135,7 +135,8 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if untouched and policy.check == "headers" and _has_end_marker(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
-        # Decoding at 1/8 size is cheap, but includes all entropy decoding, which finds all damage.
+        # Decoding at 1/8 size is cheap, but still finds all damage, because it includes all entropy
+        # decoding.
         reduction = 8 if untouched else _reduction(header.size, target)
         pixels = decode_jpeg(data, header.size, header.num_components, reduction)
     except ValueError as error:
@@ -154,7 +155,8 @@ def _has_end_marker(data: bytes, header: JpegHeader) -> bool:
 def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
     """Return the factor by which the decoder may shrink an image before it is resized.
 
-    Down to four times the target size, shrinking loses less quality than the encoding.
+    If the result has at least four times the target size, shrinking loses less quality than the
+    JPEG encoding.
     """
     fitting = (step for step in (8, 4, 2) if min(size) >= 4 * step * min(target))
     return next(fitting, 1)
@@ -193,7 +195,7 @@ def _encode(
 ) -> Prepared:
     """Resize, rotate and encode an image.
 
-    size: the original size, which differs if the decoder shrank `image`. changes: earlier changes.
+    size: the size before the decoder shrank `image`. changes: earlier changes.
     """
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:

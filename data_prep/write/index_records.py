@@ -1,4 +1,4 @@
-"""Locate the shards of other programs, and compute their records and index rows.
+"""Locate shards that other programs wrote, and compute their records and index rows.
 
 A local shard is scanned and hashed in place. A shard at a URL is downloaded completely, unless an
 earlier command wrote its records. The sidecar, which is written last, lists invalid samples, which
@@ -35,8 +35,8 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
-    """Return the split in a shard's name: a usual name between dashes, or the text before the
-    number."""
+    """Return the split in a shard's file name: a usual split name between dashes, or the text
+    before the number."""
     *parts, number = filename.removesuffix(".tar").split("-")
     usual = [part for part in parts if part.lower() in SPLIT_NAMES]
     if usual:
@@ -45,7 +45,7 @@ def split_of(filename: str) -> str | None:
 
 
 def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
-    """Return the sorted tar names by split, or all tars under `split` if given.
+    """Group the sorted tar names by split. If `split` is given, it contains all tars.
 
     Raises PrepError if there are no tars, or if a name has no split.
     """
@@ -142,9 +142,9 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 def read_infos(
     source: Output | WebShards, output: Output, listed: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the `_info.json` next to the shards and the one in the output, possibly the same.
+    """Return the `_info.json` next to the shards and the one in the output, possibly the same file.
 
-    listed: skip the first file, because the shards were listed one by one.
+    listed: the shards were listed one by one, so skip the first file.
     """
     for place in (source, output):
         if (
@@ -188,7 +188,7 @@ def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError if shards are missing. Skip web shards, which need a request each."""
+    """Raise PrepError if shards are missing. Web shards are skipped to avoid a request for each."""
     if isinstance(source, Output):
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
@@ -199,7 +199,7 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 
 
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
-    """Return the rows of each shard from an earlier index."""
+    """Return each shard's rows, as recorded in a previous index."""
     rows_of: dict[str, np.ndarray] = {}
     for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
@@ -216,7 +216,7 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
 
 
 def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Indexed]) -> None:
-    """Raise PrepError that lists all shards whose length, size or sha256 differs from `info`."""
+    """Raise a PrepError that lists all shards whose length, size or sha256 differs from `info`."""
     problems = []
     for split in info["splits"]:
         for name, *recorded in zip(
@@ -239,7 +239,7 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
 def choose_classes(
     info: dict[str, Any] | None, class_names: list[str], indexed: dict[str, Indexed]
 ) -> dict[str, Any]:
-    """Return class_names and num_classes, from an existing `_info.json` if it has them.
+    """Return class_names and num_classes, taken from an existing `_info.json` if it has them.
 
     Raises PrepError if a label exceeds the number of classes.
     """
@@ -270,7 +270,7 @@ class Shard(NamedTuple):
     split: str
     layout: SampleLayout
     rows: np.ndarray | None = None
-    """The shard's rows in an earlier index."""
+    """The shard's rows in a previous index."""
 
 
 class Indexed(NamedTuple):
@@ -296,7 +296,7 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
     status = tar.stat()
     about = _about(shard, survey)
     sidecar = info_file.read_sidecar(tar)
-    # The writer of this project records no modification time, because the bytes of its sidecar
+    # Sidecars from this project's writer contain no modification time, because their bytes must
     # depend only on the data.
     of_writer = sidecar is not None and "plan" in sidecar
     fits = sidecar is not None and (
@@ -319,7 +319,7 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
 
 
 def _indexed_before(shard: Shard) -> Indexed | None:
-    """Return the records of an earlier command if the shard's size is unchanged."""
+    """Return the records that an earlier command wrote, if the shard's size is unchanged."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
@@ -349,7 +349,7 @@ def _indexed_before(shard: Shard) -> Indexed | None:
 
 
 def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
-    """Download, scan and hash a shard, and publish its records. The sidecar is published last."""
+    """Download, scan and hash a shard, and publish its records, with the sidecar last."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
         with renamed_errors(str(source), folder):
@@ -395,7 +395,7 @@ def _elsewhere(shard: Shard) -> str | None:
 
 @contextmanager
 def renamed_errors(place: str, folder: Path) -> Iterator[None]:
-    """Make each ShardError about a file in a temporary folder name the original location."""
+    """Replace the temporary folder with the original location in the message of a ShardError."""
     try:
         yield
     except ShardError as error:

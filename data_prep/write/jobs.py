@@ -35,10 +35,10 @@ def run_jobs(
 
     Shows progress under `title`, in images if `num_images` is given and otherwise in `unit`. Jobs
     count images with `count_one`. If `on_result(name, result)` is given, it receives each result
-    immediately, and nothing is returned. The first error stops all jobs and is raised. Jobs that
-    count images stop after at most one more image.
+    when the job finishes, and nothing is returned. The first error stops all jobs and is raised.
+    Jobs that count images stop after at most one more image.
     """
-    # Spawn processes, because threads of the caller (torch, rich) do not survive a fork.
+    # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)

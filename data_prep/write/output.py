@@ -30,9 +30,9 @@ from vit.system.urls import local_path
 class Output:
     """A local folder, or the URL of a folder in a store, whose files are accessed by name.
 
-    An output can be pickled, because each worker gets a copy. Temporary errors of a store (a lost
-    connection, "slow down") are retried by `vit.system.retry`. Other store errors are converted to
-    a ShardError with a remedy. Errors of a local disk are raised unchanged (OSError).
+    An output can be pickled, because each worker gets a copy. `vit.system.retry` retries after
+    temporary store errors (a lost connection, "slow down"). Other store errors become a ShardError
+    with a remedy. Errors of a local disk are raised unchanged (OSError).
     """
 
     url: str
@@ -179,7 +179,7 @@ class Output:
             pass
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes on the disk of a folder, which need not exist; None for a URL."""
+        """Return the free disk space in bytes; None for a URL. The folder need not exist."""
         if self.local is None:
             return None
         path = self.local.absolute()
@@ -188,7 +188,7 @@ class Output:
 
 
 def remove_left_folders() -> None:
-    """Remove temporary folders that killed processes left on this host."""
+    """Remove temporary folders that killed processes left behind on this host."""
     host = socket.gethostname()
     for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
         remove_if_abandoned(leftover)

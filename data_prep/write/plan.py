@@ -28,15 +28,14 @@ from data_prep.write.shard import Shard, Work
 from vit.system.files import private_folder
 
 FEW_UNREADABLE = 5
-"""The number of images that may be unreadable unless --max-unreadable is 0, so that one broken
-photo does not stop a small folder."""
+"""The number of unreadable images that are always allowed unless --max-unreadable is 0."""
 SHARD_BYTES = 768 << 20
-"""The target size of a shard: large enough for sequential disks, small enough to copy again."""
+"""The target size of a shard: large enough for sequential disk reads, small enough to recopy."""
 MIN_SHARDS = 8
-"""The minimum number of training shards, for workers that read sequentially and divide the
-shards."""
+"""The minimum number of training shards, so that workers that read sequentially can divide the
+shards among them."""
 MEASURED_SAMPLES = 64
-"""The number of images whose sizes and times are measured for estimates."""
+"""The number of images to convert for estimates of size and time."""
 OVERHEAD_BYTES = 2048
 """The estimated overhead per sample in bytes: tar headers, padding and index lines."""
 
@@ -46,8 +45,8 @@ class Settings:
     """The settings that all sources share. Raises PrepError for an invalid `part`."""
 
     num_shards: int | None = None
-    """The number of training shards; None chooses it by size. Other splits get a proportional
-    number."""
+    """The number of training shards; None to compute it from `shard_bytes`. Other splits get a
+    proportional number."""
     shard_bytes: int | None = None
     """The target size of a shard; None means SHARD_BYTES, or the recorded number of shards."""
     seed: int = 0
@@ -91,7 +90,7 @@ def allowed_unreadable(share: float, total: int) -> int:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """A list of shards, and everything that affects their bytes."""
+    """The shards to write, and everything that affects their bytes."""
 
     source: Source
     settings: Settings
@@ -143,7 +142,7 @@ class WritePlan:
 
 
 def fingerprint(recorded: Mapping[str, Any]) -> str:
-    """Return the sha256 over a plan's source, options and catalogue. Each sidecar records it."""
+    """Return the sha256 of a plan's source, options and catalogue, which each sidecar records."""
     plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
@@ -164,7 +163,7 @@ def make_plan(
 ) -> Iterator[WritePlan]:
     """List the source and choose the shards. Leaving the block removes the catalogue.
 
-    dry: create the catalogue in a temporary folder, because nothing is written. If `out` contains
+    dry: create the catalogue in a temporary folder, and write nothing to `out`. If `out` contains
     another data set, raises PrepError without changing anything.
     """
     output = Output(out)
@@ -187,7 +186,7 @@ def make_plan(
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
         counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
         if record and settings.num_shards is None and settings.shard_bytes is None:
-            # Repaired images may have changed the measured sizes.
+            # Keep the recorded number, because repaired images may have changed the measured sizes.
             counts = record["options"].get("num_shards", counts)
         plan = WritePlan(
             source,
@@ -279,7 +278,7 @@ def choose_num_shards(
 
 
 def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
-    """Return the numbers of the shards selected by `part`, counted over all splits, train first.
+    """Return the numbers of the shards that `part` selects. Train's shards are numbered first.
 
     With {"train": 8, "val": 2}, shards 8 and 9 are in val. part: "A-B" includes both ends. "I/N" is
     the I-th of N equal parts, counted from 0, and empty if there are fewer shards than parts. None
@@ -302,8 +301,8 @@ def existing_record(output: Output) -> dict[str, Any] | None:
 
     Raises PrepError if the output contains shards of unknown origin.
     """
-    # List the tars before the records. Another part may begin or end during this call, but tars
-    # never exist without one of the two records.
+    # List the tars before reading the records. Another machine may begin or finish its part during
+    # this call, but tars never exist without one of the two records.
     tars = sorted(name for name in output.sizes() if name.endswith(".tar"))
     record = output.read_json("_writing.json") or output.read_json("_info.json")
     if record is None and tars:
@@ -344,7 +343,7 @@ def compare(
 
 
 def _short(value: Any) -> str:
-    """Format a value for an error message, with a sha256 shortened to 8 digits."""
+    """Format a value for an error message. A sha256 is shortened to 8 digits."""
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else json.dumps(value)
 
 

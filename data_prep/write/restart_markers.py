@@ -1,10 +1,10 @@
-"""Losslessly add restart markers to JPEGs, so that a decoder can read a part of the image.
+"""Losslessly add restart markers to JPEGs, so that decoders can read parts of an image.
 
 The Huffman codes of a baseline JPEG are replaced by optimal codes, and a restart marker is inserted
 after every few blocks, at the same positions in each row. The coefficients, and therefore the
 pixels in any decoder, do not change, and each file is verified. EXIF, ICC and comments are kept.
-Photos become slightly smaller. A file that is not baseline, is damaged or cannot be verified keeps
-its bytes.
+Photos become slightly smaller. A file that is damaged, is not a baseline JPEG or cannot be verified
+is kept unchanged.
 
 The native code rewrites the JPEG (vit/data/decode/c/transcode.c, 2 ms for 100 kB), and compares all
 coefficients of both files.
@@ -28,12 +28,12 @@ REASONS = {
     6: "several scans",
     16: "bytes behind the image",
 }
-"""The reason why an image is unchanged, for each status in vit/data/decode/c/status.h."""
+"""Maps each status in vit/data/decode/c/status.h to the reason why the image is unchanged."""
 OK = 0
 MEMORY = 7
 MARKED = "with restart markers"
 UNMARKED = "without restart markers: "
-"""The names under which images are counted. UNMARKED is followed by a reason."""
+"""The labels under which a report counts images. UNMARKED is followed by a reason."""
 
 
 class Marked(NamedTuple):
@@ -50,7 +50,7 @@ def with_restart_markers(data: bytes) -> Marked:
     Raises OSError or MemoryError if the rewrite fails.
     """
     assert native.LIBRARY is not None, "vit._native is missing: test native.AVAILABLE first"
-    # Only a tiny image could exceed this size.
+    # This buffer is large enough except possibly for tiny images.
     size = ctypes.c_size_t(3 * len(data) + (1 << 16))
     while True:
         buffer = ctypes.create_string_buffer(size.value)

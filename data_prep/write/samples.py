@@ -1,4 +1,4 @@
-"""Define samples: keys, the table in a catalogue, and access to bytes."""
+"""The samples of a source: their keys, their table in a catalogue, and access to their bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW = np.dtype(
         ("text", "<u8"),  # position of the key and name in text.bin
     ]
 )
-HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash over (seed, key)
+HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # hash of (seed, key)
 MAX_OPEN_FILES = 256
 """The maximum number of open files, a quarter of the usual limit."""
 
@@ -50,7 +50,7 @@ class Sample(NamedTuple):
 
 
 def stable_hash(*parts: Any) -> bytes:
-    """Return 8 bytes that depend only on the text of `parts`, not on process or library."""
+    """Return 8 bytes that depend only on the text of `parts`, not on the process or library."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
     return hashlib.blake2b(text, digest_size=8).digest()
 
@@ -81,7 +81,7 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Return ascending row numbers: from each of `num_chosen` equal ranges, one chosen by a hash.
+    """Return ascending row numbers. A hash selects one from each of `num_chosen` equal ranges.
 
     Returns all rows if there are at most `num_chosen`.
     """
@@ -150,7 +150,7 @@ _descriptors: OrderedDict[str, int] = OrderedDict()
 
 
 def descriptor(file: str) -> int:
-    """Return a descriptor of `file`. It stays open until MAX_OPEN_FILES other files were used.
+    """Return a descriptor of `file`, which stays open until MAX_OPEN_FILES other files were used.
 
     Not thread-safe.
     """

@@ -1,4 +1,4 @@
-"""Write one shard in a worker process: a complete tar with its index and sidecar.
+"""Write one shard in a worker process: a tar with its index and sidecar.
 
 The shard's samples are looked up in the catalogue. Each image is read from the source, checked and,
 if needed, converted. Images and tar headers are written to disk a few MiB at a time while a thread
@@ -38,10 +38,11 @@ from vit.system.tar_walk import TAR_BLOCK
 BUFFER_BYTES = 2 << 20
 """The number of bytes per write, small enough for the cache of a core."""
 EARLY_BYTES = 8 << 20
-"""The number of bytes after which the kernel starts writing, so that little remains at the end."""
+"""The interval in bytes at which the kernel starts writing to disk, so that little remains at the
+end."""
 READ_AHEAD = 16
-"""The number of images that the kernel reads ahead from an archive, because parallel reads are much
-faster."""
+"""The number of images that the kernel reads ahead from an archive. Parallel reads are much faster
+than sequential ones."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
 """False on macOS."""
 FILE_ERRORS = (
@@ -52,7 +53,8 @@ FILE_ERRORS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-"""The errors of a single file in a tree, such as a dangling link. Other errors concern the disk."""
+"""The error codes for problems with a single file, such as a dangling link. Other codes mean that
+the disk has a problem."""
 
 
 class Shard(NamedTuple):
@@ -88,7 +90,7 @@ ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """Return a member's header. The headers of `tarfile` depend on the Python version."""
+    """Return a member's header. Headers from `tarfile` depend on the Python version."""
     return HEADER.pack(
         name,
         b"0000644",
@@ -105,18 +107,18 @@ def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
 
 
 CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
-"""The checksum of all fields except name and size, with the checksum field as spaces."""
+"""The checksum of all fields except name and size, with spaces in the checksum field."""
 
 
 class TarStream:
     """A writer that appends tar members to a file descriptor, and hashes the written bytes.
 
-    Bytes are copied into two reused buffers: one is filled while the other is hashed. Collecting
-    the images in a list would be slower, because the system would have to map new memory.
+    Bytes are copied into two reused buffers: one is filled while the other is hashed. Reusing
+    buffers is faster than collecting images in a list, because no new memory is mapped.
     """
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
-        """Create the buffers. pool: has one thread, which hashes."""
+        """Create the buffers. pool: an executor with one thread, which computes hashes."""
         self.size = 0
         self._descriptor = descriptor
         self._filled = 0
@@ -161,7 +163,7 @@ class TarStream:
         rest = self._buffer[: self._filled]
         while rest:  # Signals and nearly full disks cause partial writes.
             rest = rest[os.write(self._descriptor, rest) :]
-        # Start writeback early, because Linux can drop these pages only afterward.
+        # Start writeback early, because Linux can drop these pages only after writing them.
         if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
             with suppress(OSError):  # The call is only advice, and some file systems reject it.
                 os.posix_fadvise(
@@ -228,7 +230,7 @@ def write_shard(work: Work) -> dict[str, Any]:
 
 
 def _announce(sample: Sample) -> None:
-    """Tell the kernel to read a sample ahead. Errors are reported by the later read."""
+    """Tell the kernel to read a sample ahead. The later read raises any error."""
     if HAS_ADVICE:
         with suppress(OSError):  # The file may be a folder.
             os.posix_fadvise(
@@ -313,12 +315,12 @@ ROWS = ".rows.npy"
 
 
 _parsing = threading.Lock()
-"""A lock for np.load, whose header parser can raise SystemError in parallel threads before Python
-3.11.5 (python/cpython#106905)."""
+"""A lock for np.load. Before Python 3.11.5, its header parser can raise SystemError in parallel
+threads (python/cpython#106905)."""
 
 
 def load_rows(work: Work) -> np.ndarray:
-    """Return the index rows of a complete shard, read from the file next to it or from its tar.
+    """Return the index rows of a complete shard, read from its row file or its tar.
 
     Thread-safe, so that requests to an object store can run in parallel.
     """
@@ -327,5 +329,5 @@ def load_rows(work: Work) -> np.ndarray:
             rows_file = work.output.fetch(f"{work.shard.name}{ROWS}", folder)
             with _parsing:
                 return np.load(rows_file)
-        except (PrepError, FileNotFoundError):  # A complete data set has no row files.
+        except (PrepError, FileNotFoundError):  # A complete data set contains no row files.
             return index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder)))

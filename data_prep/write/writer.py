@@ -61,7 +61,7 @@ from vit.system.files import remove_leftovers, replacing
 from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
-"""The number of unreadable images up to which writing continues if some are allowed, so that the
+"""If some unreadable images are allowed, writing continues up to this number of them, so that the
 final error can list all of them and the fraction to allow."""
 Sidecars = dict[str, dict[str, Any]]
 """Maps each shard's name, without .tar, to its sidecar."""
@@ -82,23 +82,23 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     settings = settings or Settings()
     output = Output(out)
     output.make()
-    # A complete data set creates no temporary folder, so nothing else would do this.
+    # Clean up explicitly, because no temporary folder is created if the data set is complete.
     remove_left_folders()
     try:
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
             return
     except FileNotFoundError as error:
-        # Another process has completed the data set and removed the spool. Any other missing file
-        # belongs to the source and is an error.
+        # Another process has completed the data set and removed the spool folder. Any other missing
+        # file is part of the source, so its absence is an error.
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
         print(f"{output}: completed by another process")
         _remove_intermediate(output, output.local)
         return
     finally:
-        # A worker of a killed command exits only after its last bytes are on disk. On a slow disk,
-        # that may be after the current command began.
+        # Workers of a killed command exit only after their last bytes are on disk. On a slow disk,
+        # they may still be running when the current command starts.
         remove_left_folders()
         if output.local:
             remove_leftovers(output.local)
@@ -113,7 +113,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
 def _is_complete_already(output: Output, source: Source, settings: Settings) -> bool:
     """Return whether `_info.json` shows that the data set is complete, without listing the source.
 
-    The source's archives must be unchanged, and no image may have been unreadable.
+    The source archives must be unchanged, and every image must have been readable.
     """
     info = output.read_json("_info.json")
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
@@ -152,7 +152,7 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
         _claim(plan)
         sidecars = _write_shards(plan, work, mine)
         if settings.part is not None:
-            sidecars = _complete_shards(plan, work)  # includes shards that other parts wrote
+            sidecars = _complete_shards(plan, work)  # includes shards that other machines wrote
             missing = [f"{job.shard.name}.tar" for job in work if job.shard.name not in sidecars]
             if missing:
                 print(
@@ -178,12 +178,12 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
 def _remove_intermediate(output: Output, root: Path | None) -> None:
     """Remove the intermediate files of a complete data set.
 
-    Another process may have created some after the data set was complete.
+    Another process may have created some of them after the data set was complete.
     """
     info = output.read_json("_info.json") or {"splits": {}}
     tars = [name for described in info["splits"].values() for name in described["filenames"]]
     rows = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
-    # Remove `_writing.json` last. As long as it exists, the next command repeats this cleanup.
+    # Remove `_writing.json` last, because the next command repeats this cleanup while it exists.
     for name in (*rows, "_writing.json"):
         output.remove(name)
     if root is not None:
@@ -249,8 +249,8 @@ def _allowed(plan: WritePlan) -> int:
 
 
 def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> None:
-    """Raise PrepError if more than `allowed` images are unreadable, and name the fraction to
-    allow."""
+    """Raise PrepError if more than `allowed` images are unreadable. The message names the fraction
+    to allow."""
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
     if len(entries) <= allowed:
         return
@@ -299,7 +299,7 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
 def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[str, Any]) -> None:
     """Write the index, the list of unreadable images and `_info.json`, and print a summary."""
     output = plan.output
-    output.remove("dataset.md")  # The card describes an earlier state.
+    output.remove("dataset.md")  # The existing card is outdated.
     rows = {}
     with (
         ThreadPoolExecutor(16) as pool,

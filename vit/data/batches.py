@@ -1,10 +1,10 @@
-"""Create the content of batches: write any rows of any batch of a rank in place.
+"""Create batches: write any rows of any batch of a rank into preallocated memory.
 
 The order gives the sample numbers of this rank's rows at a position. The index contains the byte
 offset, width and height of each image, so crops are drawn before decoding. Images are decoded
-directly into their rows of preallocated memory (`vit.data.slots`). The content of a row depends
-neither on the process that makes it nor on earlier rows. A run can therefore start at any position
-without computing earlier batches. `vit.data.loader` assigns rows to workers.
+directly into their rows of this memory (`vit.data.slots`). The content of a row depends neither on
+the process that creates it nor on earlier rows, so a run can start at any position. The loader
+(`vit.data.loader`) assigns rows to workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALIGNMENT = 64
 TENSORS = ("images", "labels", "weights", "table", "ids")
 """The fields of `Batch` that contain one row per sample."""
 NOT_EXACT = "not exact: samples may repeat or be missed, and resuming starts a new pass"
-"""The note to print if `exact` is false."""
+"""The note to print if `Batches.exact` is false."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class Batches(ABC):
     layout: BatchLayout
     """The layout of the largest batch."""
     row_unit = 1
-    """The number of rows of which each part's first row is a multiple."""
+    """The first row of each part is a multiple of this number."""
     exact = True
-    """True if the order determines every batch, so that any process can make its rows again."""
+    """True if the order determines every batch, so that any process can recreate its rows."""
 
     def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
         """Open files that this host's `num_processes` workers will inherit when they start."""
@@ -155,13 +155,13 @@ class Batches(ABC):
 
 
 def row_unit(augment: AugmentConfig, order: Order) -> int:
-    """Return the smallest number of rows that one worker can make: mixed rows and copies stay
-    together."""
+    """Return the smallest number of rows to give to one worker. It must get all rows that are mixed
+    with each other and all copies of an image."""
     unit = augment.mix_group_size if mixes(augment) else 1
     if order.aug_repeats == 1:
         return unit
-    # A lane contains all copies of its images. If two workers shared a lane, both would decode
-    # them.
+    # A lane contains all copies of its images. If two workers shared a lane, both would decode its
+    # images.
     return math.lcm(unit, order.global_batch_size // order.num_lanes)
 
 
@@ -202,7 +202,7 @@ class AugmentedBatches(Batches):
     ):
         """rows: this rank's rows of the global batch; None: all.
 
-        num_batches: length of the run, so that batches after its end are not read ahead.
+        num_batches: length of the run, so that no batches after its end are read ahead.
         """
         rows = range(order.global_batch_size) if rows is None else rows
         self.split = split
@@ -214,7 +214,8 @@ class AugmentedBatches(Batches):
         self.num_batches = num_batches
         self._num_columns = table_layout(augment).width
         self.layout = BatchLayout(len(rows), image_format.largest, self._num_columns)
-        # Rows that are mixed must be in one part, because a worker mixes only rows of its own part.
+        # Rows to be mixed with each other must be in the same part, because a worker mixes only
+        # the rows of its own part.
         self.row_unit = row_unit(augment, order)
 
     def layout_at(self, position: int) -> BatchLayout:
@@ -293,7 +294,7 @@ class AugmentedBatches(Batches):
 class FromShards:
     """A mixin that reads batches from shards with an index.
 
-    Pickled objects are small because workers map the index themselves.
+    Pickled objects are small, because workers memory-map the index themselves.
     """
 
     split: Split | Sources
@@ -349,7 +350,7 @@ class TrainBatches(FromShards, AugmentedBatches):
 
 
 class EvalBatches(FromShards, Batches):
-    """The batches of an evaluation. Each sample occurs once.
+    """The batches of an evaluation, in which each sample occurs once.
 
     All ranks have the same number of batches. Padding rows have weight 0.
     """

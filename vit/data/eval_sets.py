@@ -4,8 +4,8 @@ Each `EvalSet` contains a split, the model outputs that belong to its classes, a
 classes of each image.
 
 Classes are matched by name, because label 7 of a 200-class set is rarely output 7 of the model, and
-nothing else would detect the mix-up. The folders of ImageNet-V2 are named 0 to 999. These names are
-class numbers of the model, regardless of the order of the shards.
+no later check detects a mismatch. ImageNet-V2's folders are named 0 to 999. These names are the
+model's class numbers, regardless of the order of the shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vit.system.files import ShardError
 from vit.system.spelling import few
 
 LEAST_AGREEMENT = 0.5
-"""The minimum fraction of images whose stored label must occur among their labels in a list without
+"""The minimum fraction of images whose stored label must be among the labels of a list without
 keys. ReaL reaches 90 %. A list in the wrong order reaches about 1 / (number of classes)."""
 
 
@@ -48,14 +48,14 @@ class EvalSet:
 
     @property
     def num_scored(self) -> int:
-        """The number of images with at least one correct class."""
+        """The number of images with at least one correct class. Only these are scored."""
         if self.accepted is None:
             return self.split.num_samples
         return int((self.accepted >= 0).any(1).sum())
 
     @property
     def num_skipped(self) -> int:
-        """The number of images without a correct class, which are not scored."""
+        """The number of images without a correct class."""
         return self.split.num_samples - self.num_scored
 
     def is_right(self, predictions: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
             " classes do not: use data whose labels are the model's class numbers"
         )
     else:
-        # Use the naming scheme that covers the most names. A model may have folder names and
+        # Use the naming scheme that matches the most names. A model may have folder names and
         # English names.
         model_names = min(model.namings.values(), key=lambda naming: len({*names} - {*naming}))
         output = {name: number for number, name in enumerate(model_names)}

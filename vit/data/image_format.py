@@ -24,10 +24,10 @@ class ImageFormat:
     interpolation: str = "bicubic"
     """The interpolation, bilinear or bicubic, always antialiased."""
     scaled_decode: bool = False
-    """Allows large training crops to be decoded at 1/2, 1/4 or 1/8 size."""
+    """Whether large training crops may be decoded at 1/2, 1/4 or 1/8 size."""
     stages: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """The training stages in order, as pairs (epoch, size). Images have that size before that
-    epoch, and `size` after the last stage."""
+    """The training stages in order, as pairs (end epoch, image size). After the last stage, images
+    have `size`."""
 
     @classmethod
     def from_config(

@@ -39,7 +39,7 @@ time must be less than the ten minutes that ranks wait for each other."""
 
 
 class LoaderStats(NamedTuple):
-    """The time that a loader has taken, and the number of images it has returned."""
+    """Statistics of a loader: times, and the number of images it has returned."""
 
     wait_s: float = 0.0
     """The time in seconds that training has waited for batches."""
@@ -129,14 +129,13 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         return len(self._positions)
 
     def __next__(self) -> Batch:
-        position = next(self._due)  # advance first, so a failed batch is not retried
+        position = next(self._due)  # advance first, so that a failed batch is not retried
         began_s = time.perf_counter()
         batch = self._receive(position)
         waited_s = time.perf_counter() - began_s
-        # Create a new tuple, because the monitor stores the tuple of each step and reads it one
-        # step later.
+        # Create a new tuple, because the monitor reads the tuple of each step one step later.
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
-        # Do this before the step, so that workers fill all free slots while it runs.
+        # Start batches before the training step, so that workers fill free slots during the step.
         self._start_batches()
         return batch if self._to_device is None else self._to_device(batch)
 
@@ -156,7 +155,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._start_batches()
 
     def tally(self) -> Tally:
-        """Return the work done by all workers, or by this process, since the start."""
+        """Return the total work done by all workers or, without workers, by this process."""
         return add_up([status.tally() for status in self._pool.statuses])
 
     def worker_bytes(self) -> int:
@@ -182,20 +181,20 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.close()
 
     def _receive(self, position: int) -> Batch:
-        # Record results that arrived earlier, so that they do not count as part of this wait.
+        # Record earlier results first, so that processing them does not count as waiting.
         self._note(self._pool.results(wait=False))
-        # Time the wait for the whole batch. Otherwise, parts that arrive slowly would hide a long
-        # wait.
+        # Measure the wait for the whole batch. Measuring it per part would hide a long wait if
+        # parts arrive slowly.
         self._pool.watch.begin()
         num_rows = self._batches.layout.num_rows
         while sum(result.num_rows for result in self._done[position]) < num_rows:
-            # If no slot was free before, this batch was not started. The caller may have released a
-            # slot since.
+            # This batch was not started if no slot was free. The caller may have released a slot
+            # since then.
             self._start_batches()
             self._note(self._pool.results(wait=True))
         slot = self._slot_of.pop(position)
-        # Sort by row, because neither the raised error nor the order of bad keys may depend on
-        # worker speed.
+        # Sort by row, so that the raised error and the order of bad keys do not depend on the speed
+        # of workers.
         results = sorted(self._done.pop(position), key=lambda result: result.first)
         for result in results:
             if result.error is not None:

@@ -25,8 +25,9 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READERS = {"webdataset": "vit.extras.stream.batches"}
-"""Maps values of `data.reader` to modules that read training data without an index. Each module has
-`open_train_set` and `create_batches`, and is imported only if the config selects its reader."""
+"""Maps values of `data.reader` to modules that read training data without an index. Each module
+defines `open_train_set` and `create_batches`, and is imported only if the config selects its
+reader."""
 
 
 def open_split(
@@ -57,8 +58,8 @@ def open_split(
 
     if world is None:
         return open_checked()
-    # Open the split on rank 0 first. If a thousand ranks each requested every shard, they would
-    # overload the server and might see different versions of a shard.
+    # Only rank 0 requests the shards. Requests from a thousand ranks for every shard would overload
+    # the server, and ranks might see different versions of a shard.
     split_of_main = world.on_main(open_checked)
     versions = world.broadcast_from_main(
         lambda: None if split_of_main is None else split_of_main.versions

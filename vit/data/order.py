@@ -6,8 +6,8 @@ permutation keyed by (seed, epoch) shuffles the blocks. The shuffled sequence is
 Window borders differ between lanes, so that disk reads do not come in bursts. A batch takes the
 same number of samples from each lane, and its rows are grouped by lane. With a global batch size of
 G and R ranks, rank r gets rows [r G/R, (r+1) G/R). The content of a batch therefore depends neither
-on ranks nor on workers. Any batch can be computed without the batches before it, and memory is
-bounded for any number of samples.
+on the number of ranks nor on workers. Any batch can be computed without the earlier batches, and
+memory use is bounded for any number of samples.
 
 With N samples, an epoch consists of N // G full batches of distinct samples. The N % G samples that
 are dropped differ between epochs.
@@ -56,14 +56,14 @@ from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.system.hashing import U64, Permutation, fold, hash64
 
 TABLE_BELOW = 262_144
-"""The maximum number of blocks whose permutation is stored as a table, which takes 2 MiB and costs
-the first batch 0.03 s. Without the table, each batch makes 1,600 numpy calls, because the Feistel
-network is repeated until all positions are in range."""
+"""The maximum number of blocks whose permutation is stored as a table, which takes 2 MiB and delays
+the first batch by 0.03 s. Without the table, each batch makes 1,600 numpy calls, because the
+Feistel network is repeated until all positions are in range."""
 MAX_DEFAULT_LANES = 64
 MIN_DEFAULT_LANE_IMAGES = 4
-"""The default minimum number of distinct images that a batch takes from a lane, with repeated
-augmentation. Copies of an image are this many rows apart, and few sets of copies are split at the
-end of a lane."""
+"""With repeated augmentation, the default minimum number of distinct images that a batch takes from
+a lane. Copies of an image are this many rows apart, and few sets of copies are split at the end of
+a lane."""
 
 
 class _EpochBlocks:
@@ -131,15 +131,15 @@ class Share:
         """
         if self.num_draws == self.num_samples:
             # Do not permute again, because the order has already permuted the draws. A run with one
-            # complete source thus has the same order as a run without `shares`.
+            # complete source therefore has the same order as a run without `shares`.
             places = draws
             times = np.zeros_like(draws)
         else:
             passes, inside = np.divmod(draws + shuffle * self.num_draws, self.num_samples)
             places = np.empty_like(draws)
             # Count from the first pass that this shuffle uses, even if that pass began in an
-            # earlier shuffle. The augmentation key contains the epoch, so only repeats within a
-            # shuffle can collide.
+            # earlier shuffle. Augmentation keys contain the epoch, so only repeats within a shuffle
+            # could get equal keys.
             times = passes - shuffle * self.num_draws // self.num_samples
             # Loop over the passes in use: one or two for most sources, more for a small source with
             # a high weight.
@@ -184,9 +184,9 @@ class Share:
 class Order:
     """The order of `num_samples` samples in batches of `global_batch_size`, for all epochs.
 
-    Create it with `make_order`, which fills in defaults and checks the sizes. `window_blocks` is
-    the number of blocks in a shuffle window, and has no effect if blocks contain one sample. Each
-    image has `aug_repeats` (r) copies, in the form `batch` or `sampler`.
+    Use `make_order` to create an order with defaults and checked sizes. `window_blocks` is the
+    number of blocks in a shuffle window, and has no effect if blocks contain one sample. Each image
+    has `aug_repeats` (r) copies, in the form `batch` or `sampler`.
     """
 
     num_samples: int
@@ -264,11 +264,11 @@ class Order:
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
-        # Do not derive the images from the step. In the form `sampler`, a batch may start between
-        # two copies of one image.
+        # Do not compute the images from the step number. In the form `sampler`, a batch may start
+        # between two copies of one image.
         low, high = int(images.min()), int(images.max()) + 1
-        # Map all lanes in one call, because numpy's overhead per call exceeds the cost of a lane's
-        # few positions.
+        # Map all lanes in one call, because a lane's few positions take less time than numpy's
+        # overhead per call.
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
         rows = slice(start - first_lane * share, stop - first_lane * share)
@@ -302,11 +302,11 @@ class Order:
     def blocks_at_a_time(self, num_rows: int, batches_ahead: int) -> int:
         """Return how many blocks an LRU cache must hold so that almost no block is fetched twice.
 
-        Assumes that `num_rows` rows of each batch are read, each having been requested
+        Assumes that `num_rows` rows of each batch are read, and that each row was requested
         `batches_ahead` batches earlier.
         """
         if self.block_samples == 1:
-            return self.num_samples  # a block of one sample is not reused in an epoch
+            return self.num_samples  # A block of one sample is used only once per epoch.
         lanes = min(math.ceil(num_rows / self._lane_share), self.num_lanes)
         images_ahead = batches_ahead * self._lane_share
         blocks_ahead = math.ceil(images_ahead / (self.aug_repeats * self.block_samples))
@@ -414,7 +414,7 @@ def shares_of(
     numbers = [weight for weight in weights if weight is not None]
     total = sum(sizes)
     block = block_samples or default_block_samples(total)
-    # Round shares to whole blocks. A block shared by two sources would cost two reads and waste
+    # Round shares to whole blocks. A block shared by two sources would need two reads and waste
     # half of two cache blocks.
     draws = [round(weight / sum(numbers) * total / block) * block for weight in numbers]
     if not all(draws):
@@ -448,13 +448,13 @@ def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _Epoch
     return _EpochBlocks(num_samples, block, seed, epoch)
 
 
-# Cache windows, because consecutive batches share them. Without the cache, each batch would sort a
-# thousand hashes per lane again, which takes 0.1 ms. Reading ahead needs two windows per lane, so
-# 256 entries serve up to 128 lanes and take 2 MiB per process.
+# Cache windows, because consecutive batches share them. Without the cache, each batch sorts a
+# thousand hashes per lane, which takes 0.1 ms. Reading ahead needs two windows per lane, so 256
+# entries are enough for 128 lanes. They take 2 MiB per process.
 @lru_cache(maxsize=256)
 def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
     hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
-    # Use a stable sort, because numpy versions may order equal hashes differently.
+    # Use a stable sort, because otherwise numpy versions may order equal hashes differently.
     return np.argsort(hashes, kind="stable")
 
 

@@ -33,7 +33,7 @@ CHUNK_ROWS = 1 << 20
 """The number of index rows that are in memory at the same time."""
 MAX_NAMED = 3
 QUARANTINE = ".jsonl"
-"""The suffix of a list of samples that data_prep skipped. The split may lack these samples."""
+"""The suffix of data_prep's list of skipped samples. The split may lack these samples."""
 
 
 @dataclass(frozen=True)

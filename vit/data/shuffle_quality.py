@@ -1,9 +1,8 @@
 """Measure how well an order shuffles, compared with a perfect shuffle.
 
-There are two measures: the number of classes per batch, and the distance between the positions of a
-sample in the shuffle and in storage. They are averaged over batches that are evenly spaced in one
-shuffle. The values for a perfect shuffle follow from the class sizes. Only labels are read, not
-images.
+Two measures are averaged over evenly spaced batches of one shuffle: the number of classes per
+batch, and the distance between a sample's positions in the shuffle and in storage. The number of
+classes in a perfect shuffle follows from the class sizes. Only labels are read, not images.
 
 If shards are sorted by class and a shuffle only mixes samples that are stored close together,
 batches contain few classes and samples move little.
@@ -22,17 +21,17 @@ from vit.data.order import Order, Share
 from vit.data.select import count_labels
 
 NUM_BATCHES = 32
-"""The number of batches to measure, which takes 0.1 s with 4,096 ImageNet samples per batch."""
+"""The number of batches to measure. This takes 0.1 s with 4,096 ImageNet samples per batch."""
 PERFECT_DISTANCE = 1 / 3
 """The mean distance between two independent uniform numbers in [0, 1)."""
 POOR = 0.95
-"""The order is reported as poor if its classes per batch are below this fraction of a perfect
-shuffle's."""
+"""An order is reported as poor if the number of classes per batch is below this fraction of the
+number in a perfect shuffle."""
 
 
 @dataclass(frozen=True)
 class ShuffleQuality:
-    """The measures of an order. `str` returns them as one line."""
+    """The measures of an order, which `str` formats as one line."""
 
     classes_per_batch: float
     """The mean number of distinct classes in a batch."""

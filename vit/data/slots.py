@@ -1,7 +1,7 @@
 """The memory for batches: a ring buffer of slots that training and its workers share.
 
-The batch size, the number of workers and a memory budget determine the size of the ring. It is
-allocated once before training, so page faults occur only when each slot is first used. Workers
+The size of the ring depends on the batch size, the number of workers and a memory budget. The ring
+is allocated once before training, so page faults occur only when each slot is first used. Workers
 write rows to a slot, and training gets a batch whose tensors are views of the slot. The slot
 becomes free when the last of these tensors is released.
 
@@ -31,7 +31,7 @@ PART_ROWS = 128
 per part and 0.01 ms per row. Decoding takes 1 ms per row (docs/experiments/)."""
 DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
-"""The default maximum number of ready batches. More would not smooth the supply further."""
+"""The default maximum number of ready batches. More ready batches do not reduce waits further."""
 EVAL_READY_BATCHES = 2
 """The number of ready batches in evaluation. It is small because the slots stay allocated during
 training."""
@@ -39,7 +39,7 @@ training."""
 
 @dataclass(frozen=True)
 class Ring:
-    """The division of a rank's batches into parts and the memory slots for them."""
+    """The sizes of a rank's ring buffer, and of the parts into which batches are divided."""
 
     part_rows: int
     """The number of rows that a worker makes at a time."""
@@ -48,7 +48,7 @@ class Ring:
     slot_bytes: int
     """The number of bytes per batch, rounded up to whole pages."""
     held_slots: int
-    """The number of batches that training may hold. Beyond this number, it gets copies."""
+    """The number of batches that training may hold. Further batches are returned as copies."""
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +119,7 @@ class Slots:
         os.ftruncate(self._file, self._num_bytes)
         self._map = mmap.mmap(self._file, self._num_bytes)
         self.close_file = weakref.finalize(self, os.close, self._file)
-        """Closes the file. Call it when no more workers will start. The mapped memory remains
+        """Closes the file. Call this when no more workers will start. The mapped memory remains
         valid."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Slots:
         os.close(file)
 
     def take_back(self) -> None:
-        """Free all slots that are not lent. Call this only while no worker is writing to a slot."""
+        """Free all slots that training does not hold. Call this only if no worker is writing."""
         self.free.clear()
         for slot in range(self.ring.num_slots):
             # Check for duplicates, because the garbage collector may call `give_back` during this
@@ -162,8 +162,7 @@ class Slots:
 
         Returns a copy if training already holds `Ring.held_slots` batches.
         """
-        # Limit the lent slots. Otherwise, a caller that keeps batches would use up all slots, and
-        # no further batch could be made.
+        # Limit the lent slots. Otherwise, a caller that keeps batches could use up all slots.
         if len(self._lent) >= self.ring.held_slots:
             batch = self.batch(slot, layout).clone()
             self.free.append(slot)

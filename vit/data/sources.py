@@ -3,8 +3,7 @@
 Samples are numbered source by source, so a number identifies the source and the sample within it.
 Labels are those of the evaluation split. If a source has different class names or another order,
 its labels are mapped by name. If the source or the evaluation split has no names, labels are used
-unchanged, with a note in the log. In that case, all sources that have names must have the same
-ones.
+unchanged and a note is logged. In that case, all sources with names must have the same names.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class TrainSet(NamedTuple):
     shares: tuple[Share, ...] = ()
     """The shares to pass to `Order`."""
     summary: tuple[str, ...] = ()
-    """Lines that describe the selection; () for one complete split."""
+    """The lines that describe the selection; () for one complete split."""
     identity: str = ""
     """A fingerprint of the selection, which must not change when a run is resumed."""
 
@@ -155,7 +154,7 @@ class Sources:
 
     @property
     def read_ahead_batches(self) -> int:
-        """The number of batches before a sample's use at which to prefetch it; 0 if never."""
+        """How many batches early to prefetch a sample; 0 if early prefetching is not needed."""
         return max(split.read_ahead_batches for split in self.splits)
 
     def identity(self) -> str:
@@ -204,7 +203,7 @@ class Sources:
 
 
 class _Rows:
-    """The joined indexes of all sources, accessible by row or column, with mapped labels."""
+    """The joined indexes of all sources, with mapped labels, accessible by row or column."""
 
     def __init__(self, splits: list[Split], maps: list[NDArray[np.int32]], firsts: list[int]):
         self._splits = splits

@@ -16,21 +16,21 @@ from collections.abc import Callable
 from vit.system.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
-"""The time in seconds before the first report of a wait and between reports, limited to a quarter
+"""The time in seconds before the first report of a wait and between reports, but at most a quarter
 of the stall timeout."""
 LOOK_EACH_S = 1.0
-"""The time in seconds between two checks while training waits; shorter if the stall timeout is
-short."""
+"""The time in seconds between two checks while training waits. A short stall timeout reduces this
+time."""
 MAX_NAMED = 4
 """The maximum number of processes that a warning names."""
 log = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """Measures the time for which each process has made no progress.
+    """Measures how long each process has made no progress.
 
-    Time is added only during checks. While the training process itself is stopped (Ctrl-Z, a
-    suspended job), no time is added, because this does not mean that a worker hangs.
+    Time is added only during checks. No time is added while the training process itself is stopped
+    (Ctrl-Z, a suspended job), because such a pause does not mean that a worker hangs.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StallWatch:
 
     @property
     def is_due(self) -> bool:
-        """True if the next check is due."""
+        """Return whether the next check is due."""
         return time.monotonic() - self._looked_s >= self.look_each_s
 
     def look(self, name: Callable[[int], str]) -> None:
@@ -107,7 +107,7 @@ class StallWatch:
 
 
 def watch_in_thread(status: WorkerStatus, watch: StallWatch) -> Callable[[], None]:
-    """Watch this process from a thread, and return a function that stops the thread."""
+    """Start a thread that watches this process, and return a function that stops the thread."""
     ended = threading.Event()
 
     def look() -> None:

@@ -62,7 +62,7 @@ class ToGpu:
             moved = gpu.move(batch)
             if self._on_device is not None:
                 moved = self._on_device(moved)
-        # This makes only the device wait. The host continues.
+        # Only the device waits for the copies. The host continues.
         gpu.compute_after_copies()
         for tensor in (moved.images, moved.labels, moved.weights):
             # The memory belongs to the copy stream. Without this line, the allocator would reuse it
@@ -72,9 +72,9 @@ class ToGpu:
 
     def close(self) -> None:
         """Wait until the device has finished, then unlock the memory."""
-        # Ignore errors, because a failed device has already raised its error.
+        # Ignore errors, because a device that has failed has already raised them.
         with suppress(RuntimeError):
-            # Wait first, because unlocking memory that a copy is still reading would be a device
+            # Wait first, because unlocking memory that a copy is still reading is a device
             # error.
             self._gpu.synchronize()
             if self._is_locked:

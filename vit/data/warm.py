@@ -38,7 +38,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 NUM_THREADS = 16
-"""The number of blocks to fetch concurrently. Each is held in memory."""
+"""The number of blocks to fetch concurrently. Each of these blocks is held in memory."""
 
 
 def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:

@@ -3,8 +3,8 @@
 A part is a range of rows in one batch. All parts are sent through one pipe, from which each free
 worker takes the next one. Each worker sends results through its own pipe and writes its current
 stage to shared memory, which `vit.data.stall_watch` checks while training waits. If a worker makes
-no progress for `stall_timeout_s`, the pool kills all workers. It does the same if all workers are
-idle for that time while parts are missing, because a worker must then have stopped before it took
+no progress for `stall_timeout_s`, the pool kills all workers. The pool does the same if all workers
+stay idle that long while parts are still missing, because a worker must have stopped before taking
 its part. When all killed workers are dead and can no longer write, the pool starts new workers,
 which make the missing parts again. The run fails if two workers hang at the same part, or if a
 worker cannot be killed. Without workers, `OwnProcess` makes the parts.
@@ -41,11 +41,12 @@ from vit.system.host import num_oom_kills, process_state
 from vit.system.stages import Stage, WorkerStatus
 
 END_WAIT_S = 1.0
-"""The time in seconds within which a killed process ends, unless it waits inside the kernel."""
+"""The maximum time in seconds to wait for a worker to end. A killed worker takes longer only if it
+is waiting inside the kernel."""
 NICENESS_BESIDE_GPU = 10
 """The niceness of workers if training uses a GPU. Workers then get a tenth of the scheduler weight
-of the threads that launch kernels and run NCCL. These threads need little time, but the GPU waits
-for them. If training runs on the CPU, workers and training have equal weight."""
+of the threads that launch kernels and run NCCL, because the GPU waits for these threads. If
+training runs on the CPU, workers and training have equal weight."""
 PARTS_PER_MEASUREMENT = 64
 """The number of parts between two measurements of a worker's memory."""
 MAX_QUEUED_PARTS = 256
@@ -60,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerError(ValueError):
-    """A loader worker died or hangs. The message names the worker, the cause and a remedy."""
+    """A loader worker died or hung. The message names the worker, the cause and a remedy."""
 
 
 class Result(NamedTuple):
@@ -89,12 +90,11 @@ class OwnProcess:
         self._parts = deque[tuple[int, int, int]]()
         self.statuses = [slots.status(0)]
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
-        # Use Finalize, which also runs if the loader is never closed. Otherwise, the watch thread
-        # would never end.
+        # Use Finalize, which also ends the watch thread if the loader is never closed.
         self.end = Finalize(self, watch_in_thread(self.statuses[0], self.watch))
 
     def put(self, position: int, slot: int, first: int) -> None:
-        """Add a part."""
+        """Queue a part."""
         self._parts.append((position, slot, first))
 
     def drop(self) -> None:
@@ -170,7 +170,7 @@ class WorkerPool:
             self._start(number)
 
     def put(self, position: int, slot: int, first: int) -> None:
-        """Add a part for the next free worker, without waiting."""
+        """Queue a part for the next free worker, without waiting."""
         self._waiting.append((position, slot, first))
         self._fill_pipe()
 
@@ -207,15 +207,15 @@ class WorkerPool:
                 return results
 
     def _fill_pipe(self) -> None:
-        # Limit the queued parts, so that this write never blocks. A blocked write would be a
-        # deadlock, because workers stop taking parts when this process does not read their results.
+        # Limit the queued parts, so that this write never blocks. A blocked write could deadlock,
+        # because workers stop taking parts if this process does not read their results.
         while self._waiting and len(self._queued) < MAX_QUEUED_PARTS:
             position, slot, first = self._waiting.popleft()
             self._queued[position, first] = slot
             os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def _start(self, number: int) -> None:
-        # Reset the status now, because only the worker writes it after it starts.
+        # Reset the status now, because only the worker may write it after the start.
         self.statuses[number].restart()
         # Block signals until `_work` ignores them, because a signal to the job must not kill a new
         # worker.
@@ -394,7 +394,7 @@ def _work(
     batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection, niceness: int
 ) -> None:
     os.nice(niceness)
-    # Use one core per worker. By default, each worker's resizes would start a thread on every core.
+    # Use one core per worker. By default, each worker's resizes start a thread on every core.
     torch.set_num_threads(1)
     # `follow_parent` also ignores signals. If a SIGTERM to the job killed a worker, its rank would
     # fail before saving the last checkpoint.

@@ -26,9 +26,9 @@ from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
-"""The number of image values that are processed together. On a CPU, this is one image of 224
-pixels, which stays in the cache between two operations (docs/experiments/). On a GPU, it is 891
-such images, which fit in memory next to a model."""
+"""The number of image values to process together. On a CPU, this is one image of 224 x 224 pixels,
+which stays in the cache between operations (docs/experiments/). On a GPU, this is 891 such images,
+which fit in memory next to a model."""
 
 
 def rows_at_once(images: Tensor) -> int:
@@ -40,8 +40,8 @@ def rows_at_once(images: Tensor) -> int:
 class Augment:
     """Converts decoded pixels to the model's inputs and targets.
 
-    A call runs `change` and then `finish`. `change` takes the host as long for a few images as for
-    many, so the trainer calls it once for all micro-batches, before their step. `finish` returns
+    A call runs `change` and then `finish`. The host time of `change` does not depend on the number
+    of images, so the trainer calls it once for all micro-batches of a step. `finish` returns
     float32 images, which take four times the memory, so the trainer calls it per micro-batch.
 
     `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: use `torch.compile` for the
@@ -109,8 +109,8 @@ class Augment:
         """Normalize, erase and mix `images`, the uint8 output of `change`; see `__call__`."""
         device = images.device
         # Compute noise only for rows with a box, because noise is costly. Call `nonzero` on the
-        # host, because on the device it would force a host-device sync. A compiled graph processes
-        # all rows, because it would be recompiled for each number of rows.
+        # host, because on the device it forces a host-device sync. A compiled graph processes all
+        # rows, because a varying number of rows causes recompilation.
         erased = np.arange(len(table))
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]

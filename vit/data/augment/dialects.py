@@ -37,8 +37,8 @@ class Drawn(NamedTuple):
     strength: Tensor
     """(n, 1) float32."""
     place: Tensor
-    """(n, 2) float32 in [0, 1): the relative x and y position of the cutout; zeros in other
-    sets."""
+    """(n, 2) float32 in [0, 1): the relative x and y position of the cutout; zeros for sets without
+    cutout."""
     size: Size
 
 
@@ -58,8 +58,7 @@ AUTO_CONTRAST = Op(Kind.AUTO_CONTRAST, lambda drawn: ())
 EQUALIZE = Op(Kind.EQUALIZE, lambda drawn: ())
 
 MEAN_COLOUR = (124.0, 116.0, 104.0)
-"""The fill color of timm's warps (`img_mean`): the mean color of ImageNet, used for all data
-sets."""
+"""The fill color of timm's warps (`img_mean`), which is ImageNet's mean color for all data sets."""
 BLACK = (0.0, 0.0, 0.0)
 MIDDLE_GREY = (128.0, 128.0, 128.0)
 
@@ -105,7 +104,7 @@ def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    # Compute in double precision like the source, because a rounding difference can change a level.
+    # Use double precision like the source, because a rounding difference can change a level.
     return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
@@ -153,7 +152,7 @@ _TIMM_AUTO: dict[str, Op] = {
 
 
 def _magnitude_of(strength: Tensor, largest: float, num: int) -> Tensor:
-    """Return the source's float32 magnitude as float64, because rounding can change a level."""
+    """Return the source's float32 magnitude as float64. Other rounding could change a level."""
     magnitudes = torch.linspace(0.0, largest, num).double()
     return magnitudes[strength.abs().long()].copysign(strength)
 
@@ -195,7 +194,7 @@ def _torchvision(
 
 
 _LONGEST_MOVE = 150.0 / 331.0
-"""The longest translation in RandAugment and AutoAugment, as a fraction of the side."""
+"""The longest translation in RandAugment and AutoAugment, as a fraction of the image side."""
 _TORCHVISION = _torchvision(
     shear=lambda s: 0.01 * s,
     pixels=lambda s, side: (s * (_LONGEST_MOVE * side / 30.0)).trunc(),
@@ -245,7 +244,7 @@ def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
 
 
 def _tf_turned(degrees: Tensor, size: Size) -> Matrix:
-    """Return a rotation about the center, as in tensorflow_addons/image/transform_ops.py."""
+    """Return the rotation matrix of tensorflow_addons/image/transform_ops.py."""
     last_y, last_x = (side - 1 for side in size)
     angle = degrees * (math.pi / 180.0)
     cos = angle.cos()

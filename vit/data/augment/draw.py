@@ -3,9 +3,8 @@
 A counter-based hash of (seed, epoch, sample, copy) gives each sample a key. The key determines the
 crop for the decoder and one row of a small float table (B, K), the augmentation table.
 `vit.data.augment.apply` applies this table on the device (see `vit.data.augment.table` for its
-columns). Mixing depends on (seed, position) and on groups, pairs or rows of the *global* batch. The
-augmentation of a sample therefore does not depend on ranks, workers, the rest of the batch or the
-device.
+columns). Mixing depends on (seed, position) and on groups, pairs or rows of the *global* batch.
+Augmentation therefore does not depend on the number of ranks, workers or devices.
 
 A published stream of random numbers never changes. `tests/data/augment/golden_draws.json` contains
 the random numbers of the recipes. New random numbers need a new constant below. The length of an
@@ -34,7 +33,7 @@ from vit.data.augment.table import (
 )
 from vit.system.hashing import fold, uniform
 
-# Each use of random numbers has its own constant, which is hashed into the key. Never change one.
+# Each use of random numbers hashes its own constant into the key. Never change a constant.
 _CROP, _FLIP, _RANDAUGMENT, _MIX, _THREE_AUGMENT, _JITTER, _ERASE, _MIX_PAIR, _MIX_ROW = range(9)
 _AUTO_AUGMENT = 9
 
@@ -45,12 +44,12 @@ TRIVIAL_AUGMENT_BINS = 31
 """The number of equally likely strengths in TrivialAugment (`num_magnitude_bins` in
 torchvision)."""
 SIMPLE_CROP_MARGIN = 4
-"""The width in pixels of the reflected margin around the resized image in the simple crop (DeiT
-III)."""
+"""The width in pixels of the reflected margin that DeiT III's simple crop adds to the resized
+image."""
 BLUR_RADIUS = (0.1, 2.0)
 """The range of the blur radius in pixels for 3-Augment's Gaussian blur."""
 NUM_TRIES = 10
-"""The maximum number of attempts to draw a box that fits, as in torchvision and timm."""
+"""The maximum number of attempts to draw a box that fits in the image (as torchvision and timm)."""
 
 
 def sample_keys(
@@ -149,9 +148,9 @@ def _simple_crops(
     """Draw DeiT III's simple random crops (facebookresearch/deit:augment.py).
 
     The image is resized until it just covers `size` and padded by four reflected pixels on each
-    side. A window of `size` is then cut out. Returns windows (B, 4) like `draw_crops`, and the
-    distance (B, 2) in x and y by which each view exceeds the image, in pixels of `size`. Windows
-    begin at the stored pixel that is nearest to the drawn position.
+    side. A window of `size` is then cut out. Returns windows (B, 4) like `draw_crops`, and how far
+    each view extends beyond the image in x and y, (B, 2), in pixels of the view. Windows begin at
+    the stored pixel that is nearest to the drawn position.
     """
     height, width = size
     w = widths.astype(np.float64)
@@ -317,7 +316,7 @@ def mixes(config: AugmentConfig) -> bool:
 
 
 def partners(config: AugmentConfig, num_rows: int) -> NDArray[np.int64]:
-    """Return the partner of each row, the row that it is mixed with.
+    """Return each row's partner, which is the row that it is mixed with.
 
     By default, each row is mixed with the next row of its group, and the last row with the first.
     With `mixup_mode: pair`, the first row is mixed with the last, the second with the second to
@@ -385,7 +384,7 @@ def draw_mix(
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
     # Compute lambda from the box after clipping it at the border, as in the paper's code.
     area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
-    # Do not mix with a partner of weight 0. Its image is black, but its label would be mixed in.
+    # Do not mix with a partner of weight 0, because its image is black and contradicts its label.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
     table[:, LAMBDA] = np.where(mixed, np.where(cutmix, area_outside, mixup_lambda), 1.0)
     table[:, CUTMIX] = cutmix & mixed

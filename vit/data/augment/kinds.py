@@ -1,8 +1,8 @@
-"""The kinds of augmentation operations. The device applies all operations of one kind together.
+"""The kinds of augmentation operations. The device runs all operations of a kind together.
 
 In a round, each image gets one operation. Images are sorted by kind, so that images of one kind,
-and of kinds that share computation, are contiguous. A GPU therefore launches as many kernels for
-500 images as for one image of each kind.
+and of kinds that share computation, are contiguous. The number of GPU kernels therefore depends on
+the number of kinds, not on the number of images.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Kind(IntEnum):
     NONE = 0
     FLIP = auto()
     TABLE = auto()
-    """A lookup of each level in a table from the host."""
+    """A lookup of each level in a table that the host has computed."""
     AUTO_CONTRAST = auto()
     TF_AUTO_CONTRAST = auto()
     EQUALIZE = auto()
     TF_WARP = auto()
-    """A warp by `pixel_ops.affine_nearest`, with the same parameters as `WARP`."""
+    """A warp by `pixel_ops.affine_nearest`. The parameters are those of `WARP`."""
     WARP = auto()
-    """A warp by `pixel_ops.affine`: matrix entries a to f, and the fill color outside the image."""
+    """A warp by `pixel_ops.affine`. Parameters: matrix entries a to f, and the fill color."""
     CONTRAST = auto()
     """A blend between the mean gray level (factor 0) and the image (factor 1)."""
     SATURATION = auto()
@@ -40,15 +40,15 @@ class Kind(IntEnum):
     """A blend between the smoothed image (factor 0) and the image (factor 1)."""
     TF_SHARPNESS = auto()
     BLUR = auto()
-    """A blur with `pixel_ops.box_weights`."""
+    """A Gaussian blur. The parameters are `pixel_ops.box_weights`."""
     HUE = auto()
-    """A rotation of the color wheel, in turns."""
+    """A hue shift. The parameter is the rotation of the color wheel in turns."""
     CUTOUT = auto()
     """A gray square, given by its top, bottom, left and right."""
 
 
 NUM_NUMBERS = 9
-"""The maximum number of parameters per kind; warps use 9."""
+"""The maximum number of parameters per operation; warps use 9."""
 CUTOUT_GREY = 128
 
 
@@ -158,7 +158,7 @@ class Round:
         if tf_colour.start < tf_colour.stop:
             bases.append(pixel_ops.tf_grey(floats[tf_colour]))
         if sharp.start < tf_sharp.stop:
-            # Start with a copy of the image, because smoothing below does not write its border.
+            # Start with a copy of the image, because `smooth` does not write the border.
             bases.append(floats[sharp.start :])
         shape = floats.shape[1:]
         base_images = torch.cat([base.expand(-1, *shape) for base in bases])

@@ -1,4 +1,4 @@
-"""Pixel arithmetic on batches, with separate arguments for each sample.
+"""Pixel arithmetic on batches, with different arguments for each sample.
 
 Levels are integers 0..255. Images (B, C, H, W) and lookup tables (B, C, 256) are uint8 or float32,
 as each docstring states. Arguments are (B, 1, 1, 1) float32. `to_levels` clamps to 0..255 and
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEVELS = torch.arange(256, dtype=torch.float32)
-"""All levels, on the host. Applying an operation to them gives its lookup table."""
+"""All levels, on the host. Applying an operation to these levels gives its lookup table."""
 
 
 def to_levels(images: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def invert(images: Tensor) -> Tensor:
 
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
-    """Keep the highest `bits` of 8 bits; 0 bits give black."""
+    """Keep the highest `bits` of each level's 8 bits; 0 bits give black."""
     unit = torch.exp2(8.0 - bits)
     return (images / unit).floor() * unit
 
@@ -67,8 +67,8 @@ def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: tor
 
 @lru_cache
 def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return all lookup tables (65536, 256); row 256 * lowest + highest stretches that range of
-    levels."""
+    """Return all lookup tables (65536, 256). Row 256 * lowest + highest stretches the levels from
+    lowest to highest."""
     every = torch.arange(256, dtype=dtype)
     tables = torch.empty(256, 256, 256, dtype=torch.uint8)
     for low, of_low in enumerate(tables):
@@ -77,21 +77,21 @@ def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
         # differently.
         factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
         offsets = torch.where(span > 0, low * factors, 0.0)
-        # Entries outside low to high are arbitrary, because the channel has no such levels.
+        # Entries outside lowest to highest are arbitrary, because the channel has no such levels.
         of_low.copy_((every * factors - offsets).clamp_(0.0, 255.0))
     return tables.view(-1, 256).to(device)
 
 
 def _range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():  # a compiled graph creates the range at no cost
+    if torch.compiler.is_compiling():  # creating the range is free in a compiled graph
         return torch.arange(stop, dtype=dtype, device=device)
     return _kept_range(stop, dtype, device)
 
 
 @lru_cache
 def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Create the tensor on the host, so that all streams of a GPU can read it when `to` returns. If
-    # one stream created it, another stream could read the cached tensor before it is written.
+    # Create the tensor on the host, so that all streams of a GPU can read it when `to` returns. A
+    # tensor created on one stream could be read by another stream before it is written.
     return torch.arange(stop, dtype=dtype).to(device)
 
 
@@ -107,7 +107,7 @@ def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
     below = counts.cumsum(2)[..., :256]  # number of pixels with lower levels
     step = below.gather(2, highest) // 255
     table = (below + step // 2) // step.clamp(min=1)
-    # `minimum` can write to uint8 directly. `clamp` would need a cast and another tensor.
+    # Use `minimum`, which can write to uint8 directly. `clamp` needs a cast and another tensor.
     torch.minimum(torch.where(step > 0, table, every), every[-1], out=out)
 
 
@@ -157,7 +157,8 @@ def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
     Writes to `out`, which has the shape of `images`, except its border of one pixel. `rounding`:
     added to the weighted sum before it is divided by 13 and truncated.
     """
-    # On a CPU, pooling is 13 times slower than adding. On a GPU, it needs a quarter of the kernels.
+    # On a CPU, pooling takes 13 times as long as adding. On a GPU, it needs a quarter of the
+    # kernels.
     sum_of_nine = _added if images.device.type == "cpu" else _pooled
     sums = sum_of_nine(images).add_(images[:, :, 1:-1, 1:-1], alpha=4.0).add_(rounding)
     torch.div(sums, 13.0, rounding_mode="trunc", out=out[:, :, 1:-1, 1:-1])
@@ -169,7 +170,7 @@ def _added(images: Tensor) -> Tensor:
 
 
 def _pooled(images: Tensor) -> Tensor:
-    """Return the same sums as `_added`. They are exactly equal because the levels are integers."""
+    """Return exactly the same sums as `_added`, because the levels are integers."""
     return F.avg_pool2d(images, 3, stride=1, divisor_override=1)
 
 
@@ -198,7 +199,7 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
 
 
 def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `blur` weights of a pixel, its neighbors and the next ones, shaped like `radius`.
+    """Return `blur`'s weights for pixels at distance 0, 1 and 2, shaped like `radius`.
 
     For `radius` = 0..2 pixels, Pillow's Gaussian blur is three box filters along each axis (Gwosdek
     et al. 2011; BoxBlur.c). The box covers at most one full pixel and a fraction of a second one.
@@ -244,7 +245,7 @@ def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
 def _mapped(matrix: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Map coordinates by `matrix` (B, 6) to points (a x + b y + c, d x + e y + f), (B, 2, H, W)."""
     rows = matrix.view(-1, 2, 3, 1, 1)
-    # Keep this order of additions, because another order rounds differently.
+    # Keep this order of additions, because any other order rounds differently.
     return (rows[:, :, 0] * x + rows[:, :, 1] * y[:, None]).add_(rows[:, :, 2])
 
 
@@ -273,8 +274,8 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = No
         padding_mode="border",
         align_corners=False,
     )
-    # Add a thousandth of a level. Otherwise rounding errors could put an exact level just below
-    # itself, and later truncation would lower it by one.
+    # Add a thousandth of a level. Otherwise, rounding errors could place the result just below an
+    # integer, and later truncation would lower the level by one.
     return torch.where(inside, warped.add_(2.0**-10), fill, out=out)
 
 
@@ -299,7 +300,7 @@ def affine_nearest(
 
 
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """Shift the view by `right` and `down` pixels (B,) int64, and reflect the image at its border.
+    """Shift the view by `right` and `down` pixels (B,) int64. Reflect the image at its border.
 
     The reflection does not repeat the outermost pixels. Accepts images of any dtype.
     """
@@ -348,8 +349,7 @@ def normal_quantiles(device: torch.device) -> Tensor:
 
 
 def _hash32(x: Tensor) -> Tensor:
-    # Products overflow as intended. The masks turn the arithmetic shifts of int32 into logical
-    # ones.
+    # Products overflow as intended. The masks turn int32's arithmetic shifts into logical shifts.
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ ((x >> 16) & 0xFFFF)

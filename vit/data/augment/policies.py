@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vit.data.augment.table import AUTO_AUGMENT_SETS, OP_NAMES
 
-# Each line is a pair of operations, each with its probability and, if it has one, its strength.
+# Each line is a pair of operations with their probabilities and, if they have one, strengths.
 _IMAGENET = """
 posterize .4 8, rotate .6 9
 solarize .6 5, auto_contrast .6
@@ -143,7 +143,7 @@ class SubPolicies(NamedTuple):
     """Indices of the operations in `OP_NAMES` for the policy's operation set."""
     probs: NDArray[np.float64]
     strengths: NDArray[np.float64]
-    """Strengths of the operations; 0 if an operation has none."""
+    """Strengths of the operations; 0 for operations without a strength."""
 
 
 @lru_cache

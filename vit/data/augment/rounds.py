@@ -33,7 +33,7 @@ class Rounds(NamedTuple):
     """
 
     kinds: NDArray[np.int64]
-    """(R, B): the kind of each row, in the order of each round."""
+    """(R, B): the kind of each row, in the row order of each round."""
     num_tables: NDArray[np.int64]
     """(R, B): the number of `Kind.TABLE` rows that precede each row, over all rounds."""
     moves: Tensor
@@ -71,8 +71,8 @@ def plan_rounds(
     kinds, sources, numbers, tables = _find_numbers(columns, table, size)
     batch = np.arange(len(table))
     block = batch // block_rows
-    # Sort by block first, because `apply_rounds` gets one block at a time. A stable sort gives the
-    # same plan in every version of numpy.
+    # Sort by block first, because `apply_rounds` gets one block at a time. Use a stable sort, so
+    # that the plan does not depend on the numpy version.
     orders = np.argsort(block * len(Kind) + kinds, axis=1, kind="stable")
     places = np.argsort(orders, axis=1)
     moves = np.take_along_axis(np.vstack([batch, places]), np.vstack([orders, batch]), 1)
@@ -88,14 +88,14 @@ def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> No
     """Apply the rounds to `images`, the block `rows` of the batch, and write the result to
     `out`."""
     moves = rounds.moves[:, rows]
-    # Skip the moves in blocks of one row, which occur with large images on a CPU, to save a copy of
-    # the image per round. The operations then work in `out`.
+    # Skip the moves in blocks of one row, which occur with large images on a CPU, to save one image
+    # copy per round. The operations then change `out` in place.
     is_single = len(images) == 1
     current = out.copy_(images) if is_single else images
     for index, kinds in enumerate(rounds.kinds[:, rows]):
         if not is_single:
             current = current.index_select(0, moves[index])
-        # Kinds are sorted, so each kind is one slice and needs one call on the device.
+        # Rows are sorted by kind, so each kind is one contiguous slice and needs one device call.
         starts = np.searchsorted(kinds, _KIND_BOUNDS).tolist()
         tables = rounds.tables[rounds.num_tables[index, rows.start] :]
         Round(current, starts, rounds.numbers[index, rows], tables)()
@@ -117,7 +117,7 @@ def _find_numbers(
         width = 4 if column.op_set == "big_vision" else 2
         rows[:, :width] = table[:, column.column : column.column + width]
         rows[:, 0] += np.where(rows[:, 0] < 0, 0, _FIRST_OP[column.op_set])
-    # Sort by operation over all rounds, so that each operation computes its parameters in one call.
+    # Sort all rounds by operation, so that each operation computes its parameters in one call.
     order = np.argsort(drawn[:, 0], kind="stable")
     drawn = drawn[order]
     kinds = np.zeros(len(drawn), np.int64)
@@ -143,7 +143,7 @@ def _find_numbers(
 
 def to_device(arrays: Sequence[NDArray], device: torch.device) -> list[Tensor]:
     """Copy `arrays` to `device` in one transfer, without waiting for it."""
-    # Pad to 8 bytes, because a view as int64 must begin at a multiple of 8 bytes.
+    # Pad to 8 bytes, because an int64 view must begin at a multiple of 8 bytes.
     starts = np.cumsum([0, *(math.ceil(array.nbytes / 8) * 8 for array in arrays)]).tolist()
     # Pin the memory, because only copies from page-locked memory are asynchronous. Without a GPU,
     # `device` may still be "cuda" for fake tensors, and pinning would fail.

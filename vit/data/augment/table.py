@@ -112,20 +112,20 @@ class OpColumn:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The columns that depend on the config; None if the table does not have them."""
+    """The columns that depend on the config; None for columns that the table lacks."""
 
     op_columns: tuple[OpColumn, ...]
     """The columns of the operations in the order of application: RandAugment or AutoAugment,
     3-Augment, color jitter."""
     shift: int | None
-    """The first of two columns, for x and y: the number of pixels by which the view exceeds the
-    image. Negative values mean the left or upper border."""
+    """The first of two columns, for x and y: the number of pixels by which the view extends beyond
+    the image. Negative values mean the left or upper border."""
     erase: int | None
     """The first of four columns with the box to erase: top, bottom, left, right (all 0 if none).
     `num_noise` more columns follow."""
     num_noise: int
-    """The number of columns for the fill. 3: a color. 1: an integer below 2**24 that seeds the
-    noise."""
+    """The number of columns for the fill of the erased box. 3: a color. 1: an integer below 2**24
+    that seeds the noise."""
     width: int
     """The number of columns (K)."""
 
@@ -156,8 +156,7 @@ def table_layout(config: AugmentConfig) -> TableLayout:
 
 
 def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
-    """Return the operations of a row (K,) as text, without mixing: "flip", "rotate -8.7",
-    "erase"."""
+    """Return a row's operations (K,) as text, except mixing: "flip", "rotate -8.7", "erase"."""
     layout = table_layout(config)
     operations = []
     if layout.shift is not None and row[layout.shift : layout.shift + 2].any():

@@ -32,9 +32,9 @@ REDUCE_FROM = 2.5
     window / view    2.5    5      10
     decoded at       1/2    1/4    1/8
 
-For photographs, the median PSNR between such views and exact views is 44 dB (5th percentile: 38
-dB). With a minimum ratio of 2, the median would be 41 dB. For comparison, the PSNR between bilinear
-and bicubic views is 39 dB.
+For photographs, the median PSNR between views from reduced and from full-size images is 44 dB (5th
+percentile: 38 dB). With a minimum ratio of 2, the median is 41 dB. For comparison, the PSNR between
+bilinear and bicubic views is 39 dB.
 """
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ def resize(
 ) -> Tensor:
     """Resize (H, W, C) uint8 pixels to `size` = (height, width), with antialiasing.
 
-    scales: new size / old size, for height and width. Pass them if `pixels` are only the first rows
-    or columns of an image, and `size` covers only those of the resized image.
+    scales: new size / old size, for height and width. Required if `pixels` and `size` are only the
+    first rows or columns of an image and its resized version.
     Returns (C, height, width) uint8, channels last in memory, or `out`.
     """
     if out is None:
@@ -77,8 +77,8 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
     """Return the operator behind torch's public function, or None if the operator has changed.
 
     The operator takes 0.6 times as long as the function, because it writes to existing memory in
-    any channel order. The operator is private, and a new torch release must not change any pixels.
-    Each process therefore first compares it with the public function on a small image.
+    any channel order. Because the operator is private and may change in a new torch release, each
+    process first compares it with the public function on a small image.
     """
     y, x = torch.arange(60)[:, None], torch.arange(90)
     planes = torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
@@ -133,8 +133,8 @@ def decode_views(
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
     reductions = [_reduction(window, size) if scaled else 1 for window in windows]
-    # Decode one box for all windows with the same reduction. A view thus does not depend on windows
-    # with another reduction.
+    # Decode one box for all windows with the same reduction, so that a view does not depend on
+    # windows with another reduction.
     for reduce in set(reductions):
         numbers = [number for number, reduction in enumerate(reductions) if reduction == reduce]
         box = _bounding_box([windows[number] for number in numbers])
@@ -147,7 +147,7 @@ def decode_views(
             if reduced == 1:
                 resize(part, size, interpolation, out[number])
             else:
-                # Use Pillow, because torch cannot resize a region whose borders lie between pixels.
+                # Use Pillow, because torch cannot resize a region with borders between pixels.
                 x, y = x % reduced, y % reduced
                 borders = x / reduced, y / reduced, (x + width) / reduced, (y + height) / reduced
                 out[number].copy_(_resize_by_pillow(part, size, interpolation, borders))
@@ -242,15 +242,15 @@ def decode_center(
 
 
 class _Line(NamedTuple):
-    """The pixels that one axis (rows or columns) needs, from the stored image to the center
-    crop."""
+    """The pixels that are needed along one axis (rows or columns), from the stored image to the
+    center crop."""
 
     start: int
     stop: int
     """The end of the visible range [start, stop) of stored pixels."""
     length: int
-    """The end of the range [0, length) of pixels to resize. The range begins at the first pixel of
-    the image, because the filter positions would otherwise be rounded differently."""
+    """The end of the range [0, length) of pixels to resize. The range begins at the image's first
+    pixel, because any other start changes the rounding of filter positions."""
     resized: int
     """The number of pixels after the resize."""
     scale: float | None
@@ -265,11 +265,12 @@ def _plan_line(
     """Plan an axis of `original` pixels, resized to `resized` pixels, for the central `cropped`
     pixels.
 
-    can_stop: whether the resize accepts a scale, so that it can stop after the visible pixels.
+    can_stop: whether the resize takes a scale argument, which lets it stop after the visible
+    pixels.
     """
     first = round((resized - cropped) / 2)
     scale = original / resized
-    # Half the filter width, plus 1 for rounding.
+    # half the filter width, plus 1 for rounding
     reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1
     start = max(math.floor((first + 0.5) * scale - reach), 0)
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)

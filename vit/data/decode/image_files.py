@@ -10,10 +10,10 @@ import re
 from importlib.util import find_spec
 
 MAX_IMAGE_BYTES = 1 << 28
-"""The maximum size of an encoded image, 256 MiB. Larger files are decompression bombs or not
+"""The maximum size of an encoded image, 256 MiB. Larger files are decompression bombs or are not
 images."""
 HEIF = (".heic", ".heif", ".hif")
-"""The suffixes of phone photos, which need the package pillow-heif."""
+"""The suffixes of phone photos. Reading them requires the package pillow-heif."""
 READS_HEIF = find_spec("pillow_heif") is not None
 EXTENSIONS = (
     *(HEIF if READS_HEIF else ()),
@@ -63,8 +63,8 @@ NOT_READ = (
     ".pef",
     ".srw",
 )
-"""The suffixes of image files that cannot be read: phone photos, raw camera data, drawings and
-others."""
+"""The suffixes of image files that cannot be read, such as phone photos, raw camera data and
+drawings."""
 READ_MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
     rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",

@@ -37,7 +37,7 @@ Window = tuple[int, int, int, int]
 """A window: left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
 MAX_SHARE = 0.95
-"""Above this fraction of the image, cutting is not worthwhile. Finding the markers takes 1/25 of
+"""The maximum fraction of the image for which cutting saves time. Finding the markers takes 1/25 of
 the time for decoding the entire image."""
 
 
@@ -51,8 +51,8 @@ class Cut(NamedTuple):
     height: int
     """The height of the part. All four numbers are in pixels of the original image."""
     has_rest: bool
-    """True if the data contain more lines than the height. libjpeg then warns about "extraneous
-    bytes"."""
+    """True if the data contain lines below the height, in which case libjpeg warns about
+    "extraneous bytes"."""
 
 
 def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:
@@ -98,7 +98,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
     if cut_width <= 4 * margin:
-        # Add one tile, because libjpeg upsamples a width of one or two color samples differently.
+        # Add one tile, because libjpeg upsamples lines of one or two color samples differently.
         if first_column > 0:
             first_column -= 1
         else:

@@ -12,15 +12,15 @@ import struct
 from typing import NamedTuple
 
 MAX_PIXELS = 178_956_970
-"""Pillow's limit. A damaged header may claim 65,535 x 65,535 pixels, which would take 13 GB."""
+"""Pillow's limit. Without it, a damaged header (65,535 x 65,535 pixels) could cost 13 GB."""
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """The markers of frames, SOF0 to SOF15. The three excluded markers are Huffman tables, a reserved
 marker and arithmetic conditioning."""
 SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
-"""The markers of other segments that have a length: tables, start of scan, lines, restart interval,
-APPn, comment."""
+"""The markers of other segments with a length: tables, start of scan, number of lines, restart
+interval, APPn, comment."""
 LONE = frozenset((0x01, *range(0xD0, 0xD8)))
-"""The markers that have no length: TEM and the restart markers."""
+"""The markers that are not followed by a length: TEM and the restart markers."""
 
 
 class JpegHeader(NamedTuple):
@@ -34,7 +34,7 @@ class JpegHeader(NamedTuple):
     precision: int
     """The number of bits per sample, which is 8 except in medical and scientific images."""
     process: int
-    """The n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless, 5 and above:
+    """The n in SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless, 5 and above:
     hierarchical or arithmetic coding."""
     orientation: int
     """The EXIF orientation, 1 to 8; 1 (upright) if missing or invalid."""

@@ -47,15 +47,15 @@ class Status(IntEnum):
     PRECISION = 4
     """The samples are not 8 bits wide."""
     COMPONENTS = 5
-    """The number of components is neither 1 nor 3; CMYK has 4."""
+    """The number of color components is neither 1 nor 3; CMYK has 4."""
     SCANS = 6
-    """The components are in separate scans."""
+    """The color components are in separate scans."""
     MEMORY = 7
     WINDOW = 8
     """The window is not entirely inside the image."""
     SAMPLING = 9
-    """The resolution of a component does not divide that of the image, or the first component is
-    coarser."""
+    """A component's sampling factors do not divide those of the image, or the first component is
+    subsampled."""
     COLOURS = 10
     """The caller requested gray pixels from an RGB image."""
     IMAGE = 11
@@ -63,7 +63,7 @@ class Status(IntEnum):
 
 
 class UnusableLibrary(Exception):
-    """The library must not be used. The message contains the reason and a remedy."""
+    """The library cannot be used. The message contains the reason and a remedy."""
 
 
 def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
@@ -223,7 +223,7 @@ LIBRARY, UNAVAILABLE_REASON = _find()
 """The library (`vit_decode_window`, and `vit_jpeg_transcode` for data_prep), or None and the
 reason.
 
-With VIT_NATIVE=0, both are None.
+Both are None with VIT_NATIVE=0.
 """
 AVAILABLE = LIBRARY is not None
 """True if the library is usable and not disabled."""

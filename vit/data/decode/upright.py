@@ -23,7 +23,7 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Maps each EXIF orientation to the transpose operation that makes the image upright."""
+"""Maps each EXIF orientation to the Pillow operation that makes the image upright."""
 ORIENTATION_TAG = 0x0112
 
 
@@ -36,7 +36,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def upright(data: bytes, channels: int = 3) -> bytes:
-    """Return an encoded image rotated upright without loss, in 1 (gray) or 3 (RGB) channels.
+    """Rotate an encoded image upright without loss. channels: 1 (gray) or 3 (RGB).
 
     Returns `data` unchanged if the image is already upright. Raises ValueError like `decode`.
     """

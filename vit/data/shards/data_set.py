@@ -277,7 +277,7 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
 def _local_index(
     root: Path, split: str, described: SplitInfo, sizes: Sequence[int] | None, layout: SampleLayout
 ) -> np.ndarray:
-    """Open the index of shards in a folder, or rebuild it. sizes: None if already checked."""
+    """Open or rebuild the index of shards in a folder. sizes: None if already checked."""
     path = root / f"{split}.index.npy"
     index, reason = _read_index(path, lambda rows: _why_rebuild(rows, root, described, sizes))
     if index is not None and not reason:
@@ -297,7 +297,7 @@ def _local_index(
 def _read_index(
     path: Path, find_mismatch: Callable[[np.ndarray], str]
 ) -> tuple[np.ndarray | None, str]:
-    """Return the index or None, and the reason why it cannot be used or ""."""
+    """Return the index (None if unreadable), and the reason why it cannot be used, or ""."""
     try:
         index = open_index(path)
     except FileNotFoundError:
@@ -322,7 +322,7 @@ def _why_rebuild(
     replaced = replaced_shards(index, described.lengths, tars)
     if not replaced:
         return ""
-    # Hash only the first tar, because hashing the whole data set would take minutes.
+    # Hash only the first tar, because hashing the whole data set can take minutes.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
         return "outdated (images are at other offsets in their shard)"

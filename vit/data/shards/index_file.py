@@ -1,9 +1,9 @@
 """The index of a split with one row per sample: save, open, compare with the shards, and rebuild
 it.
 
-Rows are sorted by (shard, position), so the rows of a shard are contiguous. The shard of a sample
-is found from the first sample number of each shard. Opening an index memory-maps the file. All
-checks work shard by shard, so an index of a billion samples is never loaded completely.
+Rows are sorted by (shard, position), so the rows of a shard are contiguous. Opening an index
+memory-maps the file. All checks work shard by shard, so an index of a billion samples is never
+loaded completely.
 
 Each row contains the CRC-32C of the encoded image, which is verified when the image is read. It is
 0 (unknown) if the row was created without reading the image.
@@ -28,8 +28,8 @@ from vit.system.meter import Meter
 from vit.system.tar_walk import TAR_BLOCK
 
 NUM_READERS = 8
-"""The number of shards to read concurrently when rebuilding an index. Network file systems serve
-several files faster than one."""
+"""The number of shards to read concurrently when rebuilding an index, because network file systems
+serve several files faster than one."""
 
 
 def first_samples(lengths: Iterable[int]) -> list[int]:
@@ -50,8 +50,8 @@ def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
 
 
 def _write_header(file: BinaryIO, num_samples: int) -> None:
-    """Write the header of a .npy file. Because of numpy's padding, its length does not depend on
-    the number."""
+    """Write the header of a .npy file. Due to padding, its length does not depend on
+    `num_samples`."""
     header = {
         "descr": np.lib.format.dtype_to_descr(INDEX_DTYPE),
         "fortran_order": False,
@@ -69,7 +69,7 @@ def open_index(path: Path) -> np.ndarray:
         index = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except Exception as error:  # numpy evaluates the header as Python, which can raise anything
+    except Exception as error:  # numpy parses the header as Python, which can raise anything
         raise ValueError("truncated, or its header is damaged") from error
     is_index = index.dtype == INDEX_DTYPE and index.ndim == 1 and len(index)
     if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
@@ -85,8 +85,8 @@ def unmapped(index: np.ndarray) -> np.ndarray | Path:
 def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int] | None) -> str:
     """Return the reason why an index does not match its shards, or "" if no mismatch is found.
 
-    lengths: number of samples in each shard. sizes: size of each shard in bytes; None to check
-    nothing.
+    lengths: number of samples in each shard. sizes: size of each shard in bytes; None to skip the
+    comparison with sizes.
     """
     if sizes is None:
         return ""
@@ -116,7 +116,7 @@ def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Pa
 
 
 def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
-    """Return a hash of the positions of all samples, which does not depend on checksums."""
+    """Return a hash of the positions of all samples, without their checksums."""
     digest = hashlib.sha256()
     for shard, rows in enumerate(_by_shard(index, lengths)):
         positions = np.array(rows)

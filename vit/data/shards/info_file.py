@@ -149,7 +149,7 @@ def make_info(
     source, options: origin of the data, recorded unchecked.
     class_names: name of each label, or [] if unknown.
     """
-    # The order of keys is part of the format, so that equal data sets give identical files.
+    # Keep the order of keys, because equal data sets must give identical files.
     described = {}
     for split, names in splits.items():
         lengths = [sidecars[name]["num_samples"] for name in names]
@@ -180,7 +180,7 @@ def info_sha256(info: Mapping[str, Any]) -> str:
 
 
 def sidecars_sha256(sidecars: Iterable[Mapping[str, Any]]) -> str:
-    """Return the hash of a split's sidecars, without the tars' locations and times."""
+    """Return the hash of a split's sidecars, ignoring the locations and times of the tars."""
     return _content_sha256(
         [
             {key: value for key, value in sidecar.items() if key not in ("mtime_ns", "shards_at")}
@@ -216,7 +216,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
             f" {shlex.quote(str(root))}`, else repeat the command that writes them"
         )
-    # Suggest a different folder, because data_prep refuses to write shards next to the images.
+    # Suggest another folder, because data_prep refuses to write shards next to the images.
     command = shlex.join(
         ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
     )
@@ -245,8 +245,8 @@ def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
 
 
 class SplitInfo(NamedTuple):
-    """The shards of a split according to `_info.json`; each list has one item per shard, None if
-    unknown."""
+    """The shards of a split according to `_info.json`. Each list has one item per shard, or is None
+    if unknown."""
 
     filenames: list[str]
     lengths: list[int]

@@ -52,12 +52,12 @@ RETRYABLE_ERRNOS = {
 
 
 class LocalTars:
-    """The shards of a split in a folder. Thread-safe. Pickled without file descriptors."""
+    """The shards of a split in a folder. Thread-safe. File descriptors are not pickled."""
 
     cached = None
     store = None
     read_ahead_batches = 0
-    """0, because calling `prefetch` right before reading suffices: the disk reads ahead while the
+    """How many batches early to call `prefetch`. 0, because the kernel can read ahead while the
     first image is decoded."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
@@ -82,7 +82,7 @@ class LocalTars:
         """Ask the kernel to read these images and their tar headers in the background."""
         rows = index[samples]
         shards = (np.searchsorted(firsts, samples, side="right") - 1).tolist()
-        self._open(sorted(set(shards)))  # without workers, `prepare` is not called
+        self._open(sorted(set(shards)))  # `prepare` is not called if there are no workers
         places = zip(shards, rows["offset"].tolist(), rows["size"].tolist(), strict=True)
         for shard, offset, size in places:
             if (fd := self._fds.get(shard)) is not None:
@@ -94,7 +94,7 @@ class LocalTars:
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
         """Return `size` bytes at `offset` of a shard, or fewer at its end.
 
-        sample: unused; needed by `CachedTars` to find the block.
+        sample: unused; `CachedTars.pread` has the same parameters.
         Raises OSError, and ShardError if all retries failed.
         """
         data = self.read(shard, size, offset)
@@ -132,7 +132,7 @@ class LocalTars:
             return
 
         def open_shard(shard: int) -> None:
-            with suppress(OSError):  # the shard's read raises it again with context
+            with suppress(OSError):  # the read of the shard raises it again with context
                 self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
 
         # Use threads, because each open is a round trip on a network file system.
@@ -152,8 +152,8 @@ class LocalTars:
 
     def _keep(self, shard: int, fd: int) -> None:
         if (before := self._fds.get(shard)) is not None:
-            # Replace the file behind the old descriptor, because another thread may still be
-            # reading from it.
+            # Replace the file behind the old descriptor, because another thread may be reading
+            # from it.
             os.dup2(fd, before, inheritable=False)
         elif len(self._fds) < self._max_open() and self._fds.setdefault(shard, fd) == fd:
             return

@@ -38,7 +38,7 @@ INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 class InvalidSample(ValueError):
-    """A sample does not match the layout. The message does not name the sample."""
+    """The error for a sample that does not match the layout, without the sample's name."""
 
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
@@ -162,7 +162,7 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
 
 
 def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> str:
-    """Return advice for a sample that does not match a layout, as the end of a sentence.
+    """Return advice on a sample that does not match a layout, as the end of a sentence.
 
     members: content of the sample's members by suffix. If there is one image and one possible
     label, the advice lists the options that would accept them. Possible labels are members and
@@ -192,7 +192,7 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
         [image] = images
         [label] = labels
         start = image[: image.rfind(".") + 1]
-        has_dots = start != "" and label.startswith(start)  # a.1.jpg, a.1.cls
+        has_dots = start != "" and label.startswith(start)  # for example a.1.jpg, a.1.cls
         if has_dots:
             image, label_option = image.removeprefix(start), label.removeprefix(start)
         else:

@@ -1,8 +1,8 @@
 """An open split of a data set, which reads the encoded image of any sample by its number.
 
-The index contains the position of each image, and `tars` reads the bytes. Their checksum must match
-the index. Without checksums, the size in the preceding tar header must match the index.
-`vit.data.shards.data_set.open_split` checks and opens a split.
+The index contains the position of each image, and `tars` reads the bytes. The checksum of the bytes
+must match the index. If the index has no checksums, the size in the preceding tar header must
+match. `vit.data.shards.data_set.open_split` checks and opens a split.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Split:
         """
         try:
             if checksum:
-                # Read without the header, because removing the header would copy the entire image.
+                # Do not read the header, because removing it requires a copy of the entire image.
                 data = self.tars.pread(i, shard, size, offset)
                 if len(data) == size and crc32c(data) == checksum:
                     return data, ""
@@ -172,7 +172,7 @@ class Split:
 
     @property
     def read_ahead_batches(self) -> int:
-        """The number of batches before a sample's use at which to prefetch it; 0 if never."""
+        """How many batches early to prefetch a sample; 0 if early prefetching is not needed."""
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
@@ -215,17 +215,17 @@ class Split:
         return cut[0] if cut else name
 
     def identity(self) -> str:
-        """Return a hash of the positions of all samples in the shards."""
+        """Return a hash of the positions of all samples, which identifies the split."""
         return index_sha256(self.index, self.lengths)
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """Return pairs (source, sample numbers in it) for `samples`. The only source of a split is
-        itself."""
+        """Return pairs (source, sample numbers in it) for `samples`. A split is its own only
+        source."""
         return [(self, samples)]
 
     @property
     def splits(self) -> list[Split]:
-        """The sources, which are only the split itself."""
+        """The sources: a list that contains only this split."""
         return [self]
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 
 _PART = 1
-"""The constant that is hashed after the sample numbers. Because `data.fraction` hashes its seed
-before them, no `subset_seed` gives the same order."""
+"""A constant to hash after the sample numbers. `data.fraction` hashes its seed before the numbers,
+so no `subset_seed` gives the same order."""
 _PERCENT = r"\d+(?:\.\d+)?"
 _NAME = re.compile(
     rf"(?P<split>[^\[\]]+)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]"
@@ -69,7 +69,7 @@ def _between(start: float, stop: float, total: int) -> tuple[int, int]:
 
 
 class SplitSlice(Split):
-    """The samples of a split between two percentages. Takes 1 to 8 bytes per sample and process."""
+    """The samples of a split between two percentages. Takes 1 to 8 bytes per sample per process."""
 
     def __init__(self, whole: Split, name: str):
         """name: split name with percentages, see `parse_name`. Raises ShardError if the slice is

@@ -1,4 +1,4 @@
-"""Open shards at a URL or through a cache.
+"""Open shards at a URL, or shards that are read through a cache.
 
 `local_tars` reads shards in a folder, and `vit.data.storage` reads all others. Classes are
 imported by name, so that a process loads `vit.data.storage` only if needed. `CachedTars` has the

@@ -1,8 +1,8 @@
 """Scan a shard, which is a plain tar, into samples and index rows.
 
 Headers are read in order, and consecutive members with the same key form a sample. The size in
-pixels comes from the image header, the label from its member (`.cls`, or as the layout specifies).
-Images are not decoded. Invalid samples are listed with the reason.
+pixels comes from the image header. The label comes from the member that the layout specifies, by
+default `.cls`. Images are not decoded. Invalid samples are listed with the reason.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def scan_sample(
     """Read and check the sample formed by `group` of (key, member, kind). Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
-    # Pass links only so that an error can name them. Two links with one suffix do not make the
-    # files invalid.
+    # Links are only needed so that an error can name them. Two links with one suffix do not make
+    # the files invalid.
     links = dict.fromkeys(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )

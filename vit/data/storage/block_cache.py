@@ -46,9 +46,9 @@ from vit.system.host import default_folder
 GIB = 1 << 30
 CHECKSUM_BYTES = 4
 USED_WIDTH = 20
-"""The number of digits in `used_bytes`."""
+"""The number of digits to which the content of `used_bytes` is padded."""
 DEFAULT_GIB = 50.0
-"""The default limit, used if twice as much disk space is free."""
+"""The default limit in GiB, used if twice as much disk space is free."""
 TRY_AGAIN_S = 60.0
 """The time in seconds before writing is retried after a block could not be written."""
 TOUCH_AFTER_S = 60.0
@@ -60,14 +60,14 @@ log = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """The bytes of a block. part_ends: end of each part; None if the block must not be stored."""
+    """The bytes of a block. part_ends: the end of each part; None to not store the block."""
 
     data: bytes
     part_ends: list[int] | None
 
 
 class BlockCache:
-    """The blocks below `folder`. Safe for threads and processes. Can be pickled."""
+    """The blocks below `folder`. Threads and processes can share a cache. It can be pickled."""
 
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
         """folder: by default `default_folder()`.
@@ -110,7 +110,7 @@ class BlockCache:
     def read(
         self, name: str, block_bytes: int, num_parts: int, part: int, start: int, stop: int
     ) -> bytes | None:
-        """Return bytes [start, stop) of a block, which are its part number `part`.
+        """Return bytes [start, stop) of a block, which form part number `part`.
 
         Returns None if the block is missing or damaged. Removes a damaged block.
         """
@@ -188,7 +188,7 @@ class BlockCache:
     def refuses(self) -> bool:
         """Return whether writing a block failed within the last `TRY_AGAIN_S`.
 
-        In that case, fetching an entire block for one sample would waste time.
+        If so, callers fetch single samples, because a whole block could not be cached.
         """
         return time.monotonic() - self._refused_at_s < TRY_AGAIN_S
 
@@ -219,7 +219,7 @@ class BlockCache:
     def _remove_oldest(self, keep_bytes: int) -> int:
         blocks = []
         for path in self.folder.glob("*/*"):
-            with suppress(OSError):  # another process removed it
+            with suppress(OSError):  # another process removed the block
                 status = path.stat()
                 if path.suffix == ".block":
                     blocks.append((status.st_mtime, status.st_size, path))
@@ -232,7 +232,7 @@ class BlockCache:
         for _, size, path in sorted(blocks):
             if left <= max(keep_bytes, 0):
                 break
-            path.unlink(missing_ok=True)  # processes with the file open can still read it
+            path.unlink(missing_ok=True)  # processes that have opened the file can still read it
             left -= size
         return left
 
@@ -284,7 +284,7 @@ def _parse_used(text: bytes) -> int | None:
 
 
 def _warn_once(folder: Path, reason: str | None) -> None:
-    """Warn once per process. A full disk would otherwise cause a warning for every block."""
+    """Warn only once per process, because a full disk causes an error for every block."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         log.warning("%s: cannot be written (%s); blocks are used but not stored", folder, reason)

@@ -38,15 +38,16 @@ from vit.system.retry import RetryPolicy
 from vit.system.stages import Stage
 
 BLOCK_BYTES = 8 << 20
-"""The target size of a block in bytes. With smaller blocks, network latency occurs more often.
+"""The target size of a block in bytes. Smaller blocks need more requests and add network latency.
 Larger blocks delay the first batch."""
 READ_AHEAD_BATCHES = 8
-"""The number of batches before its use at which a block is requested. The cache must hold these
-batches and their shuffle windows."""
+"""Blocks are requested this many batches before they are needed. The cache must hold these batches
+and their shuffle windows."""
 ASK_AGAIN_S = 60.0
-"""The time in seconds after a request before a process checks again whether the block is cached."""
+"""After a request, a process waits this many seconds before it checks again whether the block is
+cached."""
 MAX_ASKED = 4096
-"""The maximum number of requested blocks that a process remembers before it clears the list."""
+"""The maximum number of requested blocks that a process remembers. A full list is cleared."""
 BEAT_S = 1.0
 """The interval in seconds at which a process that waits for a block updates its status in
 `vit.system.stages`."""
@@ -157,7 +158,7 @@ class CachedTars:
 
     @property
     def cached(self) -> CachedTars:
-        """Return self, because these tars are cached."""
+        """Return this object, because it reads through a cache."""
         return self
 
     @property
@@ -179,8 +180,8 @@ class CachedTars:
         """
         start = self._start(sample, shard)
         stop = self._stop(sample)
-        # Retry, because other processes may fill the cache and remove the block before this process
-        # has read it.
+        # Retry, because other processes may fill the cache, which removes the block before this
+        # process has read it.
         for _ in range(3):
             block = self._block(sample, shard)
             data = self._read_cached(block, sample, start, stop)
@@ -280,8 +281,8 @@ class CachedTars:
                 sample = block.last
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the size in bytes of all blocks that contain these samples, and of the uncached
-        ones."""
+        """Return the size in bytes of all blocks that contain these samples, and the size of those
+        not cached yet."""
         pairs = zip(samples.tolist(), self._shards_of(samples).tolist(), strict=True)
         blocks = {self._block(sample, shard) for sample, shard in pairs}
         missing = [block.num_bytes for block in blocks if not self.cache.holds(block.name)]

@@ -1,4 +1,4 @@
-"""Create and lock files in a cache folder that processes and users share.
+"""Create and lock files in a cache folder that several processes and users share.
 
 The process that holds the lock writes to `<path>.part` and then renames it. Every wait for a lock
 times out, because the holder may be suspended.
@@ -61,7 +61,8 @@ def locked_part(
 def lock(fd: int, path: Path) -> Iterator[None]:
     """Hold the exclusive lock on `path`, whose descriptor is `fd`. Raises TimeoutError.
 
-    The lock is released explicitly, because a process forked in the meantime keeps the file open.
+    The lock is released explicitly, because a process that was forked while the lock was held keeps
+    the file open.
     """
     try:
         _wait_for_lock(fd, path)
@@ -102,7 +103,7 @@ def _wait_for_lock(fd: int, path: Path) -> None:
 
 
 _given_up = set[Path]()
-"""Locks that have timed out. The next attempt to get one of them fails without waiting."""
+"""Locks that have timed out. The next attempt to get such a lock fails without waiting."""
 _waited_for = set[Path]()
 """Locks that threads of this process are waiting for."""
 
@@ -169,8 +170,8 @@ def is_at(fd: int, path: Path) -> bool:
 def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
     """Replace the content of an unbuffered file.
 
-    Do not use a buffered file. After a write failed on a full disk, closing it would retry the
-    write.
+    The file must be unbuffered. If a write fails on a full disk, closing a buffered file retries
+    the write.
     """
     file.truncate(0)
     for piece in pieces:
@@ -180,7 +181,7 @@ def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
 
 
 def remove_unless_locked(path: Path) -> bool:
-    """Remove the file of a process that has ended. Return False if a live process holds the
+    """Remove a file that a dead process left behind. Return False if a live process holds the
     lock."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -27,13 +27,13 @@ from vit.system.urls import address, login_hint
 
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10.0
-"""Maximum time in seconds to wait for a connection."""
+"""The maximum time in seconds to wait for a connection."""
 SILENCE_S = 30.0
-"""Maximum time in seconds to wait for the next byte."""
+"""The maximum time in seconds to wait for the next byte."""
 ATTEMPT_S = 120.0
-"""Maximum time in seconds for one request. The next request resumes where it stopped."""
+"""The maximum time in seconds for one request. The next request resumes where it stopped."""
 SLOWEST_BYTES_PER_S = 1000
-"""The minimum transfer speed. A transfer that is slower during the retry limit fails."""
+"""The minimum transfer speed. A transfer fails if it is slower than this for the retry limit."""
 RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
 """Status codes of temporary errors. All 5xx codes except "not implemented" and "version not
 supported" are included, because proxies use their own codes."""
@@ -44,7 +44,7 @@ COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 
 
 class Refused(ShardError):
-    """The server refused the request with a `status` that retries would not change."""
+    """The server refused the request with a `status` for which retries are useless."""
 
     status: int
 
@@ -107,7 +107,7 @@ class WebFile(io.RawIOBase):
         """The value of `_waited_s` when this attempt started."""
         self._mark_s = 0.0
         self._mark_at = start
-        """The values of `_waited_s` and `at` when the speed was last checked."""
+        """`_mark_s` and `_mark_at` are `_waited_s` and `at` when the speed was last checked."""
 
     def readable(self) -> bool:
         return True
@@ -179,7 +179,7 @@ class WebFile(io.RawIOBase):
             self._end_answer()
             if self._end is not None:
                 raise RetryableError(f"the connection ended {self._progress()}")
-            self.stop = self.at  # without a length, the file ends here
+            self.stop = self.at  # The response has no length, so the file ends here.
         return piece
 
     def _request(self) -> None:
@@ -285,7 +285,8 @@ class WebFile(io.RawIOBase):
     def _refusal(self, response: Any) -> Exception:
         """Return the error to raise for a response without the file.
 
-        For a file already in use, the error is temporary, because a token may be in renewal.
+        If the file was already read before, the error is temporary, because a token may be being
+        renewed.
         """
         reason = f"the server answers {response.status} {response.reason}"
         retry_after_s = _retry_after_s(response)

@@ -19,8 +19,8 @@ NUM_CONNECTIONS = 16
 """The number of connections per server that a process keeps open."""
 MAX_REDIRECTS = 5
 NUM_CLOSED = 9
-"""The number of attempts (about 70 s) to reach a port that has never responded. The server may
-still be starting."""
+"""The number of attempts (about 70 s) to reach a port that has never responded, because the server
+may still be starting."""
 HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
 
 
@@ -72,7 +72,7 @@ def get(
                 f"{shown(address(url, name))}: redirected to {shown(at)}, which is not a web"
                 " address and is not followed; correct the address"
             )
-        # Do not send the login in a URL to another server. It is valid for its own server only.
+        # Do not send a URL's login to another server after a redirect.
         login = credentials(at) or (login if _server(at) == before else {})
         at = address(at)
     raise ShardError(

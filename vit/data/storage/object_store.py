@@ -36,10 +36,10 @@ VERSION_TAGS = (
     "last_modified",
     "created",
 )
-"""Metadata fields that identify the version of a file, in order of preference. Tags that change
-only with the bytes come before tags that also change with permissions and labels."""
+"""The metadata fields that identify the version of a file, in order of preference. Fields that
+change only with the bytes come before fields that also change with permissions and labels."""
 LOCAL_ERRORS = (*FULL, errno.EROFS)
-"""Errors of this machine's disk. Clients of object stores do not use these codes."""
+"""The error codes of the local disk. Clients of object stores do not use these codes."""
 NO_BUCKET = "bucket does not exist"
 """A part of S3's response to requests in a bucket that does not exist."""
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class ObjectStore:
 
     def changed_at(self, name: str) -> datetime | None:
         """Return the time when a file was written, by the store's clock; None if unknown."""
-        with suppress(Refused):  # raised for stores without modification times
+        with suppress(Refused):  # stores without modification times
             return self._call(name, lambda fs, path: _changed_at(fs, f"{path}/{name}"))
         return None
 
@@ -134,7 +134,7 @@ class ObjectStore:
                 end = min(at + piece_bytes, stop)
                 try:
                     piece = fs.cat_file(f"{path}/{name}", start=at, end=end, **_timeout(fs))
-                except TimeoutError:  # also from fsspec; a smaller piece may succeed
+                except TimeoutError:  # fsspec raises this too; a smaller piece may succeed
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
@@ -261,7 +261,7 @@ class ObjectStore:
         """Abort incomplete uploads below the folder, because they are invisible but billed.
 
         Only S3 keeps incomplete uploads until they are removed. Errors are ignored and not retried,
-        because listing uploads needs a rare permission, and some servers do not support it.
+        because listing uploads needs a rare permission, and not all servers support this request.
         """
         if self.kind is not S3:
             return
