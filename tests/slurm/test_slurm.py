@@ -346,8 +346,8 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 180
-    # the job prints the second message if it is canceled during its restart
-    ended = ("as the job itself was asked to end", "not started")
+    # The job prints the second message if it is canceled during its restart.
+    ended = ("the job itself was asked to end", "not started")
     while not any(message in job.log.splitlines()[-1] for message in ended):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
