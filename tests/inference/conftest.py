@@ -12,6 +12,7 @@ from processes import TINY, run_here, write_config
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """Train for three steps on three classes."""
     folder = tmp_path_factory.mktemp("tiny")
     config = write_config(folder, shards, steps=3)
     settings = [*TINY, f"run.dir={folder / 'run'}", "train.ema_decay=null"]
@@ -27,7 +28,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.fixture(scope="session")
 def odd_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write images of all kinds, and files that only look like images, to folders and to a tar."""
+    """Write images of all kinds, and files that only look like images, to folders and a tar."""
     folder = tmp_path_factory.mktemp("odd")
     pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
     image = Image.fromarray(pixels)

@@ -1,7 +1,7 @@
 """Test phone photos that are stored sideways.
 
-Photos must be rotated upright when shards are written, and whenever a model that was trained on
-such shards is used.
+They must be turned upright when shards are written, and wherever a model that was trained on these
+shards is used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vit.model import VisionTransformer
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write photos with EXIF orientation 6, and an upright PNG of one of them. Also write shards of
-    the rotated photos (`upright`) and of the stored pixels (`lying`), and a run on the upright
+    """Write photos with EXIF orientation 6, one of them also as an upright PNG. Also write shards
+    of the rotated photos (`upright`) and of the stored pixels (`lying`), and a run on the upright
     shards."""
     folder = tmp_path_factory.mktemp("phone")
     exif = Image.Exif()
@@ -49,14 +49,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_shards_record_whether_their_images_were_rotated(place):
+def test_shards_record_whether_their_images_were_turned(place):
     assert open_split(place / "upright", "val").apply_exif
     assert not open_split(place / "lying", "val").apply_exif
     assert open_split(place / "upright", "val")[0][0].size == (40, 60)
     assert open_split(place / "lying", "val")[0][0].size == (60, 40)
 
 
-def test_a_model_of_upright_photos_rotates_a_sideways_photo(place):
+def test_a_model_of_upright_photos_turns_a_lying_photo(place):
     trained = vit.load(place / "run")
     assert trained.config.eval.apply_exif
     inputs = trained.preprocess(place / "photo.jpg")
@@ -65,7 +65,7 @@ def test_a_model_of_upright_photos_rotates_a_sideways_photo(place):
     assert not torch.equal(inputs, as_stored.preprocess(place / "photo.jpg"))
 
 
-def test_a_model_of_sideways_photos_does_not_rotate_them(place, tmp_path):
+def test_a_model_of_lying_photos_does_not_turn_them(place, tmp_path):
     config = write_config(tmp_path, place / "lying", steps=1)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={tmp_path / 'run'}")
     trained = vit.load(tmp_path / "run")
@@ -74,7 +74,7 @@ def test_a_model_of_sideways_photos_does_not_rotate_them(place, tmp_path):
     assert not torch.equal(inputs, trained.preprocess(place / "upright.png"))
 
 
-def test_predict_rotates_a_sideways_photo(place, tmp_path):
+def test_predict_turns_a_lying_photo(place, tmp_path):
     images = [place / "photo.jpg", place / "upright.png"]
     flags = ["--csv", tmp_path / "out.csv", "--device", "cpu"]
     run_here("launch/predict.py", "--checkpoint", place / "run", *images, *flags)
@@ -83,7 +83,7 @@ def test_predict_rotates_a_sideways_photo(place, tmp_path):
     assert turned == expected
 
 
-def test_evaluation_rotates_images_from_shards_with_sideways_photos(place):
+def test_an_evaluation_turns_the_images_of_shards_with_lying_photos(place):
     seen = []
 
     def catch(module, inputs, logits):
@@ -102,8 +102,8 @@ def test_evaluation_rotates_images_from_shards_with_sideways_photos(place):
 
 
 @pytest.mark.parametrize("program", ["timm", "huggingface", "onnx"])
-def test_exports_make_other_programs_rotate_a_sideways_photo(program, place, tmp_path, monkeypatch):
-    """Other programs run the code on the model card unchanged. `vit.load` reads the config in the
+def test_exports_make_other_programs_turn_a_lying_photo(program, place, tmp_path, monkeypatch):
+    """Other programs run the code of the card as printed. `vit.load` reads the config in the
     folder."""
     config = write_config(tmp_path, place / "upright", steps=1)
     plain = [*TINY, f"run.dir={tmp_path / 'run'}", "eval.resizer=pillow"]

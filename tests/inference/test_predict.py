@@ -1,5 +1,5 @@
 """Test that `launch/predict.py` predicts each image as `vit.load` does, in the order of the
-arguments, and lists unreadable files."""
+arguments, and names unreadable files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from processes import run, run_here
 
 import vit
 from vit.inference.inputs import Place, find_inputs
-from vit.inference.output import csv_file
+from vit.inference.output import csv_file, printable
 from vit.inference.predict import predict
-from vit.system.redact import escape_unprinted
 
 IN_ORDER = [
     *("a/alpha.png", "a/cmyk.jpg", "a/turned.jpg", "b/grey16.png", "b/smaller_than_a_patch.png"),
@@ -42,17 +41,17 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
-    """Run the command on a folder that contains a tar, and return all its output."""
+    """Run the command on a folder that contains a tar; return all its outputs."""
     out = tmp_path_factory.mktemp("out")
     flags = ["--csv", out / "out.csv", "--sheet", out / "sheet.png", "--attention"]
     done = run("launch/predict.py", "--checkpoint", tiny_run, odd_files, *flags, "--top", 2)
     return SimpleNamespace(done=done, out=out)
 
 
-def test_each_image_is_predicted_as_if_it_were_the_only_one(predicted, tiny_run, odd_files):
+def test_each_image_is_predicted_as_it_is_alone(predicted, tiny_run, odd_files):
     trained = vit.load(tiny_run)
     rows = rows_of(predicted.out / "out.csv")
-    # The files of a folder are listed before its subfolders.
+    # The files of a folder come before its subfolders.
     names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
     assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
     for row, name in zip(rows, names, strict=True):
@@ -98,7 +97,7 @@ def test_workers_and_batches_change_nothing(tiny_run, odd_files):
     good = [number for number in range(36) if number not in problems]
     assert torch.equal(torch.cat([part.labels for part in parts])[good], alone[0].labels[good])
     probabilities = torch.cat([part.probabilities for part in parts])
-    # Sums over batches of 5 and 36 images are added in different orders.
+    # Batches of 5 and of 36 images sum in different orders.
     torch.testing.assert_close(
         probabilities[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6
     )
@@ -158,7 +157,7 @@ def test_an_unfinished_csv_leaves_no_file(tmp_path):
     assert path.read_text() == "before"
 
 
-def test_many_images_are_summarized_by_class(tiny_run, shards, tmp_path, capfd):
+def test_many_images_are_summed_up_by_class(tiny_run, shards, tmp_path, capfd):
     out = tmp_path / "out.csv"
     folder = shards.parent / "images" / "val"
     flags = ["--csv", out, "--device", "cpu", "--classes", tmp_path / "names.txt"]
@@ -174,7 +173,7 @@ def test_many_images_are_summarized_by_class(tiny_run, shards, tmp_path, capfd):
 
 
 def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
-    """A truncated tar and a link to itself must count as one problem each. All other images must be
+    """A truncated tar and a link to itself count as one problem each. All other images must be
     read."""
     image = (odd_files / "a" / "cmyk.jpg").read_bytes()
     (tmp_path / "z").mkdir()
@@ -199,9 +198,9 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 
 def test_file_names_cannot_control_the_terminal():
-    """Control characters must be escaped, but letters of all languages must remain readable."""
-    assert escape_unprinted("a\x1b[31m\r\udcff\u202e.jpg") == r"a\x1b[31m\r\udcff\u202e.jpg"
-    assert escape_unprinted("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
+    """Control characters must be escaped, but letters of all languages stay readable."""
+    assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
+    assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 
 
 def test_an_unwritable_sheet_is_reported_before_any_prediction(tiny_run, odd_files, tmp_path):

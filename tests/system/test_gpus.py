@@ -98,7 +98,7 @@ def test_parses_a_number_of_gpus():
     assert parse_gpus("L40S") == (1, find_gpu("L40S"))
 
 
-@pytest.mark.parametrize("text", ["", "x", "8x", "8", "0", "8 x 8"])
+@pytest.mark.parametrize("text", ["", "0xH200", "00xH200", "x", "8x", "8", "0", "8 x 8"])
 def test_rejects_an_invalid_number_of_gpus(text):
     with pytest.raises(ValueError, match=r"--gpus '.*': expected .* as in 8xH200"):
         parse_gpus(text)

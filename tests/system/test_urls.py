@@ -149,7 +149,7 @@ def test_the_first_login_found_for_a_host_is_used(monkeypatch, tmp_path):
     assert urls.credentials("https://host/x") == basic("net:rc-secret")
     assert urls.credentials("https://host:81/x") == basic("other:port-secret")
     monkeypatch.setenv(
-        "VIT_HTTP_HEADER", "host Authorization: Bearer abcdef\na.host X-Key: ghijkl\n"
+        "VIT_HTTP_HEADER", "host Authorization: Bearer abcdef\n*.host X-Key: ghijkl\n"
     )
     assert urls.credentials("https://host/x") == {"Authorization": "Bearer abcdef"}
     assert urls.credentials("https://a.host/x") == {"X-Key": "ghijkl"}
@@ -186,7 +186,7 @@ def test_reports_an_unreadable_login_without_printing_it(monkeypatch, tmp_path):
     assert "topsecret" not in str(caught.value)
     monkeypatch.delenv("VIT_HTTP_HEADER")
     (tmp_path / "netrc").write_text("machine host\nlogin me passwort topsecret\n")
-    with pytest.raises(ShardError, match=r"netrc: cannot be read") as caught:
+    with pytest.raises(ShardError, match=r"netrc: cannot be read \(line 2") as caught:
         urls.credentials("https://host/x")
     assert "topsecret" not in str(caught.value)
 

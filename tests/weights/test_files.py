@@ -1,23 +1,32 @@
-"""Test that weights from other programs are resampled as in timm, read without running code, loaded
-strictly, and written atomically."""
+"""Test weights from other programs: resampled as in timm, read without running code, loaded
+strictly, and written completely or not at all."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 
+from vit.config.io import from_dict
+from vit.config.schema import InitConfig, ModelConfig
+from vit.distributed.process_group import World
 from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
 from vit.system.files import WeightsError
+from vit.training.initial_weights import load_initial_weights
 from vit.weights.class_names import class_mismatch
-from vit.weights.files import LoadedWeights, load_weights
+from vit.weights.files import LoadedWeights, load_weights, read_weights
+from vit.weights.layouts import LAYOUTS, from_ours
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
 
 def tiny(seed: int = 0, **fields) -> VisionTransformer:
-    """Return a model without zero weights, so that the test detects a head that was not copied."""
+    """Return a model without zero weights, so that a head that was not copied is detected."""
     model = VisionTransformer(**{"num_classes": 10, **TINY, **fields})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -71,7 +80,7 @@ def test_positions_of_grids_that_are_not_square_are_resampled():
     assert load_weights(other, source, grid=(2, 6)) == [
         "positions resampled from 2x6 to 4x4 (bicubic, antialiased)"
     ]
-    # Both grids have 16 positions, so only the shape of the grid differs.
+    # Both grids have 16 positions, so only the shape of the grid shows the difference.
     flat = tiny(0, image_size=(32, 128)).state_dict()
     assert load_weights(other, flat, grid=(2, 8)) == [
         "positions resampled from 2x8 to 4x4 (bicubic, antialiased)"
@@ -93,6 +102,43 @@ def test_a_class_token_without_position_gets_zeros():
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(model(images), guest(images))
+
+
+@pytest.mark.parametrize(
+    ("form", "registers"),
+    [("ours", 0), ("ours", 2), ("npz", 0), ("huggingface", 0), ("another size", 2)],
+)
+def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
+    form, registers, tmp_path
+):
+    """A model adds the position of a token to the token, so their sum must stay equal bit for
+    bit."""
+    source = tiny(0, reg_tokens=registers)
+    size = 96 if form == "another size" else 64
+    model = VisionTransformer(
+        num_classes=10, reg_tokens=registers, no_embed_class=True, **{**TINY, "image_size": size}
+    )
+    with_position = tiny(1, reg_tokens=registers, image_size=size)
+    weights = source.state_dict()
+    if form in LAYOUTS:
+        written, _ = from_ours(LAYOUTS[form], weights, num_heads=2)
+        if form == "npz":
+            np.savez(tmp_path / "w.npz", **{n: value.numpy() for n, value in written.items()})
+            weights = read_weights(tmp_path / "w.npz").weights
+        else:
+            save_file(written, tmp_path / "w.safetensors")
+            weights = read_weights(tmp_path / "w.safetensors").weights
+    load_weights(with_position, weights)
+    notes = load_weights(model, weights)
+    tokens = "class token" if not registers else f"{1 + registers} prefix tokens"
+    assert notes[0] == (
+        f"the model has no positions for the {tokens}: added the source's to the tokens"
+    )
+    assert len(notes) == (2 if form == "another size" else 1)
+    images = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        assert torch.equal(model(images), with_position(images))
+    assert not torch.equal(model.cls_token, source.cls_token)
 
 
 def test_half_precision_sources_become_float32():
@@ -121,7 +167,7 @@ def test_reset_head_keeps_the_models_zero_head(representation_size):
     )
 
 
-def test_reset_head_accepts_sources_without_a_head():
+def test_reset_head_takes_sources_without_a_head():
     source = {
         name: tensor
         for name, tensor in tiny(0).state_dict().items()
@@ -177,7 +223,7 @@ def test_timm_models_are_resampled_and_reset():
     assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
-# The following tests use data whose classes differ from those of the head.
+# Tests of data with other classes than the head.
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 
@@ -243,13 +289,13 @@ def test_classes_without_names_are_counted():
     assert class_mismatch(trained_on([], 5), ["a", "b"], 2) == counted
     assert class_mismatch(trained_on([], 5), [], 5) == ""
     unnamed = "the model has class names, but the data do not: labels are compared by number"
-    # Equal class counts do not imply equal classes.
+    # Equal counts do not prove equal classes.
     assert class_mismatch(trained_on(MODEL), [], 5) == unnamed
     assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
-        "a head with unused classes must get no note on its own data"
+        "a head with unused classes gets no note on its own data"
     )
     assert class_mismatch(trained_on(None, 1000), ["a", "b"], 2) == "", (
-        "weights of another program must get no note, because they have no class names"
+        "weights of another program have no class names to compare"
     )
 
 
@@ -260,3 +306,21 @@ def test_models_with_layers_named_as_in_deit3s_files_keep_their_names(name):
     assert any(".gamma_1" in key for key in weights)
     with torch.device("meta"):
         load_weights(create_model(name, 224, 10), weights)
+
+
+def test_the_note_names_settings_that_change_a_timm_model(tmp_path):
+    torch.save(timm.create_model("vit_tiny_patch16_224", depth=1).state_dict(), tmp_path / "w.pth")
+    named = ModelConfig(name="timm/vit_tiny_patch16_224", embed_dim=96, num_heads=2, depth=1)
+    init = InitConfig(checkpoint=str(tmp_path / "w.pth"))
+    world = World(0, 1, torch.device("cpu"))
+    settings = from_dict(
+        {"data": {"root": "data"}, "train": {"steps": 1}, "model": {"name": "vit_ti16"}}, "test"
+    ).model_copy(update={"model": named, "init": init})
+    data = SimpleNamespace(class_names=[], num_classes=1000)
+    with pytest.raises(WeightsError, match="of a different shape") as caught:
+        load_initial_weights(create_model(named), settings, data, world)
+    assert str(caught.value).endswith(
+        "; the config's model.embed_dim, model.depth, model.num_heads override the settings of"
+        " timm/vit_tiny_patch16_224: to use that model unchanged, set model.embed_dim=null"
+        " model.depth=null model.num_heads=null"
+    )

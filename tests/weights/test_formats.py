@@ -1,10 +1,11 @@
-"""Test that weight files are recognized by their content, and are either read without running code
-or rejected with a one-line error."""
+"""Test that weight files are recognized by their content, and are read without running code or
+rejected in one line."""
 
 import argparse
 import json
 import os
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -54,6 +55,9 @@ def test_files_with_prefixes_inside_names_and_older_files_are_read(tmp_path):
     torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
     weights = read_content(str(tmp_path / "w.pth")).tensors
     assert list(weights) == ["blocks.0.attn.proj.bias"]
+    torch.save({"module.a": torch.ones(3), "a": torch.zeros(3)}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="contains a weight twice"):
+        read_content(tmp_path / "w.pth")
 
 
 def test_saved_weights_are_read_back_unchanged(tmp_path):
@@ -93,7 +97,7 @@ def test_truncated_files_are_refused(tmp_path, name, fraction):
 
 
 class Harmful:
-    """An object that runs a command when it is unpickled."""
+    """An object whose unpickling runs a command."""
 
     def __init__(self, path):
         self.path = path
@@ -103,7 +107,7 @@ class Harmful:
 
 
 def test_an_argparse_namespace_beside_the_weights_is_ignored(tmp_path):
-    """The files of MAE and DeiT contain the parsed command line as a namespace."""
+    """The files of MAE and DeiT contain the namespace of their command line."""
     torch.save(
         {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
         tmp_path / "namespace.pth",
@@ -144,7 +148,7 @@ def test_contents_that_are_not_a_state_dict_are_refused(tmp_path, content, messa
 def test_wrong_paths_are_refused(tmp_path):
     with pytest.raises(WeightsError, match="does not exist"):
         read_content(tmp_path / "none.pth")
-    with pytest.raises(WeightsError, match="is not a regular file"):
+    with pytest.raises(WeightsError, match="is a folder"):
         read_content(tmp_path)
 
 
@@ -154,6 +158,8 @@ def test_wrong_paths_are_refused(tmp_path):
         (b"", "is truncated or not a checkpoint .it is empty"),
         (b"<html>404</html>", "is not a checkpoint but a web page .HTML."),
         (b"\n <!DOCTYPE html>", "is not a checkpoint but a web page .HTML."),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "pointer of Git LFS"),
+        (b"\x89HDF\r\n", "is not a checkpoint but HDF5"),
         (b"nonsense", "is truncated or not a checkpoint .it begins with b'nonsense'"),
         (b"PK\x03\x04", "is truncated or"),
         (b"\x80\x02}", "is truncated or not a checkpoint"),
@@ -162,6 +168,8 @@ def test_wrong_paths_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "w.npz"])
 def test_the_format_is_detected_from_the_content(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
+    if name == "w.safetensors" and content in (b"", b"nonsense"):
+        message = "is truncated or not"
     with pytest.raises(WeightsError, match=message) as caught:
         read_content(tmp_path / name)
     assert "weights_only" not in str(caught.value), (
@@ -182,20 +190,46 @@ def test_the_suffix_of_a_file_does_not_matter(tmp_path):
         assert all(torch.equal(again[key], expected[key]) for key in expected)
 
 
-def test_files_that_are_not_checkpoints_are_refused_without_warnings(tmp_path, recwarn):
-    """`tests/project/test_weights_errors.py` tests the messages for other files."""
-    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": [1.0]}, protocol=4))
+class Canary:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_code(
+    tmp_path, recwarn
+):
+    """A plain pickle, a TorchScript program and a zip of photos are not damaged, so the error must
+    not advise to copy the file again."""
+    bird = tmp_path / "ran"
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
+        for name in ("script/data.pkl", "script/constants.pkl"):
+            file.writestr(name, b"\x80\x02}.")
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as file:
+        file.writestr("a.jpg", b"")
     torch.save({1: torch.ones(2)}, tmp_path / "numbers.pth")
-    with pytest.raises(WeightsError, match="is truncated or not a checkpoint"):
-        read_content(tmp_path / "plain.pkl")
-    with pytest.raises(WeightsError, match=r"also contains 1 \(Tensor\)"):
-        read_content(tmp_path / "numbers.pth")
+    messages = {
+        "plain.pkl": "is a pickle of protocol 4, which can run code",
+        "script.pt": "is a TorchScript program",
+        "photos.zip": "is not a checkpoint but a zip of a.jpg",
+        "numbers.pth": r"also contains 1 \(Tensor\)",
+    }
+    for name, message in messages.items():
+        with pytest.raises(WeightsError, match=f"{name} {message}|{name}.*{message}") as caught:
+            read_content(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    assert not bird.exists()
     assert not recwarn.list
 
 
 def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
-    """A corrupt number of classes, grid or name must be reported when the file is read, before any
-    code uses the value."""
+    """A damaged number of classes, grid or name must be reported when the file is read, before
+    anything uses it."""
     good = {
         "config": "{}",
         "num_classes": "10",
@@ -222,18 +256,18 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
 
 
 def test_an_error_of_the_operating_system_is_one_line(tmp_path):
-    """Tests may run as root, which can read any file, so they trigger errors other than permission
-    errors."""
+    """Tests may run as root, which may read any file, so these errors are not about permissions."""
     os.mkfifo(tmp_path / "pipe.pth")
-    with pytest.raises(WeightsError, match=r"pipe.pth is not a regular file"):
-        read_weights(tmp_path / "pipe.pth")
+    (tmp_path / "loop.pth").symlink_to("loop.pth")
+    for name, message in {"pipe": "is not a regular file", "loop": "is a broken link"}.items():
+        with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
+            read_weights(tmp_path / f"{name}.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
-        read_weights("a" * 300)  # this name is longer than the system allows
+        read_weights("a" * 300)  # longer than the system allows
 
 
-def test_quantized_weights_are_rejected():
-    """Quantized numbers without their scales, which are separate tensors, would describe a
-    different model."""
+def test_quantised_weights_are_refused(tmp_path):
+    """Without their scales, which are separate tensors, the numbers would be another model."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):
@@ -275,6 +309,9 @@ def test_sharded_weights_are_read_and_checked(tmp_path):
     assert loaded.notes == ("read from 2 parts",)
     assert loaded.weights.keys() == expected.keys()
     assert all(torch.equal(loaded.weights[name], expected[name]) for name in expected)
+    write(places | {"blocks.7.norm1.bias": "model-2-of-2.safetensors"})
+    with pytest.raises(WeightsError, match=r"its parts lack blocks.7.norm1.bias"):
+        read_weights(tmp_path)
     write(places | {"head.bias": "../model-2-of-2.safetensors"})
     with pytest.raises(WeightsError, match=r"outside its folder"):
         read_weights(tmp_path)

@@ -1,7 +1,6 @@
-"""Test that weights remain bit-identical after they are written and read in another program's
-layout.
+"""Test that weights survive writing and reading in another program's layout bit for bit.
 
-With the same random weights, the other program must compute the same logits.
+The other program, with the same random weights, must compute the same logits.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PROGRAMS = ("timm", "torchvision", "huggingface", "npz")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing weights are
+    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing ones are
     detected."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -51,7 +50,7 @@ def ours(size: str) -> Any:
 
 
 def theirs(program: str, model: Any) -> torch.nn.Module:
-    """Return another program's model with the shape of `model` and with its own random weights."""
+    """Return another program's model of the same shape as `model`, with its own random weights."""
     block = model.blocks[0]
     side, patch = model.image_size[0], model.patch_size[0]
     hidden, heads = block.mlp.fc1.out_features, block.attn.num_heads
@@ -137,7 +136,7 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
         assert notes == []
         assert again.keys() == weights.keys()
         assert all(torch.equal(again[name], weights[name]) for name in weights), (
-            "weights must be equal bit for bit"
+            "not equal bit for bit"
         )
         weights = sent
     if program == "npz":
@@ -153,14 +152,13 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
     assert_close(logits(model, images), logits(other, images), model.depth)
 
 
-def test_variants_of_big_vision_names_are_read(tmp_path):
-    """The variants have no class token, have one array for all blocks, or name both heads alike."""
+# Variants of the layouts
+def test_variants_of_big_visions_names_are_read(tmp_path):
+    """The variants have no class token, one array for all blocks, or heads with the same names."""
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
     weights = model.state_dict()
     arrays, left = from_ours(LAYOUTS["npz"], weights, 3)
-    assert left == ["fc_norm.weight", "fc_norm.bias"], (
-        "the model must normalize before pooling, as in big_vision"
-    )
+    assert left == ["fc_norm.weight", "fc_norm.bias"], "big_vision normalizes before it pools"
     renamed = {}
     for name, value in arrays.items():
         name = name.replace("Transformer/posembed_input/pos_embedding", "pos_embedding")
@@ -179,22 +177,25 @@ def test_variants_of_big_vision_names_are_read(tmp_path):
         assert all(torch.equal(loaded.weights[name], weights[name]) for name in loaded.weights)
 
 
-def test_half_precision_is_read(tmp_path):
+def test_half_precision_of_every_kind_is_read(tmp_path):
     model = ours("tiny")
-    half = {name: value.half() for name, value in model.state_dict().items()}
-    sent, _ = from_ours(LAYOUTS["npz"], half, 3)
-    np.savez(tmp_path / "w.npz", **{name: value.numpy() for name, value in sent.items()})
-    loaded = read_weights(tmp_path / "w.npz")
-    assert {value.dtype for value in loaded.weights.values()} == {torch.float16}
-    mine = create_model(**SIZES["tiny"])
-    load_weights(mine, loaded.weights)
-    assert all(torch.equal(mine.state_dict()[name], half[name].float()) for name in half)
-    assert "float16" in loaded.report([])[0]
+    for dtype in (torch.float16, torch.bfloat16):
+        half = {name: value.to(dtype) for name, value in model.state_dict().items()}
+        sent, _ = from_ours(LAYOUTS["npz"], half, 3)
+        raw = {name: value.view(torch.int16).numpy() for name, value in sent.items()}
+        kind = np.dtype("V2") if dtype == torch.bfloat16 else np.float16
+        np.savez(tmp_path / "w.npz", **{name: value.view(kind) for name, value in raw.items()})
+        loaded = read_weights(tmp_path / "w.npz")
+        assert {value.dtype for value in loaded.weights.values()} == {dtype}
+        mine = create_model(**SIZES["tiny"])
+        load_weights(mine, loaded.weights)
+        assert all(torch.equal(mine.state_dict()[name], half[name].float()) for name in half)
+        assert str(dtype).removeprefix("torch.") in loaded.report([])[0]
 
 
-def test_weights_pre_trained_by_mae_start_a_model_that_pools(tmp_path):
-    """Both MAE's and Hugging Face's names must be read. The decoder and mask token are dropped, and
-    the norm is newly initialized."""
+def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
+    """Both MAE's and Hugging Face's names are read. Decoder and mask token are dropped, and the
+    norm is new."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}
     encoder = randomised(create_model("vit_ti8", 32, 5, **shape)).state_dict()

@@ -1,14 +1,14 @@
 """Select samples by an expression over the columns of an index.
 
-For example, `min(width, height) >= 64 and size < 5_000_000` selects rows by size. Python's parser
-turns the text into a tree, which is evaluated on whole columns. Only columns, numbers, comparisons,
-`and`, `or`, `not`, `+ - * /`, `min` and `max` are allowed. An error names the position of anything
-else.
+An example is `min(width, height) >= 64 and size < 5_000_000`. Python's parser turns the text into a
+tree, which is computed on whole columns. Only columns, numbers, comparisons, `and`, `or`, `not`,
+`+ - * /`, `min` and `max` are allowed; errors name the position of anything else.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.system.spelling import did_you_mean
-
 COLUMNS = {
     "width": "pixels",
     "height": "pixels",
     "size": "bytes of the encoded image",
     "label": "number of the class",
 }
+MAX_CHARACTERS = 2000
+"""The maximum length of an expression, which protects the parser from a stack overflow."""
+MAX_DEPTH = 100
+"""The maximum nesting of an expression: `width + 1 + 1` has depth three."""
+MAX_INTEGER = 2**53
+"""The largest allowed integer: float64, the type of all values, is exact up to this number."""
 ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -42,7 +46,8 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: operator.eq,
     ast.NotIn: operator.ne,
 }
-"""The comparison operators. `in` compares with each value on its right by `==`."""
+"""Comparisons with one value; `in` is computed as `==` with each value on its right."""
+_ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"min": np.minimum, "max": np.maximum}
 COLUMNS_AND_UNITS = (
     f"{', '.join(COLUMNS)} ({', '.join(f'{name}: {unit}' for name, unit in COLUMNS.items())})"
@@ -54,24 +59,31 @@ class RowFilter:
     """A parsed expression that selects rows of an index."""
 
     def __init__(self, text: str):
-        """Parse `text`. Raises ValueError with the position of an expression that is not
-        allowed."""
+        """Parse `text`. Raises ValueError with the position of a part that is not allowed."""
         self.text = text.strip()
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(
+                f"the expression has {len(text):,} characters, expected at most"
+                f" {MAX_CHARACTERS:,}: shorten it"
+            )
         try:
             self._tree = ast.parse(self.text, mode="eval").body
+            depth = _depth(self._tree)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             offset = getattr(error, "offset", None)
             place = f" at character {offset}" if offset else ""
             raise ValueError(f"{text!r} cannot be read{place}: {EXPECTED}") from None
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{text[:60]!r}... is nested more than {MAX_DEPTH} deep: simplify it")
         # Evaluate one dummy row, so that an invalid expression fails before the data are opened.
         self(np.zeros(1, [(name, np.int64) for name in COLUMNS]), None)
 
     def __call__(self, rows: np.ndarray, class_names: Sequence[str] | None) -> NDArray[np.bool_]:
-        """Return a mask (n,) of the selected rows. Raises ValueError for an unknown class name.
+        """Return whether each row is selected, (n,). Raises ValueError for an unknown class.
 
-        class_names: None if the names are not known yet, which accepts every name.
+        class_names: None if they are not known yet; then every name is accepted.
         """
-        # Division by 0 gives infinity, which comparisons handle.
+        # A division by 0 gives infinity, which comparisons handle.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             chosen = _Computation(self.text, rows, class_names).value(self._tree)
         if chosen.dtype != np.bool_:
@@ -81,9 +93,9 @@ class RowFilter:
 
 @dataclass
 class _Computation:
-    """An evaluator of expressions for some rows. Raises ValueError for an expression not allowed.
+    """Computes parts of an expression for some rows; raises ValueError for parts not allowed.
 
-    A value is a numpy array or scalar: bool for conditions, float64 for numbers.
+    A value is a numpy array or scalar: bool for a condition, float64 for a number.
     """
 
     text: str
@@ -91,78 +103,106 @@ class _Computation:
     class_names: Sequence[str] | None
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression."""
+        """Return the value of a part."""
         match node:
             case ast.BoolOp(op=op, values=parts):
                 function = np.logical_and if isinstance(op, ast.And) else np.logical_or
-                return reduce(function, [self._part(part, is_truth=True) for part in parts])
-            case ast.UnaryOp(op=ast.Not(), operand=part):
-                return ~self._part(part, is_truth=True)
-            case ast.UnaryOp(op=ast.USub(), operand=part):
-                return -self._part(part)
+                return reduce(function, self._values(parts, is_truth=True))
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return ~self._values([operand], is_truth=True)[0]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._values([operand], is_truth=False)[0]
             case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-                return ARITHMETIC[type(op)](self._part(left), self._part(right))
+                return ARITHMETIC[type(op)](*self._values([left, right], is_truth=False))
             case ast.Compare(left=left, ops=ops, comparators=operands):
                 pairs = zip([left, *operands], ops, operands, strict=False)
                 return reduce(np.logical_and, [self._compare(node, *pair) for pair in pairs])
             case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if (
                 name in FUNCTIONS and len(parts) > 1
             ):
-                return reduce(FUNCTIONS[name], map(self._part, parts))
-            case ast.Name(id=name) if name in COLUMNS:
-                return self.rows[name].astype(np.float64)
+                return reduce(FUNCTIONS[name], self._values(parts, is_truth=False))
             case ast.Name(id=name):
-                nearest = did_you_mean(name, COLUMNS)
-                raise self._refuse(
-                    node, f"not a column{nearest}; the columns are {COLUMNS_AND_UNITS}"
-                )
+                if name not in COLUMNS:
+                    near = difflib.get_close_matches(name, COLUMNS, n=1)
+                    hint = f", did you mean {near[0]}?" if near else ""
+                    raise self._refuse(
+                        node, f"not a column{hint}; the columns are {COLUMNS_AND_UNITS}"
+                    )
+                return self.rows[name].astype(np.float64)
             case ast.Constant(value=bool() as value):
                 return np.bool_(value)
             case ast.Constant(value=int() | float() as value):
+                if isinstance(value, int) and value > MAX_INTEGER:
+                    raise self._refuse(node, f"expected integers up to 2**53 ({MAX_INTEGER:,})")
                 return np.float64(value)
-            case ast.Constant(value=str() as name):
-                return np.float64(self._label(node, name))
         raise self._refuse(
             node,
             "not allowed: use columns, numbers, comparisons, and, or, not, + - * /, min(a, b) and"
             " max(a, b)",
         )
 
-    def _part(self, part: ast.expr, is_truth: bool = False) -> Any:
-        """Return the value of a part, which must be a condition if `is_truth`, else a number."""
-        value = self.value(part)
-        if (value.dtype == np.bool_) != is_truth:
-            expected = "a comparison" if is_truth else "a number or a column"
-            raise self._refuse(part, f"expected {expected}")
-        return value
+    def _values(self, parts: Sequence[ast.expr], is_truth: bool, has_label: bool = False) -> list:
+        """Return the values of parts that are all conditions, or all numbers.
+
+        has_label: whether parts may be class names.
+        """
+        values = []
+        for part in parts:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                if not has_label:
+                    raise self._refuse(
+                        part, "text is only allowed as a class name that label is compared with"
+                    )
+                values.append(np.float64(self._label(part, part.value)))
+                continue
+            value = self.value(part)
+            if (value.dtype == np.bool_) != is_truth:
+                expected = "a comparison" if is_truth else "a number or a column"
+                raise self._refuse(part, f"expected {expected}")
+            values.append(value)
+        return values
 
     def _compare(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
-        operands = right.elts if isinstance(right, (ast.Tuple, ast.List)) else [right]
-        if type(op) not in COMPARISONS or not operands:
-            raise self._refuse(node, "not allowed: use < <= > >= == != or in (1, 2)")
-        parts = [left, *operands]
-        columns = [ast.unparse(part) for part in parts if not isinstance(part, ast.Constant)]
-        is_text = [isinstance(getattr(part, "value", None), str) for part in parts]
-        if any(is_text) and "label" not in columns:
+        if type(op) not in COMPARISONS:
+            raise self._refuse(node, "not allowed: use < <= > >= == != or in")
+        operands = [right]
+        if isinstance(op, (ast.In, ast.NotIn)) and not isinstance(right, ast.Constant):
+            # A Constant is not excluded: in Python `(1)` is not a tuple.
+            operands = right.elts if isinstance(right, (ast.Tuple, ast.List)) else []
+        if not operands:
             raise self._refuse(
-                node, "text is only allowed as a class name that label is compared with"
+                right, "expected values in brackets after `in`, such as label in (1, 2)"
             )
-        value, *values = map(self._part, parts)
+        columns = [part for part in (left, *operands) if not isinstance(part, ast.Constant)]
+        # `label` on the left or as the only column: `label in ('a', width)`, `'a' in (label, 'b')`.
+        has_label = ast.unparse(left) == "label" or list(map(ast.unparse, columns)) == ["label"]
+        value, *values = self._values(
+            [left, *operands], False, has_label and not isinstance(op, _ORDERED)
+        )
         results = [COMPARISONS[type(op)](value, operand) for operand in values]
         return reduce(np.logical_or if isinstance(op, ast.In) else np.logical_and, results)
 
     def _label(self, node: ast.expr, name: str) -> int:
         if self.class_names is None:
             return 0
-        if name not in self.class_names:
-            nearest = did_you_mean(name, self.class_names)
-            raise self._refuse(
-                node, f"not a class{nearest}; the data have {len(self.class_names):,} class names"
-            )
-        return self.class_names.index(name)
+        if name in self.class_names:
+            return self.class_names.index(name)
+        near = difflib.get_close_matches(name, self.class_names, n=1)
+        hint = (
+            f"; the data have {len(self.class_names):,} classes"
+            if self.class_names
+            else "; the data have no class names"
+        )
+        if near:
+            hint = f", did you mean {near[0]!r}?"
+        raise self._refuse(node, f"not a class{hint}")
 
     def _refuse(self, node: ast.expr, reason: str) -> ValueError:
         segment = ast.get_source_segment(self.text, node) or self.text
         return ValueError(
             f"{segment!r} at character {node.col_offset + 1} of {self.text!r}: {reason}"
         )
+
+
+def _depth(node: ast.AST) -> int:
+    return 1 + max(map(_depth, ast.iter_child_nodes(node)), default=0)

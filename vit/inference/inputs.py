@@ -2,8 +2,8 @@
 
 Folders are searched recursively, in sorted order, for images and tars. A file is an image by its
 suffix or, without a suffix, by its first bytes. A tar is not unpacked: its images are read at their
-offsets. Files named on the command line must exist. Names in a list are not checked until the image
-is read.
+offsets. Arguments on the command line must exist. Names in a list are not checked until the image
+is read, because a list of a million names may be out of date.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from vit.data.decode.image_files import (
     is_image,
     read_image,
 )
-from vit.system.spelling import few
 from vit.system.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
@@ -37,7 +36,7 @@ class Place(NamedTuple):
     offset: int = 0
     size: int = -1
     problem: str = ""
-    """The reason why this location has no image (unreadable folder, damaged tar), or "" if it has
+    """Why this location has no image: an unreadable folder or a damaged tar, or "" if it has
     one."""
 
     @property
@@ -78,11 +77,12 @@ class Inputs:
         if not self.skipped:
             return ""
         kinds = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
-        counts = few([f"{count:,} {suffix}" for suffix, count in kinds])
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:5])
+        more = f" and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
         photos = next((suffix.lower() for suffix, _ in kinds if suffix.lower() in NOT_READ), "")
         remedy = f"; {how_to_convert(photos)}" if photos else ""
         total = self.skipped.total()
-        return f"{total:,} other file{'s' if total > 1 else ''} skipped: {counts}{remedy}"
+        return f"{total:,} other file{'s' if total > 1 else ''} skipped: {counts}{more}{remedy}"
 
 
 def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
@@ -108,20 +108,23 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
                 _add(argument, inputs)
                 if len(inputs.places) == before:
                     kind = "folder" if os.path.isdir(argument) else "tar"
-                    raise ValueError(
-                        f"{argument}: a {kind} without images ({' '.join(EXTENSIONS)})"
-                    )
+                    raise ValueError(f"{argument}: a {kind} without images ({_suffixes()})")
         except OSError as error:
             problems.append(f"{error.filename or argument}: cannot be read ({error.strerror})")
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        raise ValueError(few(problems, limit=10))
+        more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
+        raise ValueError("; ".join(problems[:10]) + more)
     if not inputs.places:
         raise ValueError(
             "no images given: pass files, folders or tars, or - to read a list of names from stdin"
         )
     return inputs
+
+
+def _suffixes() -> str:
+    return " ".join(EXTENSIONS)
 
 
 def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
@@ -137,8 +140,8 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
     """Append all images of a folder or tar. Any other file is appended as an image.
 
     A folder that cannot be listed or a damaged tar raises an error if the user named it
-    (`is_named`). In a folder or list, such an entry is appended with its problem, so that the other
-    images are still predicted.
+    (`is_named`). In a folder or list, it is appended as a location with a problem, so that the
+    other images are still predicted.
     """
     try:
         if os.path.isdir(path):
@@ -161,12 +164,12 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
     while pending:
         current, parents = pending.pop()
         real_path = os.path.realpath(current)
-        if real_path in parents:  # a link to a parent folder would never end
+        if real_path in parents:  # a symbolic link to a parent folder would never end
             continue
         try:
             with os.scandir(current) as entries:
                 visible = sorted(
-                    (entry.name, os.path.isdir(entry) if entry.is_symlink() else entry.is_dir())
+                    (entry.name, _is_folder(entry))
                     for entry in entries
                     if not entry.name.startswith(".") and entry.name != "__MACOSX"
                 )
@@ -188,6 +191,13 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
             else:
                 inputs.skipped[os.path.splitext(path)[1] or "without a suffix"] += 1
         pending += [(path, parents | {real_path}) for path in reversed(below)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a symbolic link to itself
+        return False
 
 
 def _add_tar(path: str, inputs: Inputs) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch import Tensor
 from vit.inference.inputs import Place
 from vit.inference.predict import Predictions
 from vit.system.files import replacing, told
-from vit.system.redact import escape_unprinted
+from vit.system.redact import UNPRINTED
 
 BAR_CELLS = 20
 """The width of the bar for a probability of 1, in characters."""
@@ -76,7 +77,7 @@ def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Tabl
     for name, classes in rows:
         for rank, (class_name, probability) in enumerate(classes):
             table.add_row(
-                Text(escape_unprinted(name) if rank == 0 else ""),
+                Text(printable(name) if rank == 0 else ""),
                 Text(class_name, style="bold" if rank == 0 else ""),
                 f"{100 * probability:.1f}",
                 Text("█" * round(BAR_CELLS * probability), style="blue"),
@@ -92,7 +93,7 @@ class Summary:
     places: Sequence[Place]
     class_names: Sequence[str]
     num_examples: int
-    """The number of images at the start that become examples."""
+    """The number of images, from the first, that become examples."""
     examples: list[tuple[str, list[tuple[str, float]]]] = field(default_factory=list)
     """File name and classes of each example that could be read."""
     pixels: list[Tensor] = field(default_factory=list)
@@ -143,3 +144,13 @@ class Summary:
             share = f"{100 * number / total:.1f} %"
             table.add_row(f"{len(hidden):,} more classes", f"{number:,}", share, "")
         return table
+
+
+def printable(name: str) -> str:
+    """Return a file name on one line, with control and unprintable characters escaped."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in UNPRINTED
+        else letter
+        for letter in name
+    )

@@ -7,86 +7,22 @@ waits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from vit.config.schema import EvalConfig
-from vit.data.batches import Batch, Batches, BatchLayout, write_rows
-from vit.data.decode.crops import decode_center
-from vit.data.image_format import ImageFormat
+from vit.data.batches import Batch
 from vit.data.loader import Loader
+from vit.inference.batches import PlaceBatches
 from vit.inference.inputs import Place
 from vit.inference.predictor import Trained
-from vit.system import stages
 from vit.system.host import num_cores
-from vit.system.stages import Stage
 
 CPU_BATCH = 32
 """The largest batch size on a CPU. Larger batches are not faster and delay the first result."""
 FEW_IMAGES = 64
 """Up to this many images are decoded in the main process, because starting workers takes longer."""
-
-
-class PlaceBatches(Batches):
-    """Batches that contain each of `places` once, in order, decoded as in evaluation.
-
-    An image that cannot be read or decoded has weight 0, and `bad_keys` contains the reason. Other
-    images are not affected. Padding rows at the end have weight 0.
-    """
-
-    def __init__(
-        self, places: Sequence[Place], image_format: ImageFormat, view: EvalConfig, batch_size: int
-    ):
-        self.places = places
-        self.image_format = image_format
-        self.view = view
-        self.layout = BatchLayout(batch_size, image_format, 0)
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.places) / self.layout.num_rows)
-
-    def num_filled(self, position: int) -> int:
-        """Return the number of rows in the batch at `position` that are not padding."""
-        start = position * self.layout.num_rows
-        return min(len(self.places) - start, self.layout.num_rows)
-
-    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Fill `rows`, which start at row `first` of the batch at `position`.
-
-        Returns a reason for each image that could not be read or decoded, in the order of the rows.
-        """
-        ids = position * self.layout.num_rows + first + np.arange(len(rows.labels))
-        weights = np.zeros(len(ids), np.float32)
-        reasons = []
-        form = self.image_format
-        for row, number in enumerate(ids.tolist()):
-            view = rows.images[row]
-            if number < len(self.places):
-                stages.current.read(number)
-                try:
-                    data = self.places[number].read()
-                    stages.current.enter(Stage.DECODE)
-                    decode_center(
-                        data, form.size, self.view, form.interpolation, form.channels, out=view
-                    )
-                    weights[row] = 1.0
-                    continue
-                except ValueError as error:
-                    reasons.append(str(error))
-            # Buffers are reused, so without this line the row would contain an image from an
-            # earlier batch.
-            view[:] = 0
-        stages.current.enter(Stage.DRAW)
-        write_rows(rows, 0, weights, np.empty((len(ids), 0)), ids)
-        return tuple(reasons)
-
-    def where(self, sample: int) -> str:
-        """Return the name of the image `sample`, for messages."""
-        return self.places[sample].name
 
 
 class Predictions(NamedTuple):
@@ -99,8 +35,7 @@ class Predictions(NamedTuple):
     probabilities: Tensor
     """(B, k) float32 on the CPU, in [0, 1]."""
     problems: dict[int, str]
-    """Maps the number of each unreadable image to the reason. Such an image's labels are
-    meaningless."""
+    """The reason for each unreadable image, by its number. Its labels are meaningless."""
     pixels: Tensor | None
     """(B, C, H, W) uint8: the inputs of the model before normalization, if requested."""
 
@@ -120,8 +55,8 @@ def predict(
         top: classes per image; fewer if the model has fewer.
         batch_size: images per forward pass; None uses the run's `eval.batch_size`, limited to
             `CPU_BATCH` on a CPU.
-        num_workers: decoding processes; None uses one per core, or 0 for `FEW_IMAGES` or fewer.
-        num_pixels: number of images at the start whose pixels are returned.
+        num_workers: decoding processes; None uses one per core, or 0 for up to `FEW_IMAGES`.
+        num_pixels: number of images, from the first, whose pixels are returned.
 
     Raises:
         WorkerError: a worker died or hangs.
@@ -171,7 +106,7 @@ def _queue(
 
 
 def _read(queued: Predictions) -> Predictions:
-    """Wait for `queued`, and return a copy on the CPU."""
+    """Wait for `queued`, and return it on the CPU."""
     pixels = None if queued.pixels is None else queued.pixels.cpu()
     return queued._replace(
         labels=queued.labels.cpu(), probabilities=queued.probabilities.cpu(), pixels=pixels

@@ -56,7 +56,7 @@ class Preprocess:
         Raises ValueError if an image cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # Use the loader's memory layout, because another layout may change the order of summation.
+        # Use the memory layout of the loader, because kernels may sum in another order otherwise.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
@@ -64,19 +64,22 @@ class Preprocess:
 
         Raises ValueError if the image cannot be read or decoded.
         """
-        form = self.image_format
+        if isinstance(image, bytes):
+            return self._decoded(image)
         try:
-            data = image if isinstance(image, bytes) else Path(image).read_bytes()
-            return decode_center(data, form.size, self.view, form.interpolation, form.channels)
+            return self._decoded(Path(image).read_bytes())
         except OSError as error:
-            raise ValueError(f"{image!s}: cannot be read ({error.strerror})") from None
+            raise ValueError(f"{os.fspath(image)}: cannot be read ({error.strerror})") from None
         except ValueError as error:
-            source = "" if isinstance(image, bytes) else f"{os.fspath(image)}: "
-            raise ValueError(f"{source}{error}") from None
+            raise ValueError(f"{os.fspath(image)}: {error}") from None
 
     def normalize(self, pixels: Tensor) -> Tensor:
         """Return (B, C, H, W) uint8 as normalized float32 on the model's device."""
         return self.augment.normalize(pixels.to(self.augment.scale.device, non_blocking=True))
+
+    def _decoded(self, data: bytes) -> Tensor:
+        form = self.image_format
+        return decode_center(data, form.size, self.view, form.interpolation, form.channels)
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,9 @@ class Trained:
     config: Config
     """The settings of the run, or settings that evaluate another program's weights."""
     weights: LoadedWeights
-    """The source of the weights: path, step, whether they are averaged. Contains no tensors."""
+    """The source of the weights: path, step, whether they are averaged. Has no tensors."""
     notes: tuple[str, ...] = ()
-    """Notes on how the weights were read, and on changes to fit them to the model."""
+    """Notes on decisions while reading the weights, and on changes to fit them to the model."""
 
     @property
     def device(self) -> torch.device:

@@ -8,6 +8,8 @@ shortened in the middle. A class without a name is shown as "class 7".
 from __future__ import annotations
 
 import math
+import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +81,8 @@ OTHER_LETTERS = (
     "Arial Unicode MS",
 )
 """Fallback fonts for letters that DejaVu Sans lacks. Only installed fonts are used."""
+_missing_letters = set[str]()
+"""Letters that have already been reported."""
 
 
 @contextmanager
@@ -118,11 +122,8 @@ def report_style() -> Iterator[None]:
     fonts = [FONT, *_installed(OTHER_LETTERS)]
     with (
         matplotlib.style.context(["default", STYLE | {"font.family": fonts}]),
-        warnings.catch_warnings(),
+        _missing_letters_once(),
     ):
-        # A letter that no font has is drawn as a box. Suppress matplotlib's warning about every
-        # such letter.
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield
 
 
@@ -132,6 +133,28 @@ def _installed(fonts: tuple[str, ...]) -> list[str]:
 
     present = {font.name for font in fontManager.ttflist}
     return [name for name in fonts if name in present]
+
+
+@contextmanager
+def _missing_letters_once() -> Iterator[None]:
+    """Report letters that no font has in one line, in place of matplotlib's repeated warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    numbers = [re.match(r"Glyph (\d+) .*missing from", str(w.message)) for w in caught]
+    letters = {chr(int(match[1])) for match in numbers if match} - _missing_letters
+    for warning, match in zip(caught, numbers, strict=True):
+        if not match:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    if letters:
+        _missing_letters.update(letters)
+        print(
+            f"note: no installed font has {' '.join(sorted(letters)[:20])}, drawn as boxes: install"
+            f" a font such as {OTHER_LETTERS[0]}",
+            file=sys.stderr,
+        )
 
 
 def new_sheet(figure: Figure, heading: str) -> Axes:
@@ -241,14 +264,15 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
     font = FontProperties(family=fonts, size=size, weight=weight)
     num_letters = len(text)
     short = text
-    while (
-        num_letters > 1
-        and text_to_path.get_text_width_height_descent(short, font, False)[0] > width_in * 72
-    ):
-        num_letters -= 1
-        begin = text[: (num_letters + 1) // 2].rstrip()
-        end = text[len(text) - num_letters // 2 :].lstrip()
-        short = f"{begin}…{end}"
+    with _missing_letters_once():
+        while (
+            num_letters > 1
+            and text_to_path.get_text_width_height_descent(short, font, False)[0] > width_in * 72
+        ):
+            num_letters -= 1
+            begin = text[: (num_letters + 1) // 2].rstrip()
+            end = text[len(text) - num_letters // 2 :].lstrip()
+            short = f"{begin}…{end}"
     return short
 
 

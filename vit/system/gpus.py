@@ -124,7 +124,13 @@ def find_device(device_name: str) -> Gpu | None:
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Parse `8xH200` or `H200` into a count and a GPU. Raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*(?:([1-9]\d*)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
-    if match is None or re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):
-        raise ValueError(f"--gpus {text!r}: expected a number and a name, as in 8xH200")
-    return int(match[1] or 1), find_gpu(match[2])
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+    expected = f"--gpus {text!r}: expected a number and a name, as in 8xH200"
+    if match is None or (match[1] is not None and int(match[1]) == 0):
+        raise ValueError(expected)
+    try:
+        return int(match[1] or 1), find_gpu(match[2])
+    except ValueError:
+        if re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):  # a number without a name
+            raise ValueError(expected) from None
+        raise

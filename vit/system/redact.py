@@ -215,7 +215,21 @@ def guard_console() -> None:
     If stderr is a file on a full disk, its text is lost and the run continues. A failed write to
     stdout is an error, because stdout contains the result of a command.
     """
+    _open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream, is_view=name == "stderr"))
+
+
+def _open_closed_streams() -> None:
+    """Open closed standard streams (`>&-`, some launchers) as /dev/null."""
+    # Otherwise the next opened file would get the number of a standard stream, and C++ libraries
+    # would print into that file.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    # Python sets closed streams to None, which libraries do not expect.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for good)

@@ -13,6 +13,7 @@ by NETRC. A login is sent only to its own host, never to a different host after 
 from __future__ import annotations
 
 import base64
+import fnmatch
 import functools
 import logging
 import netrc
@@ -228,14 +229,14 @@ def _from_userinfo(parts: urllib.parse.SplitResult) -> dict[str, str]:
 def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
     headers = {}
     for line in filter(None, map(str.strip, os.environ.get(HEADER_VARIABLE, "").splitlines())):
-        match = re.fullmatch(r"([\w.\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
+        match = re.fullmatch(r"([\w.*\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
         if match is None:
             example = f"{HEADER_VARIABLE}='data.example.org Authorization: Bearer ...'"
             raise ShardError(
                 f"{HEADER_VARIABLE}: expected lines with a host, a header and its value, such as"
                 f" {example}"
             )
-        if match[1].lower() in _names(parts):
+        if any(fnmatch.fnmatchcase(host, match[1].lower()) for host in _names(parts)):
             headers[match[2]] = match[3]
     return headers
 
@@ -251,17 +252,31 @@ def _is_hugging_face(host: str) -> bool:
 
 
 def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        hosts = netrc.netrc(str(path)).hosts
-    except FileNotFoundError:
-        return {}
-    except (OSError, netrc.NetrcParseError) as error:
-        raise ShardError(
-            f"{path}: cannot be read ({error}): fix the file, or set NETRC to another file"
-        ) from None
-    login = next((hosts[host] for host in _names(parts) if host in hosts), None)
-    return _basic(login[0], login[2] or "") if login else {}
+    named = os.environ.get("NETRC")
+    for file in [named] if named else ["~/.netrc", "~/_netrc"]:
+        path = Path(file).expanduser()
+        try:
+            hosts = _netrc(path, path.stat().st_mtime_ns)
+        except FileNotFoundError:
+            continue
+        except (OSError, netrc.NetrcParseError) as error:
+            reason = (
+                f"line {error.lineno}: {error.msg}"
+                if isinstance(error, netrc.NetrcParseError)
+                else error.strerror
+            )
+            raise ShardError(
+                f"{path}: cannot be read ({reason}): fix the file, or set NETRC to another file"
+            ) from None
+        for host in _names(parts):
+            if login := hosts.get(host):
+                return _basic(login[0], login[2] or "")
+    return {}
+
+
+@functools.lru_cache(maxsize=4)
+def _netrc(path: Path, changed_ns: int) -> dict[str, tuple[str, str, str]]:
+    return netrc.netrc(str(path)).hosts
 
 
 def _names(parts: urllib.parse.SplitResult) -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""Read the model, preprocessing and class names that transformers stores next to weights.
+"""Read the model, preprocessing and class names that transformers stores with weights.
 
-`config.json` describes the network, and `preprocessor_config.json` the preprocessing.
+`config.json` describes the network, and `preprocessor_config.json` its preprocessing.
 """
 
 from __future__ import annotations
@@ -15,33 +15,18 @@ from vit.system.files import WeightsError
 from vit.weights.published_models import HALF, KnownModel
 
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
-"""Maps (hidden_size, num_hidden_layers) to the letter of the size."""
+"""The letter of each named size, by (hidden_size, num_hidden_layers)."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
+"""The interpolation methods by Pillow's numbers."""
 MAX_NORM_EPS = 1e-5
-"""The largest accepted norm epsilon (transformers' default: 1e-12). Up to this value, outputs
+"""The largest accepted epsilon of norms (transformers' default: 1e-12). Up to this value, outputs
 differ only slightly from those of this project's model."""
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; {} if the file is missing or contains anything else.
-
-    Raises WeightsError if the file cannot be read.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise WeightsError(
-            f"{path}: cannot be read ({error}): copy it again, or give --model NAME"
-        ) from None
-    return content if isinstance(content, dict) else {}
 
 
 def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
     """Return the model that `config`, the content of `path`, describes.
 
-    Raises ValueError if the model is not a ViT, or if its preprocessing is unsupported.
+    Raises ValueError if the model is not a ViT, or if its preprocessing is not supported.
     """
     kind = config.get("model_type")
     if kind not in ("vit", "vit_mae"):
@@ -74,16 +59,20 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
 
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
-    """Return the preprocessing fields of `KnownModel`. Without a file, use transformers'
-    defaults."""
-    content = read_settings(path)
+    """Return the preprocessing fields of `KnownModel`, or transformers' defaults without a file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        content = {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
     try:
         resample = content.get("resample", 2)
         if resample not in _RESAMPLE:
             raise ValueError(f"{path}: resample is {resample}, expected one of {_RESAMPLE}")
         resize = content.get("size") or {}
         if not isinstance(resize, dict):
-            resize = {}  # Older files contain only the side, which config.json contains too.
+            resize = {}  # Older files have only the side, which is also in config.json.
         shortest = resize.get("shortest_edge")
         cuts = content.get("do_center_crop") and {"height", "width"} <= {*resize}
         sides = (resize["height"], resize["width"]) if cuts else size
@@ -93,7 +82,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             "interpolation": _RESAMPLE[resample],
             "crop_mode": "center" if shortest else "squash",
             "apply_exif": content.get("apply_exif") is True,
-            "crop_pct": crop_pct_of(size, (shortest, shortest) if shortest else sides),
+            "crop_pct": _crop_pct(size, (shortest, shortest) if shortest else sides),
         }
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
@@ -101,8 +90,8 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         ) from None
 
 
-def crop_pct_of(size: tuple[int, int], cover: tuple[int, int]) -> float:
-    """Return timm's crop_pct for which `size` / crop_pct, truncated, equals `cover`."""
+def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
+    """Return timm's crop_pct, for which `size` / crop_pct, truncated, is `cover`."""
     crop_pct = min(*(side / covered for side, covered in zip(size, cover, strict=True)), 1.0)
     while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
         crop_pct = math.nextafter(crop_pct, 0)
@@ -110,14 +99,18 @@ def crop_pct_of(size: tuple[int, int], cover: tuple[int, int]) -> float:
 
 
 def norm_notes(path: Path) -> list[str]:
-    """Return a note if the norm epsilon in the `config.json` of transformers' ViT differs.
+    """Return a note if the `config.json` of transformers' ViT has a different epsilon of norms.
 
-    Raises WeightsError if the epsilon exceeds `MAX_NORM_EPS`, because outputs would then differ too
-    much.
+    Raises WeightsError if it exceeds `MAX_NORM_EPS`, because outputs would then differ.
     """
-    content = read_settings(path)
-    eps = content.get("layer_norm_eps", 1e-12)
-    if not str(content.get("model_type")).startswith("vit") or eps == EPS:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not content["model_type"].startswith("vit"):
+            return []
+        eps = float(content.get("layer_norm_eps", 1e-12))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []  # The file is missing, or of another program.
+    if eps == EPS:
         return []
     text = f"its norms use epsilon {eps:g} (layer_norm_eps), this project's {EPS:g}"
     if eps > MAX_NORM_EPS:
@@ -128,18 +121,24 @@ def norm_notes(path: Path) -> list[str]:
 
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:
-    """Return the class names in timm's or transformers' `config.json`; [] if there are none."""
-    content = read_settings(path)
-    by_number = content.get("id2label") or {}
-    names = content.get("label_names") or [by_number.get(str(n)) for n in range(num_classes)]
-    # transformers writes these placeholders if the classes have no names.
+    """Return the class names in timm's or transformers' `config.json`; [] if it has none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    names = content.get("label_names") if isinstance(content, dict) else None
+    if names is None and isinstance(content, dict):
+        by_number = content.get("id2label") or {}
+        names = [by_number.get(str(n)) for n in range(num_classes)]
+    if not isinstance(names, list) or len(names) != num_classes:
+        return []
+    # If classes have no names, transformers writes these placeholders.
     unnamed = [f"LABEL_{n}" for n in range(num_classes)]
-    is_complete = len(names) == num_classes and all(isinstance(name, str) for name in names)
-    return names if is_complete and names != unnamed else []
+    return names if names != unnamed and all(isinstance(name, str) for name in names) else []
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    """Return (height, width) for a side or a pair. Raises TypeError for any other value."""
+    """Return (height, width) of a side or a pair. Raises TypeError for any other value."""
     sides = [size, size] if isinstance(size, int) else size
     if not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):
         raise TypeError(f"a size of {size!r}")

@@ -312,10 +312,14 @@ def test_models_with_different_classes_are_not_compared():
         compare((one, one), Samples([], []))
 
 
-def test_letters_missing_in_the_font_give_no_warnings(tmp_path, recwarn):
-    """matplotlib warns twice per missing letter, and a class name may be on a hundred plots."""
-    with style.drawing(tmp_path / "a.png", 1.0) as figure:
-        style.new_sheet(figure, style.shorten("\ue123 \ue124", 3.0))
+def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn, monkeypatch):
+    """matplotlib warns twice at each position, and the name of a class may be on a hundred
+    pictures."""
+    monkeypatch.setattr(style, "_missing_letters", set())
+    for name in ("a.png", "b.png"):
+        with style.drawing(tmp_path / name, 1.0) as figure:
+            style.new_sheet(figure, style.shorten("\ue123 \ue124", 3.0))
+    assert capsys.readouterr().err.count("no installed font has \ue123 \ue124") == 1
     assert not recwarn.list
 
 

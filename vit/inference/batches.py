@@ -1,0 +1,74 @@
+"""Batches of images at given locations, in order, decoded as in evaluation.
+
+An image that cannot be read or decoded has weight 0, and `bad_keys` contains the reason. Other
+images are not affected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from vit.config.schema import EvalConfig
+from vit.data.batches import Batch, Batches, BatchLayout, write_rows
+from vit.data.decode.crops import decode_center
+from vit.data.image_format import ImageFormat
+from vit.inference.inputs import Place
+from vit.system import stages
+from vit.system.stages import Stage
+
+
+class PlaceBatches(Batches):
+    """Batches that contain each of `places` once. Padding rows at the end have weight 0."""
+
+    def __init__(
+        self, places: Sequence[Place], image_format: ImageFormat, view: EvalConfig, batch_size: int
+    ):
+        self.places = places
+        self.image_format = image_format
+        self.view = view
+        self.layout = BatchLayout(batch_size, image_format, 0)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.places) / self.layout.num_rows)
+
+    def num_filled(self, position: int) -> int:
+        """Return the number of rows in the batch at `position` that are not padding."""
+        start = position * self.layout.num_rows
+        return min(len(self.places) - start, self.layout.num_rows)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        """Fill `rows`, which start at row `first` of the batch at `position`.
+
+        Returns a reason for each image that could not be read or decoded, in the order of the rows.
+        """
+        ids = position * self.layout.num_rows + first + np.arange(len(rows.labels))
+        weights = np.zeros(len(ids), np.float32)
+        reasons = []
+        form = self.image_format
+        for row, number in enumerate(ids.tolist()):
+            view = rows.images[row]
+            if number < len(self.places):
+                stages.current.read(number)
+                try:
+                    data = self.places[number].read()
+                    stages.current.enter(Stage.DECODE)
+                    decode_center(
+                        data, form.size, self.view, form.interpolation, form.channels, out=view
+                    )
+                    weights[row] = 1.0
+                    continue
+                except ValueError as error:
+                    reasons.append(str(error))
+            # Buffers are reused, so without this line the row would contain an image of an older
+            # batch.
+            view[:] = 0
+        stages.current.enter(Stage.DRAW)
+        write_rows(rows, 0, weights, np.empty((len(ids), 0)), ids)
+        return tuple(reasons)
+
+    def where(self, sample: int) -> str:
+        """Return the name of the image `sample`, for messages."""
+        return self.places[sample].name
