@@ -40,14 +40,15 @@ from vit.system.files import replacing, told
 
 
 def main() -> World | None:
+    """Run the command line and return the joined process group, or None."""
     args = read_command_line()
-    return args.run(args)
+    return COMMANDS[args.command](args)
 
 
 def import_(args: Namespace) -> None:
-    """Write another program's recipe as YAML, and print how each setting was converted."""
+    """Write another program's recipe as YAML, and print the mapping of each setting."""
     imported = import_recipe(args.recipe, args.program, args.gpus)
-    imported.config()  # Raise before a file is written if the settings are invalid.
+    imported.config()  # raises before writing a file if the settings are invalid
     text = yaml_text(imported, args.out)
     if args.out is None:
         print(account(imported), file=sys.stderr)
@@ -62,13 +63,13 @@ def import_(args: Namespace) -> None:
 
 
 def diff(args: Namespace) -> None:
-    """Print the settings that differ between two recipes, with their effects."""
+    """Print the settings that differ between two recipes, and their effects."""
     first, second = (read_recipe(path) for path in args.recipes)
     print(in_words(first, second, (str(args.recipes[0]), str(args.recipes[1]))))
 
 
 def show(args: Namespace) -> World:
-    """Print parameter groups, draw learning rates, and draw augmented images if the data exist."""
+    """Print parameter groups, draw learning rates, and draw augmented images if data exist."""
     config = read_recipe(args.recipe, args.overrides)
     world = process_group.join_world("cpu")
     print(steps_line(config, args.images_per_epoch))
@@ -86,6 +87,9 @@ def show(args: Namespace) -> World:
     return world
 
 
+COMMANDS = {"import": import_, "diff": diff, "show": show}
+
+
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command and its flags. Raises ValueError for mistakes."""
     remaining = list(sys.argv[1:] if arguments is None else arguments)
@@ -93,9 +97,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("command", choices=list(COMMANDS))
     if not remaining or remaining[0] not in COMMANDS:
         parser.parse_args(remaining[:1] or ["--help"])
-    read, run = COMMANDS[remaining.pop(0)]
-    args = read(remaining)
-    args.run = run
+    command = remaining.pop(0)
+    args = _READ[command](remaining)
+    args.command = command
     return args
 
 
@@ -165,7 +169,7 @@ def _read_show(arguments: Sequence[str]) -> Namespace:
     parser.add_argument(
         "overrides",
         nargs="*",
-        default=[],  # Without a default, argparse would report the argument as required.
+        default=[],  # otherwise argparse reports the argument as required
         metavar="section.key=value",
         help="settings that override the file",
     )
@@ -177,15 +181,9 @@ def _read_show(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-COMMANDS = {
-    "import": (_read_import, import_),
-    "diff": (_read_diff, diff),
-    "show": (_read_show, show),
-}
-"""Maps each command to functions that add its flags and run it."""
+_READ = {"import": _read_import, "diff": _read_diff, "show": _read_show}
 
 
 if __name__ == "__main__":
-    # Let `| head` end the process without a traceback.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # lets `| head` end it without a traceback
     run_command(main)

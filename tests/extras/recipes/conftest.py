@@ -20,7 +20,6 @@ def _import(name: str) -> Imported:
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Return a function that imports a published recipe by name, and imports each recipe only
-    once."""
+    """Import published recipes by name, each only once."""
     monkeypatch.chdir(HERE)
     return _import

@@ -1,4 +1,5 @@
-"""Test the output and files of `launch/recipe.py`, and its error messages in errors/rows.yaml."""
+"""Test that `launch/recipe.py` prints and writes the right files, and that its rows in
+docs/errors.md are true."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ SCENARIOS = {
 @pytest.mark.parametrize(
     "row",
     [
-        # These rows are slow, because importing timm takes several seconds.
+        # Importing timm alone takes seconds.
         pytest.param(row, id=row.what, marks=[pytest.mark.full] * ("timm does not" in row.what))
         for row in ROWS
     ],

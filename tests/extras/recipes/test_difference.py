@@ -1,4 +1,5 @@
-"""Test that `launch/recipe.py` prints one recipe, or compares two and explains each difference."""
+"""Test that `launch/recipe.py` compares two recipes, explains each difference, and shows a single
+recipe."""
 
 from __future__ import annotations
 
@@ -99,8 +100,8 @@ def test_an_unset_model_setting_is_shown_with_the_value_of_the_size():
 
 
 def test_deviations_of_a_run_from_its_recipe_are_listed():
-    """A different selection of training samples must be listed, but an additional evaluation set
-    must not."""
+    """A different choice of training samples must be listed, but not an additional evaluation
+    set."""
     config = with_("data.samples_per_class=13", "eval.sets={v2: {split: train}}", "eval.best_by=v2")
     assert deviations(config, "vit_b16", {}) == ["data.samples_per_class none -> 13"]
 
@@ -148,7 +149,7 @@ def test_show_prints_the_groups_of_the_optimizer_and_draws_the_rates(
     printed = capsys.readouterr().out
     assert "(0.5 x)" in printed
     assert "vit_ti8 at 24x24 until epoch 1, then 16x16: 12 steps" in printed
-    assert "(0.125 x)" in printed  # the embedding, which is below two blocks and the head
+    assert "(0.125 x)" in printed  # before two blocks and the head
     assert Image.open(picture).width == 1400
     assert Image.open(tmp_path / "shown_augment.png").width == 1400
     run_here("launch/recipe.py", "show", "vit_b16", "--out", picture)

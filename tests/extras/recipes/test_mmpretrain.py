@@ -1,20 +1,21 @@
-"""Test that MMPretrain's ViT with two tokens is imported, and that unsupported variants are
-reported."""
+"""Test that MMPretrain's variants of ViT are imported: two tokens, and a norm before the blocks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from vit.extras.recipes.importing import import_recipe
+from vit.model import create_model
 
 CONFIGS = Path(__file__).parent / "configs" / "mmpretrain"
 
 
 @pytest.fixture
 def import_child(tmp_path):
-    """Import a config that inherits from a stored config and overrides fields of its `backbone`."""
+    """Import a config that changes the `backbone` of a stored config."""
 
     def importing(base: str, backbone: str):
         child = tmp_path / "child_16xb64.py"
@@ -40,8 +41,18 @@ def test_the_distilled_vit_has_the_second_token(import_child):
     assert finding(imported, "model.backbone.arch").verdict == "same"
 
 
-def test_a_norm_before_the_blocks_is_reported_as_unsupported(import_child):
+def test_a_norm_before_the_blocks_becomes_timms_clip_model(import_child):
+    """The config follows configs/clip/vit-base-p16_pt-64xb64_in1k.py, whose patch embedding also
+    has no bias."""
     base = "vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
-    for value, verdict in (("True", "cannot"), ("False", "same")):
-        imported = import_child(base, f"pre_norm={value}")
-        assert finding(imported, "model.backbone.pre_norm").verdict == verdict
+    imported = import_child(base, "pre_norm=True")
+    with torch.device("meta"):
+        model = create_model(imported.config().model, num_classes=10)
+    names = {name for name, _ in model.named_parameters()}
+    assert "norm_pre.weight" in names
+    assert "patch_embed.proj.bias" not in names
+    assert "epsilon" in finding(imported, "model.backbone.pre_norm").text
+    plain = import_child(base, "pre_norm=False")
+    assert plain.config().model.name == "vit_b16"
+    with pytest.raises(ValueError, match="pre_norm"):
+        import_child(base, "pre_norm=True, patch_size=8")

@@ -1,6 +1,6 @@
 """Test that published recipes are imported completely.
 
-Each setting must have an explanation, the YAML must load, and values must match the papers and
+Each setting must be explained, the YAML must load, and the values must be those of the papers and
 READMEs.
 """
 
@@ -24,7 +24,7 @@ ONE_EACH = (
     *("deit_b16", "deit3_h14_800ep", "vit5_b16", "rope_b16", "mae_b16_ft", "torchvision_l16"),
     *("jax_deit3_b16_400ep", "mm_mae_l16_ft", "bv_augreg_b16"),
 )
-"""One recipe per program. The recipes of timm are in test_timm.py."""
+"""One recipe of each program. timm's are in test_timm.py."""
 
 
 def value(imported, key):
@@ -69,7 +69,7 @@ def test_each_setting_of_a_recipe_is_explained_and_the_yaml_loads(name, imported
     assert max(map(len, file.read_text().splitlines())) <= 100 or "command " in file.read_text()
 
 
-# These values were copied from papers and READMEs by hand, without the importer.
+# These values were copied from papers and READMEs, independently of the importer.
 STATED: dict[str, dict] = {
     # DeiT, Table 9: batch 1024, lr 5e-4 x 1024 / 512; README: 83.1 after 30 epochs at 5e-6
     "deit_b16": {
@@ -111,10 +111,10 @@ STATED: dict[str, dict] = {
         "train.seed": 0,
     },
     "deit3_s16_800ep": {"optim.lr": 4e-3, "model.drop_path_rate": 0.05},
-    # deit3-jax: 160 px are 11 patches of 14 px, so the image size becomes 154 px
+    # deit3-jax: 160 px are 11 patches of 14, 154 px
     "deit3_h14_800ep": {"model.image_size": 154, "model.drop_path_rate": 0.6},
     "deit3_b16_in21k": {"augment.crop": "simple", "data.aug_repeats": 1},
-    # ViT-5: 4 registers with a RoPE temperature of 100, and a learning rate of 4e-3 for S
+    # ViT-5: 4 registers that rotate at 100, a rate of 4e-3 for S
     "vit5_s16": {
         "optim.lr": 4e-3,
         "model.reg_tokens": 4,
@@ -135,7 +135,7 @@ STATED: dict[str, dict] = {
     },
     "mae_b16_ft_1node": {"data.global_batch_size": 1024, "optim.lr": 2e-3},
     "mae_h14_ft": {"data.global_batch_size": 1024, "optim.lr": 4e-3, "model.name": "vit_h14"},
-    # torchvision: 64 GPUs x 64 images = 8 x 512 images
+    # torchvision: 64 x 64 = 8 x 512 images
     "torchvision_b16": {
         "data.global_batch_size": 4096,
         "optim.lr": 3e-3,
@@ -144,8 +144,7 @@ STATED: dict[str, dict] = {
         "data.interpolation": "bilinear",
         "eval.crop_pct": 0.875,
         "optim.clip_grad_norm": 1.0,
-        # train.py: alpha = (1 - 0.99998) x 4096 x 32 / 300. During warm-up, the average is a copy
-        # of the weights.
+        # train.py: alpha = (1 - 0.99998) x 4096 x 32 / 300, and a copy in the warm-up
         "train.ema_decay": pytest.approx(0.99126, abs=1e-5),
         "train.ema_every_steps": 32,
         "train.ema_after_epochs": 30,
@@ -159,8 +158,7 @@ STATED: dict[str, dict] = {
         "eval.resize_px": 232,
         "augment.erasing_prob": 0.1,
     },
-    # Better plain ViT: weight decay 0.1 as in torch's AdamW, crops of at least 5 % of the area,
-    # 10,000 steps
+    # Better plain ViT: decay 0.1 as in torch's AdamW, crops from 5 %, 10,000 steps
     "bv_s16_90ep": {
         "data.train_split": "train[:99%]",
         "optim.weight_decay": pytest.approx(0.1),
@@ -188,7 +186,7 @@ STATED: dict[str, dict] = {
         "train.steps": 1281167 * 400 // 2048,
         "schedule.warmup_steps": 1281167 * 5 // 2048,
     },
-    # MMPretrain's file names: 64xb64
+    # MMPretrain's names: 64xb64
     "mm_b16": {
         "augment.auto_augment": "imagenet",
         "data.global_batch_size": 4096,
@@ -209,8 +207,7 @@ def test_the_values_of_a_recipe_equal_those_of_its_paper(name, imported):
 
 
 def test_label_smoothing_of_classyvision_is_converted_to_our_value():
-    """The value becomes (one-hot + v / K) / (1 + v), as in open-mmlab/mmpretrain's
-    LabelSmoothLoss."""
+    """The value is (one-hot + v / K) / (1 + v), as in open-mmlab/mmpretrain's LabelSmoothLoss."""
     theirs = [(float(n == 2) + 0.1 / 5) / 1.1 for n in range(5)]
     share = 0.1 / 1.1
     ours = [(1 - share) * float(n == 2) + share / 5 for n in range(5)]
@@ -218,7 +215,7 @@ def test_label_smoothing_of_classyvision_is_converted_to_our_value():
 
 
 def test_maes_supervised_recipe_equals_our_config(imported):
-    """MMPretrain implements the table from which configs/vit_b16.yaml was written."""
+    """MMPretrain reproduces the table that is the source of configs/vit_b16.yaml."""
     theirs = to_dict(imported("mm_b16_mae_sup").config())
     ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml"))
     places = ("data.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
@@ -230,7 +227,7 @@ def test_maes_supervised_recipe_equals_our_config(imported):
         and f"{section}.{key}" not in (*places, "run.dir")
     }
     assert unlike == {
-        "augment.erasing_prob": (0.25, 0.0),  # MMPretrain's own choice, which is not in the table
+        "augment.erasing_prob": (0.25, 0.0),  # MMPretrain's own value
         "augment.erasing_mode": ("rand", "pixel"),
         "schedule.min_lr": (1e-5, 0.0),
         "schedule.warmup_lr": (pytest.approx(1.6e-6), None),
@@ -323,6 +320,8 @@ def test_the_counts_of_the_report_equal_those_of_the_findings(imported):
 
 @pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
 def test_the_learning_rate_of_a_recipe_equals_ours(name, imported):
+    """tests/extras/recipes/test_rates.py compares the functions for the other program's rate with
+    timm and torch."""
     names = {f for finding in imported(name).reading.findings for f in finding.theirs}
     (schedule,) = {
         "warmup_epochs",

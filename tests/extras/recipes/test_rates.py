@@ -1,4 +1,5 @@
-"""Test that our formulas for other programs' learning rates match timm's and torch's schedulers."""
+"""Test that our formulas for other programs' learning rates equal the schedulers of timm and
+torch."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from vit.extras.recipes.rates import (
     distance,
     our_rate,
     timm_cosine,
+    timm_step,
     torchvision_cosine,
 )
 
@@ -59,6 +61,17 @@ def test_the_rate_of_deits_main_lags_by_an_epoch():
         scheduler.step(epoch)
 
 
+def test_our_formula_for_timms_step_schedule_equals_timms():
+    group = optimizer(0.016)
+    scheduler, _ = create_scheduler_v2(
+        group, "step", 30, decay_epochs=2.4, decay_rate=0.97, warmup_epochs=3, warmup_lr=1e-6
+    )
+    rate = timm_step(0.016, 2.4, 0.97, warmup_epochs=3, warmup_lr=1e-6)
+    for epoch in range(30):
+        assert rate(epoch) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
+        scheduler.step(epoch + 1)
+
+
 @pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.filterwarnings("ignore:.*epoch parameter.*:UserWarning")
 def test_our_formula_for_torchvisions_rate_equals_torchs(linear):
@@ -99,9 +112,9 @@ def test_rates_are_compared_as_shares_of_the_peak():
     settings = {"optim.lr": 2e-3, "train.epochs": 100, "schedule.warmup_epochs": 5}
     ours = our_rate({**settings, "schedule.min_lr": 1e-6}, steps_per_epoch=1251)
     same = distance(after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6), ours, 2e-3, 100)
-    assert same.largest < 1e-3  # one step in a warm-up of 6,255 steps
+    assert same.largest < 1e-3  # one step of a warm-up of 6,255
     late = timm_cosine(2e-3, 100, warmup_epochs=5, min_lr=1e-6, late=1)
     difference = distance(late, ours, 2e-3, 100)
-    assert difference.largest == pytest.approx(0.4, abs=0.02)  # two of the warm-up's five epochs
+    assert difference.largest == pytest.approx(0.4, abs=0.02)  # two of five epochs of the warm-up
     assert difference.at_epoch < 6
     assert 0.02 < difference.mean < 0.04

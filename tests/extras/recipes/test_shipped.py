@@ -1,7 +1,7 @@
 """Test the recipes in configs/ that reproduce published ones.
 
-Each recipe must match its imported source except for the differences that its header states. It
-must also start from the stage that it names, and complete its first steps.
+Each must equal its imported source except for the differences in its header, start from the stage
+that it names, and complete its first steps.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HERE = Path(__file__).parent
 PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
-"""Maps each recipe's run folder to the path of the recipe."""
+"""Run folder -> recipe."""
 CHEAPEST = "big_vision/vit_s16_90ep"
-"""The recipe that `make test` trains at a small size. Tests marked `full` train all others."""
-# settings for paths and hardware, and how often to evaluate and log
+"""The recipe that `make test` trains in a small version. The mark `full` trains all others."""
+# Settings for paths, hardware, and the frequency of evaluations and logs.
 PLACES = {
     "data.root",
     "data.micro_batch_size",
@@ -130,14 +130,14 @@ TABLES = {
 
 
 def entry(path: Path, word: str) -> str:
-    """Return the text after `word` in a recipe's header as one line, or "" if the header lacks
-    `word`."""
+    """Return the text after `word` in a recipe's header as one line, or "" if the word is
+    absent."""
     match = re.search(rf"^# {word}\s((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M)
     return " ".join(re.sub(r"^# ", "", match[1], flags=re.M).split()) if match else ""
 
 
-# Maps each recipe to its source: a command in published.yaml, or another recipe. The recipe may
-# differ from its source only as its header states.
+# Recipe -> the command in published.yaml, or the recipe, from which it differs only as its header
+# states.
 EQUALS = {
     "augreg/vit_b16_300ep": "bv_augreg_b16_strong2",
     "big_vision/vit_s16_300ep": "bv_s16_300ep",
@@ -214,7 +214,7 @@ def test_a_recipe_has_exactly_the_values_of_its_sources_table(name):
 
 
 def test_every_recipe_is_compared_with_a_source():
-    """A recipe must either state the source `none` or be listed in `EQUALS`, in `TABLES` or in
+    """A recipe either states the source `none`, or is listed in `EQUALS`, in `TABLES` or in
     tests/project/test_configs.py."""
     config_tests = (ROOT / "tests" / "project" / "test_configs.py").read_text()
     for path in CONFIGS:
@@ -289,8 +289,8 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
-    """Train a small version of a recipe for three steps, after the stages that the recipe starts
-    from. Return the run folder."""
+    """Train a small version of a recipe for three steps, after the stages that it starts from;
+    return its run folder."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -331,7 +331,7 @@ def test_a_small_version_does_three_steps_and_an_evaluation(name, trained):
     starts_at_zeros = config.init.checkpoint is None or config.init.reset_head
     starts_at_zeros &= config.model.weight_init != "timm"
     if starts_at_zeros and config.model.init_head_bias is None:
-        # With three classes, softmax probabilities start at 1/3, and sigmoid probabilities at 1/2.
+        # Softmax gives three classes a probability of 1/3, and a sigmoid 1/2.
         first = 0.6931 if config.loss.name == "bce" else 1.0986
         assert losses[0] == pytest.approx(first, abs=2e-3)
     assert all(0 < loss < 30 for loss in losses)

@@ -1,7 +1,8 @@
-"""Test that our argument tables have the flags, types and defaults of other programs' parsers.
+"""Test that our tables of other programs' arguments have the flags, types and defaults of their
+parsers.
 
-`parsers.json` was extracted from those programs' source code by a script. It contains the flags and
-default of each `add_argument` call.
+`parsers.json` was extracted from the sources of the other programs by a script: each `add_argument`
+with its flags and default.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ TABLES = {
     "deit3_jax": deit3_jax.TABLE,
 }
 ONLY_OURS = {
-    # DeiT III's published commands pass this flag, but main.py derives the number of classes from
-    # the data.
+    # DeiT III's published commands pass it, but main.py derives the value from the data.
     "deit": {"nb_classes"},
     "deit_submitit": {"nb_classes"},
     "vit5": {"nb_classes"},
@@ -79,7 +79,7 @@ def test_earlier_defaults_of_timm_equal_those_of_its_earlier_parsers(day):
         for name, default in of_then.items()
         if name in now and (default or None) != (now[name] or None)
     }
-    # Arguments for step schedules and batch norm, which we do not support.
+    # Arguments of step schedules and batch norm, which are reported as unavailable.
     for name in ("model", "decay_milestones", "dist_bn"):
         changed.pop(name, None)
     older = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())
@@ -102,7 +102,7 @@ def test_a_table_has_the_types_of_the_programs_parser(program):
 
 def test_commands_are_parsed_as_by_argparse():
     arguments = read_words(deit.TABLE, ["--batch", "32", "--unscale", "--opt-betas", ".9", ".95"])
-    assert arguments.values["batch_size"] == 32  # an abbreviated flag
+    assert arguments.values["batch_size"] == 32  # an abbreviation
     assert arguments.values["unscale_lr"] is True
     assert arguments.values["opt_betas"] == [0.9, 0.95]
     assert arguments.stated == {"batch_size", "unscale_lr", "opt_betas"}

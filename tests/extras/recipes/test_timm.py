@@ -1,5 +1,5 @@
-"""Test that recipes for timm's train.py are imported from commands and files with the same meaning
-as in timm."""
+"""Test that recipes of timm's train.py are imported with timm's semantics, from commands and
+argument files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vit.config.io import to_dict
 from vit.data.augment.draw import draw_crops
 from vit.extras.recipes.importing import import_recipe
 from vit.extras.recipes.summary import account, yaml_text
+from vit.model import create_model
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.weights.hub import is_hub_name
@@ -29,7 +30,7 @@ _NUMBERS = {
     *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
     *("momentum_dtype", "clipping_threshold"),
 }
-"""The optimizer settings that must match those of timm's optimizer factory."""
+"""The optimizer settings that must equal those of timm's factory."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 
@@ -46,9 +47,9 @@ def test_a_vit_becomes_our_size_with_the_view_of_timms_weights():
     values = settings(f"torchrun --nproc_per_node=8 train.py {VIT} --opt adamw --lr 1e-3")
     assert values["model.name"] == "vit_b16"
     assert values["data.global_batch_size"] == 1024
-    assert values["data.mean"] == [0.5, 0.5, 0.5]  # timm's value for the augreg weights
+    assert values["data.mean"] == [0.5, 0.5, 0.5]  # from the augreg weights, as in timm
     assert values["eval.crop_pct"] == 0.9
-    assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without an augmentation policy
+    assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without a policy
     assert values["optim.weight_decay"] == 2e-5
     assert values["train.seed"] == 42
     convolutional = settings("python train.py --model resnet50d --lr 0.1")
@@ -78,7 +79,7 @@ def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
         ("--opt adamw", True),
         ("--opt lamb", True),
         ("--opt sgd", False),
-        ("--opt adamw --lr 0.2", False),  # an explicit learning rate
+        ("--opt adamw --lr 0.2", False),  # an explicit rate
         ("--opt adamw --lr-base 0.1", False),
         ("--opt adamw --lr-base-size 1048576", False),  # 0.003
     ],
@@ -104,13 +105,13 @@ def test_cooldown_and_prefix_add_epochs_and_a_policy_replaces_colour_jitter():
 
 
 def earlier_defaults(command):
-    """Return, as one line, the report's warning about defaults that earlier versions had."""
+    """Return the report's warning about defaults of earlier versions as one line."""
     (text,) = (f.text for f in import_recipe(command).reading.findings if "2021-09-02" in f.text)
     return text
 
 
 def test_changed_defaults_of_unstated_arguments_are_listed_as_flags():
-    """The command in huggingface/pytorch-image-models#275 is from November 2020."""
+    """The command of huggingface/pytorch-image-models#275 is from November 2020."""
     text = earlier_defaults(
         "./distributed_train.sh 8 /data --model vit_base_patch16_224 --sched cosine --epochs 300"
         " --warmup-epochs 5 --lr 1e-3 --opt adam --batch-size 64"
@@ -135,7 +136,7 @@ def test_the_warning_lists_every_unstated_argument():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--lr-base 0.1",  # added to timm together with the current defaults
+        "--lr-base 0.1",  # came with today's defaults
         "--lr 1e-3 --weight-decay 0.1 --warmup-lr 0 --min-lr 0 --warmup-epochs 5 --sched cosine"
         " --epochs 9 --cooldown-epochs 0",
     ],
@@ -178,17 +179,18 @@ def test_a_policy_that_timm_rejects_is_an_error(policy):
     "flags",
     [
         *("adamw", "lamb", "nadamw --opt-betas 0.8 0.9", "sgd", "momentum --momentum 0.8"),
-        *("muon", "nadamuon", "adafactorbv", "adamw --opt-eps 1e-6"),
+        *("muon", "nadamuon --opt-kwargs ns_steps=4 adjust_lr_fn=rms_to_rms", "adafactorbv"),
+        *("adamw --opt-eps 1e-6", "adafactorbv --opt-kwargs beta2_cap=0.95"),
     ],
 )
 def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     imported = import_recipe(f"python train.py {VIT} --lr 1e-3 --weight-decay 0.1 --opt {flags}")
     model = nn.Linear(8, 8)
     args = Namespace(**imported.reading.args)
-    theirs = create_optimizer_v2(model, **optimizer_kwargs(args))
+    theirs = create_optimizer_v2(model, **optimizer_kwargs(args), **args.opt_kwargs)
     ours = create_optimizer(model, imported.config().optim)
     expected = {key: theirs.param_groups[-1][key] for key in _NUMBERS & theirs.defaults.keys()}
-    expected["weight_decay"] = 0.1  # the weight is decayed, the bias is not
+    expected["weight_decay"] = 0.1  # for the weight; the bias has none
     (decayed,) = (g for g in ours.param_groups if g["weight_decay"])
     expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert {key: decayed[key] for key in expected} == expected
@@ -210,9 +212,13 @@ def test_without_augmentation_the_crop_is_the_central_square():
     assert imported.settings["data.aug_repeats"] == 3
 
 
-def test_a_factor_on_the_weights_of_the_head_is_unavailable():
-    imported = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0.001")
-    assert finding(imported, "head_init_scale").verdict == "cannot"
+def test_a_head_scaled_by_zero_starts_at_zero_and_other_factors_are_unavailable():
+    zero = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0")
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 1}
+    head = create_model(zero.config().model, num_classes=3, **small).head.weight
+    assert not head.any()
+    other = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0.001")
+    assert finding(other, "head_init_scale").verdict == "cannot"
 
 
 @pytest.mark.parametrize("flags", ["", "--mean 0.485 0.456 0.406 --std 0.2 0.3 0.4"])
@@ -268,7 +274,7 @@ def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
         "batch_size": 256,
         "amp": True,
         "amp_dtype": "bfloat16",
-        "amp_impl": "native",  # an argument of earlier versions of timm
+        "amp_impl": "native",  # of earlier versions
         "lr": None,
         "lr_base": 8e-4,
         "lr_base_size": 512,

@@ -1,17 +1,12 @@
-"""Describe another project's arguments as a table, and parse its command lines.
+"""Describe the arguments of another project as a table, and parse its command lines.
 
-A line of a table is `flags  type  default  rule`, separated by two or more blanks. The first long
-flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more), `on`
-(sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag). The
-default `-` is None.
+A line of a table is `flags  type  default  our setting`, separated by two or more blanks. The first
+long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more),
+`on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
+The default `-` is None.
 
-The rule is the usual mapping of the argument (`vit.extras.recipes.reading`): `= a.b c.d` copies the
-value to these settings, `=? a.b` copies only a value that is not off, and `=` changes no setting.
-With `off: TEXT`, only a value that is off has an equivalent. With `inert: TEXT`, the argument has
-no effect in the source project. Any other text is an explanation, and code maps the argument.
-
-Arguments for paths, logging, devices and speed are not part of a recipe and are in a second table.
-Abbreviated flags, such as `--batch 256` for `--batch-size 256`, are accepted, because published
+Arguments for paths, logging, devices and speed are not part of a recipe and have a second table.
+argparse accepts abbreviated flags, such as `--batch 256` for `--batch-size 256`, because published
 commands use them.
 """
 
@@ -21,7 +16,7 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,21 +26,6 @@ from vit.config.hints import all_keys, from_other_name
 
 _ONE: dict[str, type[int | float | str]] = {"int": int, "float": float, "str": str}
 _MANY = {f"{name}s": kind for name, kind in _ONE.items()}
-_DEFAULTS: dict[str, Callable[[Any], Any]] = {
-    "float": float,  # YAML parses 5e-4 as text
-    "floats": lambda values: [float(number) for number in values],
-    "str": str,
-    "on": bool,
-    "off": lambda _: True,
-    "pairs": lambda _: {},
-}
-"""The functions that convert the default values in a table, by type."""
-_ACTIONS: dict[str, dict[str, Any]] = {
-    "on": {"action": "store_true"},
-    "off": {"action": "store_false"},
-    "pairs": {"nargs": "*"},
-}
-"""The `add_argument` options for flags that do not take exactly one value, by type."""
 _IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
@@ -55,14 +35,14 @@ class Argument(NamedTuple):
     flags: tuple[str, ...]
     type: str
     default: Any
-    rule: str
-    """The usual mapping to this project's settings, or a short explanation."""
+    meaning: str
+    """The matching setting of this project, or a short explanation."""
     in_recipe: bool
-    """False for paths, logging and devices, which are not part of the recipe."""
+    """Whether the argument is part of the recipe, unlike paths, logging and devices."""
 
     @property
     def name(self) -> str:
-        """The argument's name in the parsed values."""
+        """The name of the parsed value."""
         if self.type.startswith("off:"):
             return self.type[4:]
         long = [flag for flag in self.flags if flag.startswith("--")] or self.flags
@@ -96,7 +76,7 @@ class ParsedArguments(NamedTuple):
 
     values: dict[str, Any]
     stated: frozenset[str]
-    """The names of the arguments in the command. All other arguments have their defaults."""
+    """The names of the arguments in the command. All other values are defaults."""
 
 
 def make_table(program: str, source: str, recipe: str, places: str) -> Table:
@@ -109,12 +89,22 @@ def make_table(program: str, source: str, recipe: str, places: str) -> Table:
 def _argument(line: str, in_recipe: bool) -> Argument:
     cells = re.split(r"\s{2,}", line.strip(), maxsplit=3)
     assert len(cells) >= 3, f"a line of a table has flags, a type and a default: {line!r}"
-    flags, kind, default, rule = (*cells, "")[:4]
+    flags, kind, default, *rest = cells
+    meaning = rest[0] if rest else ""
     value: Any = None if default == "-" else yaml.safe_load(default)
-    convert = _DEFAULTS.get(kind.partition(":")[0])
-    if convert and (value is not None or kind not in (*_ONE, *_MANY)):
-        value = convert(value)
-    return Argument(tuple(flags.split()), kind, value, rule, in_recipe)
+    if kind == "float" and value is not None:
+        value = float(value)  # YAML parses 5e-4 as text
+    elif kind == "floats" and value is not None:
+        value = [float(number) for number in value]
+    elif kind == "str" and value is not None:
+        value = str(value)
+    elif kind == "on":
+        value = bool(value)
+    elif kind.startswith("off:"):
+        value = True
+    elif kind == "pairs":
+        value = {}
+    return Argument(tuple(flags.split()), kind, value, meaning, in_recipe)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,8 +117,8 @@ class _Parser(argparse.ArgumentParser):
 def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
     """Parse the arguments of a command.
 
-    Raises a ValueError that lists every value of the wrong type, and every unknown flag with the
-    closest known flags.
+    Raises ValueError that lists all values of a wrong type, and all unknown flags with the most
+    similar known flags.
     """
     parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
     problems: list[str] = []
@@ -136,15 +126,19 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         name = argument.name
         if argument.type == "word":
             parser.add_argument(name, nargs="?")
-        elif (kind := argument.type.partition(":")[0]) in _ACTIONS:
-            parser.add_argument(*argument.flags, dest=name, **_ACTIONS[kind])
+        elif argument.type == "on":
+            parser.add_argument(*argument.flags, dest=name, action="store_true")
+        elif argument.type.startswith("off:"):
+            parser.add_argument(*argument.flags, dest=name, action="store_false")
+        elif argument.type == "pairs":
+            parser.add_argument(*argument.flags, dest=name, nargs="*")
         else:
             value_type = (_ONE | _MANY)[argument.type]
-            read = partial(_value, value_type, table.flag_of(name), problems)
+            kind = partial(_value, value_type, table.flag_of(name), problems)
             # Flags with an optional value, such as timm's --torchcompile, are not part of a recipe.
             alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
             number = {"nargs": "+"} if argument.type in _MANY else alone
-            parser.add_argument(*argument.flags, dest=name, type=read, **number)
+            parser.add_argument(*argument.flags, dest=name, type=kind, **number)
     try:
         parsed, unknown = parser.parse_known_args(list(tokens))
     except ValueError as error:  # a flag without its value, or an ambiguous abbreviation
@@ -177,7 +171,7 @@ def _value(kind: type[int | float | str], flag: str, problems: list[str], text: 
 def read_mapping(table: Table, values: Mapping[str, Any]) -> ParsedArguments:
     """Return the arguments in `values`, the contents of a YAML file.
 
-    Raises a ValueError that lists every unknown key with the closest known key.
+    Raises ValueError that lists all unknown keys, each with the most similar known key.
     """
     defaults = table.defaults()
     if unknown := [key for key in values if key not in defaults]:
@@ -196,7 +190,7 @@ def _unknown(table: Table, unparsed: Sequence[str]) -> str:
 
 
 def _near(word: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` with a candidate for the same setting or a similar name."""
+    """Return ` (did you mean ...?)` with a candidate for the same setting or of a similar name."""
     plain = {name.lstrip("-").replace("-", "_").lower(): name for name in candidates}
     normalized = word.lstrip("-").replace("-", "_").lower()
     setting = _setting(normalized)
@@ -207,7 +201,7 @@ def _near(word: str, candidates: Iterable[str]) -> str:
 
 
 def _setting(name: str) -> str:
-    """Return this project's setting for another project's argument name, or ""."""
+    """Return this project's setting for a name in another project, or ""."""
     own = (key for key in all_keys() if key.endswith(f".{name}") and not key.endswith(".name"))
     return from_other_name(name) or next(own, "")
 

@@ -15,25 +15,14 @@ from typing import Any
 
 import yaml
 
+from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import PythonConfig, config_text
+from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.extras.recipes.rates import IMAGENET, after_warmup, map_rate, with_effect
-from vit.extras.recipes.reading import Case, ConfigReading, Reading
+from vit.extras.recipes.reading import ConfigReading, Reading
 from vit.extras.recipes.timm_common import map_initial_weights, map_precision, not_available
-from vit.layers.presets import PRESETS
 
-SOURCE = "google-research/big_vision@0127fb6b:big_vision/train.py"
-_ROWS = """
-input.batch_size   data.global_batch_size  required
-seed               train.seed              0
-model.posemb       model.pos_embed         learn
-model.dropout      model.pos_drop_rate,model.proj_drop_rate  unset
-mixup.p            augment.mixup_alpha     0.0
-lr                 optim.lr                required
-grad_clip_norm     optim.clip_grad_norm    null
-init_head_bias     model.init_head_bias    unset
-"""
-"""The keys that have an equal setting in this project, with big_vision's defaults."""
+SOURCE = "google-research/big_vision@0127fb6b"
 _PLACES = re.compile(
     r"(evals|fewshot|log_\w+|ckpt_\w+|keep_ckpt\w*|pp_modules|prefetch_to_device|wandb|mesh"
     r"|sharding_\w+|input\.(cache\w*|prefetch|data\.(name|data_dir))|num_classes|model\.scan)\b"
@@ -41,50 +30,7 @@ _PLACES = re.compile(
 """Keys for paths, logging and speed, which are not part of the recipe."""
 _NAMES = {"Ti": "ti", "S": "s", "B": "b", "L": "l", "H": "h", "So400m": "so400m", "G": "G"}
 _PERCENT = re.compile(r"train\[(\d+%)?:(\d+%)?\]")
-_POOLS: dict[str, dict[str, Any]] = {
-    "gap": {"model.class_token": False, "model.global_pool": "avg"},
-    "map": {"model.class_token": False, "model.global_pool": "map"},
-    "tok": {"model.no_embed_class": True},
-}
 _CROPS = ("inception_crop", "decode_jpeg_and_inception_crop")
-
-
-_CASES = (
-    Case(
-        "differs",
-        "input.shuffle_buffer_size",
-        lambda a: "input.shuffle_buffer_size" in a,
-        "big_vision shuffles in a buffer, this project over all data",
-    ),
-    Case("same", "mixup.fold_in mixup.n", lambda a: True),
-    Case(
-        "differs",
-        "",
-        lambda a: a.get("mixup.p"),
-        "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
-        " with its neighbour; this project draws one for each augment.mix_group_size images",
-    ),
-    Case("same", "loss", lambda a: a.get("loss") == "softmax_xent"),
-    Case(
-        "same",
-        "loss",
-        lambda a: a.get("loss") == "sigmoid_xent",
-        settings={"loss.name": "bce", "loss.bce_sum": True},
-    ),
-    Case(
-        "same", "", lambda a: "loss" not in a, settings={"loss.name": "bce", "loss.bce_sum": True}
-    ),
-    Case("cannot", "loss", lambda a: True, "another loss: replaced by cross-entropy"),
-    Case(
-        "differs",
-        "optax.mu_dtype",
-        lambda a: (
-            a.get("optax.mu_dtype") == "bfloat16"
-            and a.get("optax_name", "scale_by_adam") == "scale_by_adam"
-        ),
-        "big_vision stores the first moment in bf16, this project in fp32",
-    ),
-)
 
 
 def is_config(text: str) -> bool:
@@ -98,40 +44,45 @@ def read_command(command: Command) -> Reading:
     match = re.search(r"--config[= ]([^\s:]+)(?::(\S+))?", arguments)
     if not match:
         raise ValueError("big_vision.train has no config: pass --config FILE.py")
+    path = Path(match[1])
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: the config file cannot be read: pass a path relative to the current folder"
+        )
     overrides = re.findall(r"--config\.([\w.]+)[= ](\S+)", arguments)
-    return read(config_text(Path(match[1])), match[2] or "", overrides)
+    return read(path.read_text(encoding="utf-8"), match[2] or "", overrides)
 
 
 def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
     """Map a config. argument: the text after the colon. overrides: dotted keys and values."""
     file = PythonConfig(text, "the config", {"bvcc.parse_arg": _parse_arg})
-    parameters = file.names["get_config"].node.args.args
-    config = file.call("get_config", *([argument] if parameters else []))
+    takes_argument = bool(file.names["get_config"].node.args.args)
+    config = file.call("get_config", *([argument] if takes_argument else []))
     for key, value in overrides:
         *sections, name = key.split(".")
         section = config
         for part in sections:
             section = section.setdefault(part, {})
         section[name] = yaml.safe_load(value)
-    reading = ConfigReading("big_vision's trainer", SOURCE, config, _PLACES)
-    model = reading.get("model_name", "vit")
+    leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
+    model = leaves.get("model_name", "vit")
     if model != "vit":
         raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is supported")
-    reading.copy(_ROWS)
+    arguments = tuple(Argument((key,), "str", None, "", not _PLACES.match(key)) for key in leaves)
+    table = Table("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
+    reading = ConfigReading(table, ParsedArguments(Leaves(leaves), frozenset(leaves)))
     _map_length(reading)
     _map_model(reading)
     _map_images(reading)
-    reading.apply(_CASES)
+    _map_mixing(reading)
     _map_optimizer(reading)
-    _map_schedule(reading)
-    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
-    map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
+    _map_rest(reading)
     reading.finish()
     return reading
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
-    """Parse `variant=B/16,aug=light1` as big_vision does, with the defaults and types of `spec`."""
+    """Parse `variant=B/16,aug=light1` like big_vision, with the defaults and types of `spec`."""
     values = {k: v[0] if isinstance(v, tuple) else v for k, v in spec.items()}
     for part in filter(None, (arg or "").split(",")):
         name, equals, value = part.partition("=")
@@ -147,6 +98,8 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
 
 
 def _map_length(reading: ConfigReading) -> None:
+    batch = reading.args["input.batch_size"]
+    reading.same("input.batch_size", {"data.global_batch_size": batch})
     if steps := reading.get("total_steps"):
         reading.same("total_steps", {"train.steps": steps})
     else:
@@ -157,17 +110,25 @@ def _map_length(reading: ConfigReading) -> None:
         reading.differs("total_epochs", text, {"train.epochs": epochs})
     split = reading.get("input.data.split", "train")
     if split == "train":
-        reading.same("input.data.split")
+        reading.same(reading.remaining("input.data.split"))
     elif _PERCENT.fullmatch(split):
         text = f"{split}: big_vision selects samples by storage order, this project by a hash"
         reading.differs("input.data.split", text, _parts(reading, split))
     else:
         text = f"training on {split}: write these images as a split, and set data.train_split to it"
         reading.cannot("input.data.split", text)
+    if "input.shuffle_buffer_size" in reading.args:
+        size = reading.args["input.shuffle_buffer_size"]
+        text = f"big_vision shuffles in a buffer of {size:,}, this project over all data"
+        reading.differs("input.shuffle_buffer_size", text)
+    reading.same(reading.remaining("seed"), {"train.seed": reading.get("seed", 0)})
 
 
 def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
-    """Return the settings for the training part of a split and for its held-out part."""
+    """Return settings for the part of a split used for training and for its held-out part.
+
+    `evals.*` are skipped, except `minival`, which is held out from training.
+    """
     settings: dict[str, Any] = {"data.train_split": split}
     held_out = reading.get("evals.minival.data.split")
     if held_out is not None and _PERCENT.fullmatch(held_out):
@@ -180,22 +141,43 @@ def _map_model(reading: ConfigReading) -> None:
     size, _, patch = variant.partition("/")
     if size not in _NAMES or not patch:
         raise ValueError(f"config.model.variant = {variant!r}: expected a value such as B/16")
-    reading.same("model_name model.variant", {"model.name": f"vit_{_NAMES[size]}{patch}"})
+    names = reading.remaining("model_name model.variant")
+    reading.same(names, {"model.name": f"vit_{_NAMES[size]}{patch}"})
     pool = reading.get("model.pool_type", "gap")
-    if pool in _POOLS:
-        reading.same("model.pool_type", _POOLS[pool])
+    settings: dict[str, Any] = {"model.class_token": False, "model.global_pool": "avg"}
+    if pool == "map":
+        settings["model.global_pool"] = "map"
+    elif pool == "tok":
+        settings = {"model.no_embed_class": True}
+    if pool in ("gap", "tok", "map"):
+        reading.same(reading.remaining("model.pool_type"), settings)
     else:
         reading.cannot("model.pool_type", f"the pooling {pool}: replaced by the class token")
+    positions = reading.get("model.posemb", "learn")
+    reading.same(reading.remaining("model.posemb"), {"model.pos_embed": positions})
     width = reading.get("model.rep_size", False)
     if width is True:
-        width = PRESETS[_NAMES[size]]["embed_dim"]
-    reading.same("model.rep_size", {"model.representation_size": width} if width else {})
-    if start := reading.get("model_init"):
+        widths = {"ti": 192, "s": 384, "b": 768, "l": 1024, "h": 1280, "so400m": 1152, "G": 1664}
+        width = widths[_NAMES[size]]
+    reading.same(
+        reading.remaining("model.rep_size"), {"model.representation_size": width} if width else {}
+    )
+    rate = reading.get("model.dropout", 0.0)
+    drops = {"model.pos_drop_rate": rate, "model.proj_drop_rate": rate}
+    reading.same(reading.remaining("model.dropout"), drops if rate else {})
+    bias = reading.get("init_head_bias")
+    reading.same(
+        reading.remaining("init_head_bias"), {} if bias is None else {"model.init_head_bias": bias}
+    )
+    start = reading.get("model_init")
+    if start is None:
+        reading.same(reading.remaining("model_init"))
+    else:
         text = f"weights of big_vision's {start}: set init.checkpoint to the .npz file"
         reading.differs("model_init", text, {"init.checkpoint": f"{start.replace('/', '_')}.npz"})
-    parts = reading.get("model_load.dont_load", ())
+    parts = list(reading.get("model_load.dont_load", ()))
     resets = {"init.reset_head": True} if any("head/" in part for part in parts) else {}
-    reading.same("model_init model_load.dont_load", resets)
+    reading.same(reading.remaining("model_load.dont_load"), resets)
 
 
 def _operations(text: str) -> list[tuple[str, list[Any]]]:
@@ -251,51 +233,86 @@ def _map_images(reading: ConfigReading) -> None:
         reading.differs("evals.val.pp_fn", text, ours)
 
 
+def _map_mixing(reading: ConfigReading) -> None:
+    alpha = reading.get("mixup.p", 0.0) or 0.0
+    reading.same(reading.remaining("mixup.p"), {"augment.mixup_alpha": alpha})
+    reading.same(reading.remaining("mixup.fold_in mixup.n"))
+    if alpha:
+        text = (
+            "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
+            " with its neighbour; this project draws one for each augment.mix_group_size images"
+        )
+        reading.differs("", text)
+    loss = reading.get("loss", "sigmoid_xent")
+    if loss == "softmax_xent":
+        reading.same(reading.remaining("loss"))
+    elif loss == "sigmoid_xent":
+        reading.same(reading.remaining("loss"), {"loss.name": "bce", "loss.bce_sum": True})
+    else:
+        reading.cannot(reading.remaining("loss"), f"the loss {loss}: replaced by cross-entropy")
+
+
 def _map_optimizer(reading: ConfigReading) -> None:
     lr = reading.args["lr"]
     name = reading.get("optax_name", "scale_by_adam")
+    reading.same("lr", {"optim.lr": lr})
+    names = reading.remaining("optax_name")
     if name == "scale_by_adam":
         betas = [reading.get("optax.b1", 0.9), reading.get("optax.b2", 0.999)]
-        reading.same("optax_name", {"optim.name": "adamw"})
-        reading.same("optax.b1 optax.b2", {"optim.betas": betas})
-        reading.same("optax.eps", {"optim.eps": reading.get("optax.eps", 1e-8)})
+        reading.same(names, {"optim.name": "adamw"})
+        reading.same(reading.remaining("optax.b1 optax.b2"), {"optim.betas": betas})
+        reading.same(reading.remaining("optax.eps"), {"optim.eps": reading.get("optax.eps", 1e-8)})
+        if reading.get("optax.mu_dtype") == "bfloat16":
+            text = "big_vision stores the first moment in bf16, this project in fp32"
+            reading.differs("optax.mu_dtype", text)
     elif name == "big_vision.momentum_hp":
         momentum = reading.get("optax.momentum", 0.9)
         text = "big_vision stores the momentum in bf16, this project in fp32"
         sgd = {"optim.name": "sgd", "optim.momentum": momentum}
-        reading.differs("optax_name optax.momentum", text, sgd)
+        reading.differs(f"{names} {reading.remaining('optax.momentum')}".strip(), text, sgd)
     elif name == "big_vision.scale_by_adafactor":
-        reading.same("optax_name", {"optim.name": "adafactorbv"})
+        reading.same(names, {"optim.name": "adafactorbv"})
         for key in ("min_dim_size_to_factor", "decay_rate", "beta2_cap", "momentum"):
-            if f"optax.{key}" in reading.args:
-                reading.same(f"optax.{key}", {f"optim.{key}": reading.args[f"optax.{key}"]})
+            path = reading.remaining(f"optax.{key}")
+            reading.same(path, {f"optim.{key}": reading.args[path]} if path else {})
     else:
         raise not_available(f"config.optax_name {name}")
+    clip = {"optim.clip_grad_norm": reading.get("grad_clip_norm")}
+    reading.same(reading.remaining("grad_clip_norm"), clip)
     decay = reading.get("wd") or 0.0
-    kernels = {"optim.no_weight_decay": "not_kernels"} if decay else {}
-    note = f"{decay:g} / {lr:g}" if decay else ""
-    reading.same("wd", {"optim.weight_decay": decay / lr, **kernels}, note)
+    ours: dict[str, Any] = {"optim.weight_decay": decay / lr}
+    if decay:
+        ours["optim.no_weight_decay"] = "not_kernels"
+    reading.same(reading.remaining("wd"), ours, f"{decay:g} / {lr:g}" if decay else "")
+    _map_schedule(reading, lr)
 
 
-def _map_schedule(reading: ConfigReading) -> None:
+def _map_schedule(reading: ConfigReading, lr: float) -> None:
     mapped = reading.settings
     per_epoch = max(IMAGENET // max(mapped["data.global_batch_size"], 1), 1)
     steps = mapped.get("train.steps") or round(mapped["train.epochs"] * per_epoch)
     warmup = reading.get("schedule.warmup_steps", 0)
     kind = reading.get("schedule.decay_type", "stair")
-    names = "schedule.warmup_steps schedule.decay_type"
-    settings = {
-        "schedule.name": "linear" if kind == "linear" else "cosine",
-        "schedule.warmup_steps": warmup,
-        "schedule.warmup_lr": 0.0,
-    }
-    if kind not in ("linear", "cosine"):
+    settings: dict[str, Any] = {"schedule.name": "cosine", "schedule.warmup_steps": warmup}
+    settings["schedule.warmup_lr"] = 0.0
+    names = reading.remaining("schedule.warmup_steps schedule.decay_type")
+    if kind == "linear":
+        settings["schedule.name"] = "linear"
+    elif kind != "cosine":
         reading.cannot(names, f"the schedule {kind}: replaced by a cosine", with_effect(settings))
         return
     theirs = after_warmup(
-        mapped["optim.lr"],
-        steps / per_epoch,
-        warmup_epochs=warmup / per_epoch,
-        linear=kind == "linear",
+        lr, steps / per_epoch, warmup_epochs=warmup / per_epoch, linear=kind == "linear"
     )
     map_rate(reading, names, theirs, settings, "")
+
+
+def _map_rest(reading: ConfigReading) -> None:
+    """Record properties of big_vision without a key, and unknown keys."""
+    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
+    map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
+    accounted = {name for finding in reading.findings for name in finding.theirs}
+    for argument in reading.table.arguments:
+        name = argument.name
+        if argument.in_recipe and name not in accounted:
+            reading.cannot(name, f"config.{name} = {reading.args[name]!r} is not supported")

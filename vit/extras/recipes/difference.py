@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +47,11 @@ class Difference(NamedTuple):
     kind: str
     """One of `vit.extras.recipes.effects.KINDS`."""
     text: str
-    """The known effect of the setting, or "" if unknown."""
+    """The known effect of the setting, or ""."""
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a YAML file, a recipe name of this project, or a run folder."""
+    """Return the config of a YAML file, a recipe of this project by name, or a run folder."""
     if path.is_dir():
         file = path / CONFIG_FILE
         if not file.is_file():
@@ -81,7 +80,7 @@ def compare(first: Config, second: Config) -> list[Difference]:
 
 
 def _implied_values(config: Config) -> dict[str, Any]:
-    """Return the values that the model name and the augmentation imply for null settings."""
+    """Return the values that null settings get from the model's name and the augmentation."""
     is_timms = config.augment.randaugment_ops.startswith("timm")
     implied: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
@@ -94,10 +93,10 @@ def _implied_values(config: Config) -> dict[str, Any]:
 
 
 def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that can make the results of `config` differ from a published run.
+    """Return the settings that can make results of `config` differ from a published run.
 
-    recipe: this project's config for the published run. settings: overrides of that config. Paths,
-    weight averaging and extra evaluations are ignored.
+    recipe: the config of the published run, in this project. settings: its overrides. Paths, weight
+    averaging and extra evaluations are omitted.
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     published = read_recipe(Path(recipe), overrides)
@@ -133,19 +132,3 @@ def _shown(key: str, value: Any) -> str:
             ", ".join(f"{name} {entry}" for name, entry in item.items()) for item in items
         )
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def wrapped(text: str, first: str = "  ", rest: str = "") -> list[str]:
-    """Wrap `text` at 100 columns, and return the lines.
-
-    first: the indentation of the first line. rest: the indentation of the other lines, by default
-    four more spaces.
-    """
-    return textwrap.wrap(
-        text,
-        100,
-        initial_indent=first,
-        subsequent_indent=rest or f"{first}    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

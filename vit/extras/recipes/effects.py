@@ -67,11 +67,6 @@ _ABLATED: dict[str, tuple[Any, ...]] = {
 applies only if one of the two recipes has this value."""
 _SEED = "noise from different random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
 _TEXTS = {
-    "model.weight_init": "initial weights from a different distribution",
-    "eval.reference": "the published curve in plots of evaluations",
-    "eval.every_epochs": "frequency and speed of evaluations",
-    "eval.every_steps": "frequency and speed of evaluations",
-    "eval.batch_size": "frequency and speed of evaluations",
     "train.seed": _SEED,
     "train.precision": "rounding; fp16 may overflow, which skips updates",
     "train.compile": "rounding",
@@ -81,47 +76,26 @@ _TEXTS = {
     "train.exact_over_ranks": "sums and random numbers are independent of the number of ranks",
     "augment.mix_group_size": "the number of images that share one draw of MixUp and CutMix",
 }
-_KINDS = {
-    "data.num_lanes": "order",
-    "data.block_samples": "order",
-    "data.window_blocks": "order",
-    "train.seed": "order",
-    "train.exact_over_ranks": "order",
-    "train.precision": "harmless",
-    "train.compile": "harmless",
-    "train.deterministic": "harmless",
-    "log.sample_losses": "harmless",
-    "eval.reference": "harmless",
-    "eval.every_epochs": "harmless",
-    "eval.every_steps": "harmless",
-    "eval.batch_size": "harmless",
-    "model.weight_init": "start",
-    # A resumed run may change some image settings, because its samples are compared instead.
-    "data.mean": "images",
-    "data.std": "images",
-    "data.interpolation": "images",
-    "data.scaled_decode": "images",
-    "schedule.image_sizes": "images",
-    "data.sources": "images",
-    "data.on_bad_image": "images",
-    "data.root": "images",
-    "data.val_split": "images",
-    **{f"data.{name}": "images" for name in Selection.model_fields},
-}
-"""The settings whose kind differs from that of their section."""
-_SECTIONS = {
-    "model": "network",
-    "optim": "optimization",
-    "schedule": "optimization",
-    "loss": "optimization",
-    "distill": "optimization",
-    "train": "optimization",
-    "guard": "optimization",
-    "augment": "images",
-    "data": "images",
-    "eval": "evaluation",
-    "init": "start",
-}
+_ORDER = (
+    "data.num_lanes",
+    "data.block_samples",
+    "data.window_blocks",
+    "train.seed",
+    "train.exact_over_ranks",
+)
+_HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
+_IMAGES = (
+    "data.mean",
+    "data.std",
+    "data.interpolation",
+    "data.scaled_decode",
+    "schedule.image_sizes",
+    "data.sources",
+    "data.on_bad_image",
+    *(f"data.{name}" for name in Selection.model_fields),
+)
+"""The settings that change training images. A resumed run may change some of these settings,
+because its samples are compared instead."""
 
 
 class Effect(NamedTuple):
@@ -141,7 +115,31 @@ def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
     ablated = _ABLATED.get(key, values)
     if key in KNOWN and (not values or any(value in ablated for value in values)):
         return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
-    if key in _KINDS:
-        return Effect(_KINDS[key], text)
-    is_harmless = may_change(key) and section not in ("eval", "guard")
-    return Effect("harmless" if is_harmless else _SECTIONS.get(section, "harmless"), text)
+    if key in _ORDER:
+        return Effect("order", text)
+    if key in _IMAGES:
+        return Effect("images", text)
+    if key in _HARMLESS or (may_change(key) and section not in ("eval", "data", "guard")):
+        return Effect("harmless", text)
+    if section == "data" and may_change(key) and key not in ("data.val_split", "data.root"):
+        return Effect("harmless", text)
+    kinds = {
+        "model": "network",
+        "optim": "optimization",
+        "schedule": "optimization",
+        "loss": "optimization",
+        "distill": "optimization",
+        "train": "optimization",
+        "guard": "optimization",
+        "augment": "images",
+        "data": "images",
+        "eval": "evaluation",
+        "init": "start",
+    }
+    if key == "model.weight_init":
+        return Effect("start", "initial weights from a different distribution")
+    if key == "eval.reference":
+        return Effect("harmless", "the published curve in plots of evaluations")
+    if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
+        return Effect("harmless", "frequency and speed of evaluations")
+    return Effect(kinds.get(section, "harmless"), text)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vit.config.io import from_dict, to_dict
+from vit.config.base import Section
+from vit.config.hints import sections
+from vit.config.io import from_dict
 from vit.config.schema import Config
 from vit.extras.recipes import (
     big_vision,
@@ -26,9 +28,8 @@ from vit.extras.recipes import (
     timm_train,
     torchvision_references,
 )
-from vit.extras.recipes.arguments import Table, read_mapping, read_words
+from vit.extras.recipes.arguments import ParsedArguments, Table, read_mapping, read_words
 from vit.extras.recipes.command import Command, split_command
-from vit.extras.recipes.python_config import flattened
 from vit.extras.recipes.reading import Reading
 
 DATA_ROOT = "data/imagenet"
@@ -41,7 +42,7 @@ _OWN_NAMES = {
     "run_with_submitit.py": "deit",
     "distributed_train.sh": "timm",
 }
-"""Maps script names that only one project uses to that project."""
+"""The script names that only one project uses."""
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
@@ -60,13 +61,14 @@ _NOT_READ = {
         "launch/eval.py --linear-probe",
     ),
 }
-"""Maps patterns for unsupported commands to their name and the most similar supported script."""
-_MAPS: dict[str, Callable[[Reading, int | None, bool], None]] = {
-    "deit": deit.map_arguments,
-    "timm": timm_train.map_arguments,
-    "torchvision": torchvision_references.map_arguments,
-    "mae": mae.map_arguments,
-    "deit3_jax": deit3_jax.map_arguments,
+"""A pattern of unsupported commands -> their name, and the most similar supported script."""
+_Read = Callable[[Table, ParsedArguments, int | None, bool], Reading]
+_READERS: dict[str, _Read] = {
+    "deit": deit.read,
+    "timm": timm_train.read,
+    "torchvision": torchvision_references.read,
+    "mae": mae.read,
+    "deit3_jax": deit3_jax.read,
 }
 
 
@@ -85,10 +87,10 @@ class Imported(NamedTuple):
 
 
 def import_recipe(source: str, program: str | None = None, num_gpus: int | None = None) -> Imported:
-    """Import a recipe from a command line, a file with a command or config, or stdin (`-`).
+    """Import a command line, a file with a command or a config, or `-` for stdin.
 
-    program: one of `PROGRAMS`, needed if the project cannot be detected. num_gpus: the total number
-    of GPUs, needed if the recipe does not state it.
+    program: one of `PROGRAMS`, if the project cannot be detected. num_gpus: the total number of
+    GPUs, if the recipe does not contain the number.
 
     Raises ValueError if the recipe cannot be read. The error lists all unknown flags.
     """
@@ -107,9 +109,7 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     if reading is None:
         name = " ".join(text.split())
         reading = _read_command(split_command(text), program, num_gpus)
-    settings = {"data.root": DATA_ROOT, **reading.settings}
-    ordered = [*default_settings(settings.get("optim.name", "adamw")), *settings]
-    return Imported(reading, name, {key: settings[key] for key in ordered if key in settings})
+    return Imported(reading, name, _ordered({"data.root": DATA_ROOT, **reading.settings}))
 
 
 def _file(source: str) -> Path | None:
@@ -129,13 +129,31 @@ def nested(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def default_settings(optimizer: str) -> dict[str, Any]:
-    """Return the defaults of all settings by dotted key, in the order of the schema.
+def is_default(key: str, value: Any, optimizer: str) -> bool:
+    """Return whether `value` is the default of `key`. optimizer: the value of `optim.name`."""
+    section, _, name = key.partition(".")
+    for kind in sections()[section]:
+        if section == "optim" and optimizer not in _names_of(kind):
+            continue
+        if name in kind.model_fields:
+            default = kind.model_fields[name].default
+            return bool(value == (list(default) if isinstance(default, tuple) else default))
+    return False
 
-    optimizer: the value of `optim.name`.
-    """
-    required = {"data": {"root": DATA_ROOT}, "train": {"epochs": 1}, "optim": {"name": optimizer}}
-    return flattened(to_dict(from_dict(required, "the defaults")))
+
+def _names_of(kind: type[Section]) -> tuple[Any, ...]:
+    """Return the names that select this section in a union, such as ("adamw",)."""
+    return getattr(kind.model_fields["name"].annotation, "__args__", ())
+
+
+def _ordered(settings: dict[str, Any]) -> dict[str, Any]:
+    keys = [
+        f"{section}.{key}"
+        for section, kinds in sections().items()
+        for kind in kinds
+        for key in kind.model_fields
+    ]
+    return {key: settings[key] for key in dict.fromkeys(keys) if key in settings}
 
 
 def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading | None:
@@ -154,8 +172,8 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
         raise ValueError(
             f"{path}: expected arguments of timm's train.py, such as `model: vit_base`"
         )
-    reading = Reading(timm_train.TABLE, read_mapping(timm_train.TABLE, values))
-    return _mapped("timm", reading, num_gpus, (num_gpus or 1) > 1)
+    arguments = read_mapping(timm_train.TABLE, values)
+    return timm_train.read(timm_train.TABLE, arguments, num_gpus, (num_gpus or 1) > 1)
 
 
 def _read_command(command: Command, program: str | None, num_gpus: int | None) -> Reading:
@@ -167,25 +185,7 @@ def _read_command(command: Command, program: str | None, num_gpus: int | None) -
     gpus = num_gpus or command.num_gpus()
     is_distributed = bool(command.launcher) or (gpus or 1) > 1
     table = _table(program, command)
-    reading = Reading(table, read_words(table, command.words))
-    return _mapped(program, reading, gpus, is_distributed)
-
-
-def _mapped(program: str, reading: Reading, num_gpus: int | None, is_distributed: bool) -> Reading:
-    """Map all arguments. Raises ValueError if the command only evaluates a model."""
-    args = reading.args
-    for name in ("eval", "test_only"):
-        if args.get(name):
-            raise ValueError(
-                f"{reading.table.program} {reading.table.flag_of(name)} only evaluates: run"
-                " python launch/eval.py --checkpoint FILE --data SHARDS"
-            )
-    if "ngpus" in args:  # submitit starts the processes
-        num_gpus = num_gpus or args["ngpus"] * args["nodes"]
-        is_distributed = True
-    _MAPS[program](reading, num_gpus, is_distributed)
-    reading.finish()
-    return reading
+    return _READERS[program](table, read_words(table, command.words), gpus, is_distributed)
 
 
 def _table(program: str, command: Command) -> Table:
@@ -223,9 +223,29 @@ def _find_program(command: Command, stated: str | None) -> str:
         of_jax = {"--train-dataset-shards", "--droppath", "--layers", "--criterion"}
         return "deit3_jax" if of_jax & set(command.words) else "deit"
     if name.startswith("train"):
-        is_torchvision = re.search(r"--model[= ]vit_[blh]_\d\d\b", line)
-        return "torchvision" if is_torchvision else "timm"
+        return _timm_or_torchvision(command)
     raise ValueError(
         f"{command.script}: the program cannot be detected: pass --program, one of"
         f" {', '.join(PROGRAMS)}"
     )
+
+
+def _timm_or_torchvision(command: Command) -> str:
+    """Return the project whose train.py accepts these flags.
+
+    If both projects accept the flags, the model's name decides.
+    """
+    fits = []
+    for program, table in (
+        ("timm", timm_train.TABLE),
+        ("torchvision", torchvision_references.TABLE),
+    ):
+        try:
+            read_words(table, command.words)
+        except ValueError:
+            continue
+        fits.append(program)
+    if len(fits) == 1:
+        return fits[0]
+    is_torchvision = re.search(r"--model[= ]vit_[blh]_\d\d\b", " ".join(command.words))
+    return "torchvision" if is_torchvision else "timm"

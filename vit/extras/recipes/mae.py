@@ -3,60 +3,62 @@
 In MAE, the learning rate is --blr times the global batch size divided by 256. Learning rates
 decrease from the last to the first block. The head uses the mean of patches unless --cls_token is
 passed. The learning rate changes each step and starts at 0. Up to 224 px, evaluation uses a center
-crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
+crop of 224/256 of the image. Larger sizes use the whole image.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from vit.extras.recipes.arguments import Table, make_table
+from vit.extras.recipes.arguments import ParsedArguments, Table, make_table
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.rates import after_warmup, map_rate
-from vit.extras.recipes.reading import Case, Reading
+from vit.extras.recipes.reading import Reading
 from vit.extras.recipes.timm_common import (
-    TIMM_CASES,
     local_file,
     map_batch,
+    map_color_jitter,
+    map_erasing,
     map_initial_weights,
     map_layer_decay,
+    map_mixing,
     map_policy,
     map_precision,
 )
-from vit.layers.presets import SIZES
 
 _RECIPE = """
 --batch_size              int     64      per GPU; data.global_batch_size is the total
---epochs                  int     50      = train.epochs
+--epochs                  int     50      train.epochs
 --accum_iter              int     1       batches per step
 --model                   str     vit_large_patch16   model.name
 --input_size              int     224     model.image_size
---drop_path               float   0.1     = model.drop_path_rate
---clip_grad               float   -       = optim.clip_grad_norm
---weight_decay            float   0.05    = optim.weight_decay
---lr                      float   -       =? optim.lr
+--drop_path               float   0.1     model.drop_path_rate
+--clip_grad               float   -       optim.clip_grad_norm
+--weight_decay            float   0.05    optim.weight_decay
+--lr                      float   -       optim.lr
 --blr                     float   1e-3    optim.lr, for a batch of 256
---layer_decay             float   0.75    =
+--layer_decay             float   0.75    layer-wise rates
 --min_lr                  float   1e-6    schedule.min_lr
 --warmup_epochs           int     5       schedule.warmup_epochs
---color_jitter            float   -       =
---aa                      str     rand-m9-mstd0.5-inc1  =
---smoothing               float   0.1     = loss.label_smoothing
---reprob                  float   0.25    =? augment.erasing_prob
---remode                  str     pixel   = augment.erasing_mode
---recount                 int     1       =
---resplit                 on      -       off: no erasing in the first split of a batch
---mixup                   float   0       = augment.mixup_alpha
---cutmix                  float   0       = augment.cutmix_alpha
---cutmix_minmax           floats  -       off: CutMix boxes with a side between two fractions
---mixup_prob              float   1.0     = augment.mix_prob
---mixup_switch_prob       float   0.5     = augment.cutmix_switch_prob
---mixup_mode              str     batch   = augment.mixup_mode
---finetune                str     -       =
---global_pool             on      true    =
+--color_jitter            float   -       augment.color_jitter
+--aa                      str     rand-m9-mstd0.5-inc1  augment.randaugment_layers and others
+--smoothing               float   0.1     loss.label_smoothing
+--reprob                  float   0.25    augment.erasing_prob
+--remode                  str     pixel   augment.erasing_mode
+--recount                 int     1       number of erased boxes
+--resplit                 on      -       -
+--mixup                   float   0       augment.mixup_alpha
+--cutmix                  float   0       augment.cutmix_alpha
+--cutmix_minmax           floats  -       -
+--mixup_prob              float   1.0     augment.mix_prob
+--mixup_switch_prob       float   0.5     augment.cutmix_switch_prob
+--mixup_mode              str     batch   augment.mixup_mode
+--finetune                str     -       init.checkpoint
+--global_pool             on      true    model.global_pool
 --cls_token               off:global_pool   -
---nb_classes              int     1000    =
---seed                    int     0       = train.seed
+--nb_classes              int     1000    follows from the data
+--seed                    int     0       train.seed
 """
 _PLACES = """
 --data_path               str     /datasets01/imagenet_full_size/061417/
@@ -76,8 +78,8 @@ _PLACES = """
 --dist_url                str     env://
 """
 _SUBMITIT = """
---ngpus                   int     8       =
---nodes                   int     2       =
+--ngpus                   int     8       GPUs per node
+--nodes                   int     2       nodes
 """
 _SUBMITIT_PLACES = """
 --timeout                 int     4320
@@ -95,35 +97,41 @@ SUBMITIT = make_table(
     _RECIPE + _SUBMITIT,
     _PLACES + _SUBMITIT_PLACES,
 )
-
-
-_CASES = (
-    Case(
-        "same",
-        "global_pool",
-        lambda a: a["global_pool"],
-        settings={"model.global_pool": "avg", "model.class_token": True},
-    ),
-    Case("inert", "blr", lambda a: a["lr"] is not None, "--lr is stated"),
-)
+_NAMES = {"base": "b", "large": "l", "huge": "h"}
 
 
 def table_for(command: Command) -> Table:
-    """Return the argument table of the script that `command` runs."""
+    """Return the arguments of the script that `command` runs."""
     return SUBMITIT if "submitit" in command.script else TABLE
 
 
-def map_arguments(reading: Reading, num_gpus: int | None, is_distributed: bool) -> None:
-    """Map the arguments of MAE's fine-tuning."""
+def read(
+    table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
+) -> Reading:
+    """Map a command of MAE's fine-tuning."""
+    reading = Reading(table, parsed)
     args = reading.args
+    if args["eval"]:
+        raise ValueError(
+            "--eval only evaluates: run python launch/eval.py --checkpoint FILE --data SHARDS"
+        )
+    if table is SUBMITIT:
+        num_gpus = num_gpus or args["ngpus"] * args["nodes"]
+        reading.same("ngpus nodes")
     batch = map_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
+    reading.same("epochs", {"train.epochs": args["epochs"]})
     _map_model(reading)
     map_policy(reading, "bicubic")
-    reading.apply((*_CASES, *TIMM_CASES))
+    map_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
+    map_erasing(reading)
+    map_mixing(reading, args["batch_size"])
     _map_optimizer(reading, batch)
+    reading.same("seed", {"train.seed": args["seed"]})
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss")
     map_initial_weights(reading, "Xavier's everywhere, and a head of std 2e-5")
+    reading.finish()
+    return reading
 
 
 def _map_model(reading: Reading) -> None:
@@ -134,13 +142,19 @@ def _map_model(reading: Reading) -> None:
             f"--model {args['model']}: expected vit_base_patch16, vit_large_patch16 or"
             " vit_huge_patch14"
         )
-    reading.same("model", {"model.name": f"vit_{SIZES[match[1]]}{match[2]}"})
+    reading.same("model", {"model.name": f"vit_{_NAMES[match[1]]}{match[2]}"})
     size = args["input_size"]
-    crop = 0.875 if size <= 224 else 1.0
-    reading.same("input_size", {"model.image_size": size, "eval.crop_pct": crop})
+    view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
+    reading.same("input_size", view)
+    reading.same("drop_path", {"model.drop_path_rate": args["drop_path"]})
+    pool: dict[str, Any] = {"model.global_pool": "avg", "model.class_token": True}
+    reading.same("global_pool", pool if args["global_pool"] else {})
+    reading.same("nb_classes")
     if args["finetune"]:
         file, note = local_file(args["finetune"])
         reading.same("finetune", {"init.checkpoint": file, "init.reset_head": True}, note)
+    else:
+        reading.same("finetune")
 
 
 def _map_optimizer(reading: Reading, batch: int) -> None:
@@ -150,6 +164,11 @@ def _map_optimizer(reading: Reading, batch: int) -> None:
     if lr is None:
         lr = args["blr"] * batch / 256
         reading.same("lr blr", {"optim.lr": lr}, f"{args['blr']:g} x {batch} / 256")
+    else:
+        reading.same("lr", {"optim.lr": lr})
+        reading.inert("blr", "--lr is stated")
+    reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"]})
+    reading.same("clip_grad", {"optim.clip_grad_norm": args["clip_grad"]})
     map_layer_decay(reading, "layer_decay", args["layer_decay"], "beit")
     settings = {
         "schedule.name": "cosine",

@@ -4,7 +4,7 @@ In MMPretrain, configs inherit with `_base_`. Dictionaries are merged into those
 (`_delete_` replaces a dictionary), and lists replace those of the base. The batch size is per GPU.
 The number of GPUs is in the file's name (`64xb64`) or follows from `auto_scale_lr`. The learning
 rate changes each step in the warm-up, and then each epoch. `paramwise_cfg` selects the parameters
-with weight decay. Without AMP, training uses fp32.
+with weight decay. Training is in fp32 without AMP.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import config_text, with_bases
+from vit.extras.recipes.python_config import Leaves, Opaque, flattened, with_bases
 from vit.extras.recipes.rates import after_warmup, map_rate, with_effect
 from vit.extras.recipes.reading import ConfigReading, Reading
 from vit.extras.recipes.timm_common import (
@@ -23,7 +24,6 @@ from vit.extras.recipes.timm_common import (
     map_precision,
     not_available,
 )
-from vit.layers.presets import PRESETS
 
 SOURCE = "open-mmlab/mmpretrain@ee7f2e88"
 _PLACES = re.compile(
@@ -54,48 +54,18 @@ _ARCHES = {
     "huge": "h",
     "h": "h",
 }
-"""The model sizes by MMPretrain name. `small` is omitted, because it has 8 layers of width 768,
+"""The model sizes by MMPretrain's name. `small` is missing, because it has 8 layers of width 768,
 except in DeiT3."""
 _BACKBONES = ("VisionTransformer", "DeiT3", "DistilledVisionTransformer")
-_OPTIMIZERS = {
-    "AdamW": (
-        "adamw",
-        """
-optim_wrapper.optimizer.betas         optim.betas         [0.9,0.999]
-optim_wrapper.optimizer.eps           optim.eps           1.0e-8
-optim_wrapper.optimizer.weight_decay  optim.weight_decay  0.01
-""",
-    ),
-    "SGD": (
-        "sgd",
-        """
-optim_wrapper.optimizer.momentum      optim.momentum      0.0
-optim_wrapper.optimizer.nesterov      optim.nesterov      false
-optim_wrapper.optimizer.weight_decay  optim.weight_decay  0.0
-""",
-    ),
+_CLIP = {
+    "b16": "vit_base_patch16_clip_224",
+    "b32": "vit_base_patch32_clip_224",
+    "l14": "vit_large_patch14_clip_224",
+    "h14": "vit_huge_patch14_clip_224",
 }
-"""This project's optimizer and the table of its arguments, by torch's name for the optimizer."""
-_PARTS = {
-    "norms": ("norm_decay", "custom_keys..ln.decay"),
-    "biases": ("bias_decay", "custom_keys..bias.decay"),
-    "the class token": ("custom_keys..cls_token.decay",),
-    "positions": ("custom_keys..pos_embed.decay",),
-}
-"""The `paramwise_cfg` flags that switch off weight decay, by the part of the network."""
+_DEPTHS = {"ti": 12, "s": 12, "b": 12, "l": 24, "h": 32}
 _OF_DEIT3 = {"s": "s", "small": "s", "m": "b", "medium": "b"}
 _INITIAL = "model.init_cfg model.backbone.init_cfg model.head.init_cfg"
-_ROWS = """
-model.backbone.drop_path_rate      model.drop_path_rate  unset
-model.backbone.drop_rate           model.pos_drop_rate,model.proj_drop_rate  unset
-model.head.hidden_dim              model.representation_size  unset
-train_cfg.val_interval             eval.every_epochs     1
-train_cfg.max_epochs               train.epochs          required
-randomness.seed                    train.seed            unset
-optim_wrapper.optimizer.lr         optim.lr              required
-optim_wrapper.clip_grad.max_norm   optim.clip_grad_norm  null
-"""
-"""The keys that have an equal setting in this project, with MMPretrain's defaults."""
 
 
 def is_config(text: str) -> bool:
@@ -106,24 +76,29 @@ def is_config(text: str) -> bool:
 def read_command(command: Command, num_gpus: int | None) -> Reading:
     """Map `tools/dist_train.sh CONFIG GPUS` or `tools/train.py CONFIG`."""
     path = Path(command.words[0])
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: the config file cannot be read: pass a path relative to the current folder"
+        )
     gpus = num_gpus or command.num_gpus()
-    return read(config_text(path), path, gpus, amp="--amp" in command.words)
+    amp = "--amp" in command.words
+    return read(path.read_text(encoding="utf-8"), path, gpus, amp)
 
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
-    """Map a config. path: the config's file, used to find base configs."""
+    """Map a config. path: the file, to find the base configs. num_gpus: None if unknown."""
     config = with_bases(text, path)
-    reading = ConfigReading("MMPretrain", f"{SOURCE}, its defaults", config, _PLACES)
+    leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
+    arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
+    table = Table("MMPretrain", f"{SOURCE}, its defaults", arguments)
+    reading = ConfigReading(table, ParsedArguments(Leaves(leaves), frozenset(leaves)))
     _map_batch(reading, path, num_gpus)
-    reading.copy(_ROWS)
     _map_model(reading)
     _map_images(reading)
     _map_mixing(reading)
     _map_optimizer(reading)
     _map_schedule(reading)
-    _map_average(reading)
-    reading.same("optim_wrapper.clip_grad train_dataloader.sampler")
-    map_precision(reading, "fp16 with a scaled loss" if amp else "fp32")
+    _map_rest(reading, amp)
     reading.finish()
     return reading
 
@@ -171,18 +146,46 @@ def _map_model(reading: ConfigReading) -> None:
         name |= {"model.embed_dim": 512, "model.num_heads": 8}
     if backbone == "DistilledVisionTransformer":
         name["model.dist_token"] = True
-    reading.same("model.backbone.arch model.backbone.patch_size", name)
+    _map_network(reading, f"{size}{patch}", name)
+    rate = reading.get("model.backbone.drop_path_rate", 0.0)
+    dropped: dict[str, Any] = {"model.drop_path_rate": rate} if rate else {}
+    reading.same(reading.remaining("model.backbone.drop_path_rate"), dropped)
+    drop = reading.get("model.backbone.drop_rate", 0.0)
+    rates = {"model.pos_drop_rate": drop, "model.proj_drop_rate": drop} if drop else {}
+    reading.same(reading.remaining("model.backbone.drop_rate"), rates)
     pools = reading.get("model.backbone.out_type") == "avg_featmap"
     pooled = {"model.global_pool": "avg"} if pools else {}
-    reading.same("model.backbone.out_type model.backbone.final_norm", pooled)
+    names = reading.remaining("model.backbone.out_type model.backbone.final_norm")
+    reading.same(names, pooled)
     if neck := reading.get("model.neck.type"):
-        reading.cannot("model.neck", f"{neck} between the backbone and the head")
+        text = f"{neck} between the backbone and the head"
+        reading.cannot(reading.remaining("model.neck"), text)
     else:
-        reading.same("model.neck")
-    if not reading.get("model.backbone.pre_norm"):
-        reading.same("model.backbone.pre_norm")
+        reading.same(reading.remaining("model.neck"))
+    hidden = reading.get("model.head.hidden_dim")
+    reading.same(
+        reading.remaining("model.head.hidden_dim"),
+        {"model.representation_size": hidden} if hidden else {},
+    )
     _map_start(reading, size)
     _map_loss(reading)
+
+
+def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> None:
+    """Map the network. size: such as b16. ours: the settings unless `pre_norm` selects CLIP."""
+    names = reading.remaining(
+        "model.backbone.arch model.backbone.patch_size model.backbone.pre_norm"
+    )
+    if not reading.get("model.backbone.pre_norm"):
+        reading.same(names, ours)
+    elif size in _CLIP:
+        text = "mapped to timm's CLIP model, whose norms have an epsilon of 1e-5 instead of 1e-6"
+        reading.differs(names, text, {"model.name": f"timm/{_CLIP[size]}"})
+    else:
+        raise ValueError(
+            f"model.backbone.pre_norm of {size}: expected one of {', '.join(_CLIP)}: change"
+            " arch and patch_size, or set pre_norm=False"
+        )
 
 
 def _map_start(reading: ConfigReading, size: str) -> None:
@@ -193,34 +196,35 @@ def _map_start(reading: ConfigReading, size: str) -> None:
             " init.checkpoint to its file"
         )
         start = {"init.checkpoint": weights or "pretrained.pth", "init.reset_head": True}
-        reading.differs("model.backbone.init_cfg", text, start)
+        reading.differs(reading.remaining("model.backbone.init_cfg"), text, start)
     frozen = reading.get("model.backbone.frozen_stages", -1)
-    freeze = {"init.freeze": "backbone" if frozen >= PRESETS[size]["depth"] else frozen}
-    reading.same("model.backbone.frozen_stages", freeze if frozen > 0 else {})
-    if reading.unrecorded(_INITIAL):
-        text = (
-            "this project draws its own initial weights: normal with std 0.02, and a head of zeros"
+    freeze = {"init.freeze": "backbone" if frozen >= _DEPTHS[size] else frozen}
+    reading.same(reading.remaining("model.backbone.frozen_stages"), freeze if frozen > 0 else {})
+    names = reading.remaining(_INITIAL)
+    if names:
+        reading.differs(
+            names,
+            "this project draws its own initial weights: normal with std 0.02, and a head of zeros",
         )
-        reading.differs(_INITIAL, text)
     else:
         map_initial_weights(reading, "Xavier's in MLPs")
 
 
 def _map_loss(reading: ConfigReading) -> None:
-    loss = "model.head.loss"
-    kind = reading.get(f"{loss}.type", "CrossEntropyLoss")
-    value = reading.get(f"{loss}.label_smooth_val", 0.0)
-    mode = reading.get(f"{loss}.mode", "original")
+    kind = reading.get("model.head.loss.type", "CrossEntropyLoss")
+    names = reading.remaining("model.head.loss")
+    value = reading.get("model.head.loss.label_smooth_val", 0.0)
+    mode = reading.get("model.head.loss.mode", "original")
     if kind == "CrossEntropyLoss":
-        reading.same(loss, {"loss.label_smoothing": 0.0})
+        reading.same(names, {"loss.label_smoothing": 0.0})
     elif kind == "LabelSmoothLoss" and mode == "original":
-        reading.same(loss, {"loss.label_smoothing": value})
+        reading.same(names, {"loss.label_smoothing": value})
     elif kind == "LabelSmoothLoss" and mode == "classy_vision":
-        # (one-hot + v / K) / (1 + v) equals label smoothing by v / (1 + v)
+        # (one-hot + v / K) / (1 + v) is smoothing by v / (1 + v)
         smoothing = {"loss.label_smoothing": value / (1 + value)}
-        reading.same(loss, smoothing, f"{value} / {1 + value}, ClassyVision's form")
+        reading.same(names, smoothing, f"{value} / {1 + value}, ClassyVision's form")
     else:
-        reading.cannot(loss, f"the loss {kind} {mode}: replaced by cross-entropy")
+        reading.cannot(names, f"the loss {kind} {mode}: replaced by cross-entropy")
 
 
 def _map_images(reading: ConfigReading) -> None:
@@ -229,48 +233,55 @@ def _map_images(reading: ConfigReading) -> None:
     mean = [value / 255 for value in reading.args[f"{path}.mean"]]
     std = [value / 255 for value in reading.args[f"{path}.std"]]
     reading.same(
-        f"{of_model} data_preprocessor.mean data_preprocessor.std",
+        reading.remaining(f"{of_model} data_preprocessor.mean data_preprocessor.std"),
         {"data.mean": [round(v, 6) for v in mean], "data.std": [round(v, 6) for v in std]},
         "divided by 255",
     )
     for item in reading.items("train_dataloader.dataset.pipeline"):
         _map_operation(reading, item)
-    if reading.get("train_dataloader.sampler.type") == "RepeatAugSampler":
-        copies = reading.get("train_dataloader.sampler.num_repeats", 3)
-        repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
-        reading.same("train_dataloader.sampler", repeats)
+    copies = reading.get("train_dataloader.sampler.num_repeats", 3)
+    repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
+    is_repeated = reading.get("train_dataloader.sampler.type") == "RepeatAugSampler"
+    reading.same(reading.remaining("train_dataloader.sampler"), repeats if is_repeated else {})
     side = 0
     for item in reading.items("val_dataloader.dataset.pipeline"):
         kind = reading.get(f"{item}.type")
+        names = reading.remaining(item)
         if kind == "ResizeEdge":
             side = reading.args[f"{item}.scale"]
             theirs = reading.get(f"{item}.interpolation", "bilinear")
             ours = reading.settings.get("data.interpolation", theirs)
-            text = f"for evaluation MMPretrain resizes by {theirs}, this project by {ours}"
             if theirs != ours:
-                reading.differs(item, f"{text} as in training")
+                text = f"for evaluation MMPretrain resizes by {theirs}, this project by {ours}"
+                reading.differs(names, f"{text} as in training")
+                continue
         elif kind == "CenterCrop":
             crop = reading.args[f"{item}.crop_size"]
-            is_usual = side == crop or crop / side == 0.875
-            view = {"eval.crop_pct": crop / side} if is_usual else {"eval.resize_px": side}
-            reading.same(item, view)
+            view = {"eval.crop_pct": crop / side}
+            if side != crop and crop / side != 0.875:
+                view = {"eval.resize_px": side}
+            reading.same(names, view)
+            continue
         elif kind == "Resize":
-            reading.same(item, {"eval.crop_mode": "squash", "eval.crop_pct": 1.0})
+            reading.same(names, {"eval.crop_mode": "squash", "eval.crop_pct": 1.0})
+            continue
         elif kind not in ("LoadImageFromFile", "PackInputs"):
-            reading.cannot(item, f"the operation {kind} in evaluation")
-        reading.same(item)  # record items that have no finding yet
+            reading.cannot(names, f"the operation {kind} in evaluation")
+            continue
+        reading.same(names)
 
 
 def _map_operation(reading: ConfigReading, item: str) -> None:
     kind = reading.get(f"{item}.type")
+    names = reading.remaining(item)
     if kind in ("LoadImageFromFile", "PackInputs"):
-        reading.same(item)
+        reading.same(names)
     elif kind == "RandomResizedCrop":
         interpolation = reading.get(f"{item}.interpolation", "bilinear")
         crop = {"model.image_size": reading.args[f"{item}.scale"]}
-        reading.same(item, {**crop, "data.interpolation": interpolation})
+        reading.same(names, {**crop, "data.interpolation": interpolation})
     elif kind == "RandomFlip" and reading.get(f"{item}.direction", "horizontal") == "horizontal":
-        reading.same(item, {"augment.hflip_prob": reading.args[f"{item}.prob"]})
+        reading.same(names, {"augment.hflip_prob": reading.args[f"{item}.prob"]})
     elif kind == "RandAugment" and reading.get(f"{item}.policies") == "timm_increasing":
         settings = {
             "augment.randaugment_layers": reading.args[f"{item}.num_policies"],
@@ -278,11 +289,11 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
             "augment.randaugment_magnitude_std": reading.get(f"{item}.magnitude_std", 0.0),
         }
         text = "this project warps bilinearly, MMPretrain bicubically: no known effect on accuracy"
-        reading.differs(item, text, settings)
+        reading.differs(names, text, settings)
     elif kind == "AutoAugment" and reading.get(f"{item}.policies") == "imagenet":
         # AutoAugment does not pass its `hparams` (color and interpolation) to the operations.
         text = "MMPretrain warps by nearest pixel and fills gray, this project bilinearly and black"
-        reading.differs(item, text, {"augment.auto_augment": "imagenet"})
+        reading.differs(names, text, {"augment.auto_augment": "imagenet"})
     elif kind == "RandomErasing":
         low = reading.get(f"{item}.min_area_ratio", 0.02)
         high = reading.get(f"{item}.max_area_ratio", 0.4)
@@ -292,18 +303,18 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
             "augment.erasing_area": [low, high],
         }
         text = "fill_std: MMPretrain fills with noise around a mean, this project with one color"
-        reading.differs(item, text, settings)
+        reading.differs(names, text, settings)
     elif kind == "ColorJitter":
         parts = [
             reading.get(f"{item}.{n}", 0) for n in ("brightness", "contrast", "saturation", "hue")
         ]
-        reading.same(item, {"augment.color_jitter": parts})
+        reading.same(names, {"augment.color_jitter": parts})
     else:
-        reading.cannot(item, f"{kind} is not available")
+        reading.cannot(names, f"{kind} is not available")
 
 
 def _map_mixing(reading: ConfigReading) -> None:
-    """Map MixUp and CutMix. Each batch gets one of the two, with equal probability."""
+    """Map MixUp and CutMix. A batch gets either of them with equal probability."""
     path = "model.train_cfg.augments"
     items = reading.items(path) or [path]
     alphas = {"Mixup": 0.0, "CutMix": 0.0}
@@ -315,51 +326,77 @@ def _map_mixing(reading: ConfigReading) -> None:
         elif kind:
             unknown.append(kind)
     settings = {"augment.mixup_alpha": alphas["Mixup"], "augment.cutmix_alpha": alphas["CutMix"]}
+    names = reading.remaining(path)
     if unknown:
-        reading.cannot(path, f"{', '.join(unknown)} is not available", settings)
-    elif reading.unrecorded(path):
+        reading.cannot(names, f"{', '.join(unknown)} is not available", settings)
+    elif names:
         text = (
             "MMPretrain draws one lambda and box for the images of a GPU, with random partners;"
             " this project draws one for each augment.mix_group_size images, with neighbours"
         )
-        reading.differs(path, text, settings)
+        reading.differs(names, text, settings)
 
 
 def _map_optimizer(reading: ConfigReading) -> None:
     path = "optim_wrapper.optimizer"
     kind = reading.args[f"{path}.type"]
-    if kind not in _OPTIMIZERS:
+    lr = reading.args[f"{path}.lr"]
+    reading.same(f"{path}.lr", {"optim.lr": lr})
+    if kind == "AdamW":
+        reading.same(f"{path}.type", {"optim.name": "adamw"})
+        betas = list(reading.get(f"{path}.betas", (0.9, 0.999)))
+        reading.same(reading.remaining(f"{path}.betas"), {"optim.betas": betas})
+        reading.same(
+            reading.remaining(f"{path}.eps"), {"optim.eps": reading.get(f"{path}.eps", 1e-8)}
+        )
+    elif kind == "SGD":
+        reading.same(f"{path}.type", {"optim.name": "sgd"})
+        momentum = {"optim.momentum": reading.get(f"{path}.momentum", 0.0)}
+        reading.same(reading.remaining(f"{path}.momentum"), momentum)
+        nesterov = {"optim.nesterov": reading.get(f"{path}.nesterov", False)}
+        reading.same(reading.remaining(f"{path}.nesterov"), nesterov)
+    else:
         raise not_available(f"{path}.type {kind}")
-    name, rows = _OPTIMIZERS[kind]
-    reading.same(f"{path}.type", {"optim.name": name})
-    reading.copy(rows)
-    _map_groups(reading, reading.settings["optim.weight_decay"])
+    decay = reading.get(f"{path}.weight_decay", 0.01 if kind == "AdamW" else 0.0)
+    reading.same(reading.remaining(f"{path}.weight_decay"), {"optim.weight_decay": decay})
+    _map_groups(reading, decay)
+    clip = reading.get("optim_wrapper.clip_grad.max_norm")
+    reading.same(reading.remaining("optim_wrapper.clip_grad"), {"optim.clip_grad_norm": clip})
 
 
 def _map_groups(reading: ConfigReading, decay: float) -> None:
     path = "optim_wrapper.paramwise_cfg"
-    layers = f"{path}.layer_decay_rate"
-    map_layer_decay(reading, layers, reading.get(layers), "beit")
-    decayed = [
-        part
-        for part, flags in _PARTS.items()
-        if decay and all(reading.get(f"{path}.{flag}_mult", 1.0) != 0.0 for flag in flags)
-    ]
-    if len(decayed) == 4:
-        reading.same(path, {"optim.no_weight_decay": "nothing"})
-    elif decayed == ["norms", "biases"]:
-        reading.same(path, {"optim.no_weight_decay": "embeddings"})
+    layers = reading.get(f"{path}.layer_decay_rate")
+    if layers is not None:
+        map_layer_decay(reading, f"{path}.layer_decay_rate", layers, "beit")
+    keys = f"{path}.custom_keys"
+    decayed = []
+    for part, flags in (
+        ("norms", (f"{path}.norm_decay_mult", f"{keys}..ln.decay_mult")),
+        ("biases", (f"{path}.bias_decay_mult", f"{keys}..bias.decay_mult")),
+        ("the class token", (f"{keys}..cls_token.decay_mult",)),
+        ("positions", (f"{keys}..pos_embed.decay_mult",)),
+    ):
+        if decay and all(reading.get(flag, 1.0) != 0.0 for flag in flags):
+            decayed.append(part)
+    names = reading.remaining(path)
+    lists = {4: "nothing", 2: "embeddings"}
+    if len(decayed) == 4 or decayed == ["norms", "biases"]:
+        reading.same(names, {"optim.no_weight_decay": lists[len(decayed)]})
     elif decayed:
         text = f"{', '.join(decayed)} are decayed by {decay:g}; this project does not decay them"
-        reading.cannot(path, text)
+        reading.cannot(names, text)
     else:
-        reading.same(path)
+        reading.same(names)
 
 
 def _map_schedule(reading: ConfigReading) -> None:
     """Map a linear warm-up and a cosine schedule. Other schedules have no equivalent."""
     lr = reading.settings["optim.lr"]
     epochs = reading.args["train_cfg.max_epochs"]
+    reading.same("train_cfg.max_epochs", {"train.epochs": epochs})
+    every = {"eval.every_epochs": reading.get("train_cfg.val_interval", 1)}
+    reading.same(reading.remaining("train_cfg.val_interval"), every)
     warmup = 0
     start = 0.0
     floor = 0.0
@@ -381,7 +418,7 @@ def _map_schedule(reading: ConfigReading) -> None:
         "schedule.warmup_lr": start,
         "schedule.min_lr": min(floor, lr),
     }
-    names = "param_scheduler"
+    names = reading.remaining("param_scheduler")
     if unknown:
         reading.cannot(
             names, f"the schedule {', '.join(unknown)}: replaced by a cosine", with_effect(settings)
@@ -398,12 +435,20 @@ def _map_schedule(reading: ConfigReading) -> None:
     map_rate(reading, names, theirs, settings, reasons)
 
 
-def _map_average(reading: ConfigReading) -> None:
+def _map_rest(reading: ConfigReading, amp: bool) -> None:
     for item in reading.items("custom_hooks"):
-        kind = reading.get(f"{item}.type")
-        if kind == "EMAHook":
+        names = reading.remaining(item)
+        if reading.get(f"{item}.type") == "EMAHook":
             decay = 1 - reading.get(f"{item}.momentum", 0.0002)
             text = "MMPretrain evaluates only the averaged weights, this project evaluates both"
-            reading.differs(item, text, {"train.ema_decay": decay})
+            reading.differs(names, text, {"train.ema_decay": decay})
         else:
-            reading.cannot(item, f"{kind} is not available")
+            reading.cannot(names, f"{reading.get(f'{item}.type')} is not available")
+    seed = reading.get("randomness.seed")
+    reading.same(reading.remaining("randomness.seed"), {} if seed is None else {"train.seed": seed})
+    map_precision(reading, "fp16 with a scaled loss" if amp else "fp32")
+    accounted = {name for finding in reading.findings for name in finding.theirs}
+    for argument in reading.table.arguments:
+        name = argument.name
+        if argument.in_recipe and name not in accounted:
+            reading.cannot(name, f"{name} = {reading.args[name]!r} is not supported")

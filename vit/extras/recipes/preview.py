@@ -1,24 +1,26 @@
 """Show the parameter groups and learning rate of a recipe, and the differences between recipes.
 
-The model is created on the meta device, which is fast at any size. An epoch has the length of
-ImageNet-1k unless the number of images is given.
+The model is created on the meta device, which is fast at any size. An epoch is one of ImageNet-1k
+unless the number of images is given.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
 
+from vit.config import io as config_io
 from vit.config.io import to_dict
 from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
-from vit.extras.recipes.difference import change_text, compare, wrapped
+from vit.extras.recipes.difference import change_text, compare
 from vit.extras.recipes.effects import KINDS
-from vit.extras.recipes.python_config import flattened
-from vit.extras.recipes.rates import IMAGENET, Rate, distance, in_percent, our_rate
+from vit.extras.recipes.rates import IMAGENET, distance, in_percent, our_rate
 from vit.extras.recipes.reference import read_reference
 from vit.model import create_model
 from vit.optim.groups import parameter_groups
@@ -30,7 +32,7 @@ POINTS = 1000
 
 
 def groups_table(config: Config) -> Table:
-    """Return a table of the parameter groups with their learning rates and weight decays."""
+    """Return the optimizer's parameter groups, which share a learning rate and a weight decay."""
     with torch.device("meta"):
         model = create_model(config.model, num_classes=config.model.num_classes or 1000)
     table = Table("group", "tensors", "parameters", "learning rate", "weight decay", box=None)
@@ -67,8 +69,11 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
     num_images: the images in an epoch. Returns `picture`. Raises ValueError if the reference cannot
     be read.
     """
-    rate, epochs, per_epoch = _schedule(config, num_images)
+    per_epoch = max(num_images // config.data.global_batch_size, 1)
+    epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
     total = round(epochs * per_epoch)
+    settings = flat(to_dict(config))
+    rate = our_rate(settings, per_epoch)
     times = [epochs * n / POINTS for n in range(POINTS)]
     first = config.optim.weight_decay
     final = config.schedule.final_weight_decay
@@ -103,9 +108,9 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
 
 
 def steps_line(config: Config, num_images: int = IMAGENET) -> str:
-    """Return one line with the length and the peak learning rate of the recipe."""
-    _, epochs, per_epoch = _schedule(config, num_images)
-    total = round(epochs * per_epoch)
+    """Return the length and the peak learning rate of the recipe in one line."""
+    per_epoch = max(num_images // config.data.global_batch_size, 1)
+    total = config.train.steps or round((config.train.epochs or 0) * per_epoch)
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     return (
         f"{config.model.name} at {form.sizes_text()}: {total:,} steps of"
@@ -115,7 +120,7 @@ def steps_line(config: Config, num_images: int = IMAGENET) -> str:
 
 
 def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
-    """Describe all differences as text for a terminal."""
+    """Return all differences as text for a terminal."""
     differences = compare(first, second)
     lines = [f"A  {names[0]}", f"B  {names[1]}"]
     if not differences:
@@ -125,17 +130,23 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
         if of_kind:
             lines += ["", f"{heading}: {len(of_kind)}"]
         for difference in of_kind:
-            lines += wrapped(f"{difference.key}: {change_text(difference)}", "  ")
-            lines += wrapped(difference.text, "      ")  # [] if the text is empty
+            lines += _wrapped(f"{difference.key}: {change_text(difference)}", "  ")
+            lines += _wrapped(difference.text, "      ")  # [] for no text
     if rates := _rates(first, second):
-        lines += ["", *wrapped(rates, "")]
+        lines += ["", *_wrapped(rates, "")]
     return "\n".join(lines)
 
 
 def _rates(first: Config, second: Config) -> str:
     """Describe the gap between the learning rates of both runs, or return "" if they match."""
-    rate, epochs, _ = _schedule(first, IMAGENET)
-    other_rate, other_epochs, _ = _schedule(second, IMAGENET)
+    rates = []
+    for config in (first, second):
+        values = config_io.to_dict(config)
+        settings = flat(values)
+        per_epoch = max(IMAGENET // config.data.global_batch_size, 1)
+        epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
+        rates.append((our_rate(settings, per_epoch), epochs))
+    (rate, epochs), (other_rate, other_epochs) = rates
     peak = max(first.optim.lr, second.optim.lr)
     apart = distance(rate, lambda time: other_rate(time * other_epochs / epochs), peak, epochs)
     if apart.largest < 0.005:
@@ -148,8 +159,17 @@ def _rates(first: Config, second: Config) -> str:
     )
 
 
-def _schedule(config: Config, num_images: int) -> tuple[Rate, float, int]:
-    """Return the learning rate schedule, the number of epochs and the steps per epoch."""
-    per_epoch = max(num_images // config.data.global_batch_size, 1)
-    epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
-    return our_rate(flattened(to_dict(config)), per_epoch), epochs, per_epoch
+def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings of a config by dotted key."""
+    return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

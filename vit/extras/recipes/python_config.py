@@ -1,10 +1,9 @@
 """Evaluate Python config files without running them.
 
 The evaluator supports assignments, dictionaries, lists, numbers, strings, arithmetic, `if`,
-functions that the file defines, and a few Python built-ins. Imported names are opaque. Calling an
-opaque name returns an opaque value, which can be stored but not used in computations. Other code
-raises an error with its line number. Only the methods in `_METHODS` can be called on Python
-objects.
+functions of the file, and a few of Python's functions. Imported names are opaque. Calling an opaque
+name returns an opaque value, which can be stored but not used in computations. Other code raises an
+error with its line number. Only the methods in `_METHODS` can be called on Python objects.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -38,12 +37,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }
 _MOST_STEPS = 100_000
 _LARGEST = 1_000_000
-"""The limit on the length of strings and lists and on the bits of integers, which prevents a config
-from exhausting memory."""
+"""The limit on the length of strings and lists and on the bits of integers, because a config must
+not exhaust memory."""
 
 
 def _range(*bounds: int) -> list[int]:
-    """Return a range as a list, cut to one item above `_LARGEST`, which `_value` then rejects."""
+    """Return a range as a list. A list longer than `_LARGEST` is cut, and `_value` rejects it."""
     return list(range(*bounds)[: _LARGEST + 1])
 
 
@@ -73,14 +72,19 @@ class Opaque:
 
 
 class Returned(Exception):
-    """An exception that implements the `return` statement. Its argument is the returned value."""
+    """An exception that implements the `return` statement."""
+
+    def __init__(self, value: Any):
+        super().__init__()
+        self.value = value
 
 
-class _Function(NamedTuple):
+class _Function:
     """A function that the config file defines."""
 
-    node: ast.FunctionDef
-    scopes: list[dict[str, Any]]
+    def __init__(self, node: ast.FunctionDef, scopes: list[dict[str, Any]]):
+        self.node = node
+        self.scopes = scopes
 
 
 class PythonConfig:
@@ -108,7 +112,7 @@ class PythonConfig:
         self._run(tree.body, [self.names])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Evaluate a call to the file's function `name`."""
+        """Evaluate the file's function `name`."""
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")
@@ -124,9 +128,7 @@ class PythonConfig:
                 for target in statement.targets:
                     self._assign(target, value, scopes)
             elif isinstance(statement, ast.AugAssign):
-                # Parse the target of `x += 1` as an expression, to read its current value.
-                read = ast.parse(ast.unparse(statement.target), mode="eval").body
-                both = ast.BinOp(read, statement.op, statement.value)
+                both = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
                 value = self._value(ast.copy_location(both, statement), scopes)
                 self._assign(statement.target, value, scopes)
             elif isinstance(statement, ast.Expr):
@@ -214,7 +216,7 @@ class PythonConfig:
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
         left = self._value(node.left, scopes)
         right = self._value(node.right, scopes)
-        if isinstance(node.op, ast.Pow) and max(abs(left), abs(right)) <= 1000:
+        if isinstance(node.op, ast.Pow) and _is_small(left) and _is_small(right):
             return left**right
         if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and isinstance(left, str)):
             raise self._error(node, "only + - * / // and % of numbers are supported")
@@ -333,7 +335,7 @@ class PythonConfig:
         try:
             self._run(function.node.body, [*function.scopes, local])
         except Returned as returned:
-            return returned.args[0]
+            return returned.value
         finally:
             self._depth -= 1
         return None
@@ -347,6 +349,15 @@ class PythonConfig:
         line = getattr(node, "lineno", 1)
         text = ast.unparse(node).splitlines()[0][:60]
         return ValueError(f"{self.source}:{line}: {text}: {problem}")
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """Return the target of `x += 1` as an expression that reads its value."""
+    return ast.parse(ast.unparse(target), mode="eval").body
+
+
+def _is_small(number: float) -> bool:
+    return abs(number) <= 1000
 
 
 def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
@@ -385,19 +396,10 @@ class Leaves(dict[str, Any]):
         raise ValueError(f"the config has no {key}: pass a training config that includes its bases")
 
 
-def config_text(path: Path) -> str:
-    """Return the text of a config. Raises ValueError if the file does not exist."""
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: the config file cannot be read: pass a path relative to the current folder"
-        )
-    return path.read_text(encoding="utf-8")
-
-
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:
     """Return an OpenMMLab config, merged over its `_base_` files.
 
-    text: the config. path: its file. Raises a ValueError that lists missing base files.
+    text: the config. path: its file. Raises ValueError that lists missing base files.
     """
     names = PythonConfig(text, str(path or "the config")).names
     own = {
@@ -424,7 +426,7 @@ def with_bases(text: str, path: Path | None) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """Merge `child` over `base` key by key, as mmengine does."""
+    """Merge `child` over `base` key by key, like mmengine."""
     merged = dict(base)
     for key, value in child.items():
         if not isinstance(value, dict):

@@ -1,15 +1,15 @@
-"""Write an imported recipe as YAML, and print how its settings were mapped."""
+"""Write an imported recipe as YAML, and list the mapping of its settings for the terminal."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from vit.config.io import dump_yaml
-from vit.extras.recipes.difference import wrapped
-from vit.extras.recipes.importing import Imported, default_settings, nested
+from vit.extras.recipes.importing import Imported, is_default, nested
 from vit.extras.recipes.reading import Finding, Reading
 
 _ALWAYS = {
@@ -27,16 +27,17 @@ _ALWAYS = {
     "train.precision",
 }
 """The settings that are always written, because readers look for them first."""
+_COLUMNS = 100
 
 
 def yaml_text(imported: Imported, out: Path | None) -> str:
     """Return the recipe as YAML in the style of configs/. out: the path of the YAML file."""
     reading = imported.reading
-    defaults = default_settings(imported.settings.get("optim.name", "adamw"))
+    optimizer = imported.settings.get("optim.name", "adamw")
     written = {
         key: value
         for key, value in imported.settings.items()
-        if key in _ALWAYS or value != defaults.get(key)
+        if key in _ALWAYS or not is_default(key, value, optimizer)
     }
     comments = {**reading.comments, "data.root": "shards of the images (docs/data.md)"}
     sections = [dump_yaml({name: group}, comments) for name, group in nested(written).items()]
@@ -62,11 +63,11 @@ def account(imported: Imported) -> str:
         lines += [line for f in findings for line in _finding_lines(reading, f)]
         silent = [n for f in findings if not (f.settings or f.text) for n in f.theirs]
         if silent:
-            lines += wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
+            lines += _wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
     inert = [f for f in reading.findings if f.verdict == "inert"]
     lines += ["", f"without effect in the source program: {counts['inert']}"]
     for f in inert:
-        lines += wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
+        lines += _wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
     places = [n for f in reading.findings if f.verdict == "place" for n in f.theirs]
     lines += [
         "",
@@ -77,7 +78,7 @@ def account(imported: Imported) -> str:
 
 
 def count(reading: Reading) -> dict[str, int]:
-    """Count arguments by verdict. A finding without an argument counts as one."""
+    """Count arguments by verdict. A finding without an argument is counted once."""
     counts = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
     for finding in reading.findings:
         counts[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
@@ -90,14 +91,14 @@ def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
     ours = ", ".join(f"{key}: {_shown(value)}" for key, value in finding.settings.items())
     theirs = ", ".join(_flags(reading, finding.theirs))
     parts = [part for part in (ours, theirs and f"<- {theirs}") if part]
-    lines = wrapped("   ".join(parts)) if parts else []
+    lines = _wrapped("   ".join(parts)) if parts else []
     if finding.text:
-        lines += wrapped(finding.text, "      " if parts else "  ")
+        lines += _wrapped(finding.text, "      " if parts else "  ")
     return lines
 
 
 def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
-    """Format arguments as flags with values, or as the common parent of several config keys."""
+    """Format arguments as flags with values, or as their common parent path for a config."""
     names = list(names)
     if any("." in name for name in names) and len(names) > 1:
         parts = [name.split(".") for name in names]
@@ -124,8 +125,19 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=indent + "    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def _header(imported: Imported, out: Path | None) -> str:
-    """Return YAML comments that state the recipe's source and the differences."""
+    """Return YAML comments with the source of the recipe and the differences."""
     reading = imported.reading
     size = imported.settings.get("model.image_size", 224)
     name = imported.settings.get("model.name", "vit_b16")
@@ -148,4 +160,11 @@ def _header(imported: Imported, out: Path | None) -> str:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    return wrapped(text, f"# {label:<10} ", f"# {'':<10} ")
+    return textwrap.wrap(
+        text,
+        _COLUMNS,
+        initial_indent=f"# {label:<10} ",
+        subsequent_indent=f"# {'':<10} ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
+from vit.config.hints import sections
+from vit.config.optim_section import OptimizerConfig
 from vit.data.augment.table import AUTO_AUGMENT_SETS
-from vit.extras.recipes.reading import Case, Reading
+from vit.extras.recipes.reading import Reading
 
 _ADAMW = {"optim.name": "adamw"}
 _LAMB = {"optim.name": "lamb"}
@@ -31,10 +32,10 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "nesterov": _NESTEROV,
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
-"""Maps timm's optimizer names to settings of this project."""
+"""The settings of this project by the name of the optimizer in timm."""
 _BETAS = {"muon": (0.9, 0.95)}
 _EPS = {"lamb": 1e-6, "muon": 1e-7}
-"""The optimizers whose timm default differs from AdamW's, by this project's name."""
+"""The defaults of timm's optimizers that differ from AdamW's, by this project's name."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
 _BILINEAR_WARPS = "this project warps bilinearly, the source by {}: no known effect on accuracy"
@@ -56,23 +57,24 @@ def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1
     return batch
 
 
-def map_policy(reading: Reading, interpolation: str, argument: str = "aa") -> None:
-    """Map the policy in `--aa` or another `argument`: timm's RandAugment, AutoAugment or 3-Augment.
+def map_policy(reading: Reading, interpolation: str) -> None:
+    """Map `--aa`: timm's RandAugment, AutoAugment and 3-Augment.
 
-    interpolation: the mode that the source project uses to warp images
+    interpolation: the interpolation with which the source project warps images
     (huggingface/pytorch-image-models@aa4b5850:timm/data/auto_augment.py, rand_augment_transform,
     auto_augment_transform). Raises ValueError if timm would reject the policy.
     """
-    policy = reading.args[argument]
+    policy = reading.args["aa"]
     if not policy:
+        reading.same("aa")
         return
     first, *parts = policy.split("-")
     is_auto = first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto"
     if policy == "3a":
-        reading.same(argument, {"augment.three_augment": True})
+        reading.same("aa", {"augment.three_augment": True})
         return
     if first.startswith("augmix"):
-        reading.cannot(argument, f"the policy {policy}: AugMix is not available")
+        reading.cannot("aa", f"the policy {policy}: AugMix is not available")
         return
     if first != "rand" and not is_auto:
         nearest = difflib.get_close_matches(first, _POLICIES, n=1, cutoff=0.5)
@@ -81,7 +83,7 @@ def map_policy(reading: Reading, interpolation: str, argument: str = "aa") -> No
             f"the policy {policy}: timm rejects it{hint}: expected {', '.join(_POLICIES[1:])}, or"
             " rand with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
         )
-    # As in timm, "t" selects a set of operations, and other parts without a number are ignored.
+    # As in timm, t selects a set of operations, and other parts without a number are ignored.
     sets = [part for part in parts if part.startswith("t") and not is_auto]
     numbers = [
         (match[1], match[2])
@@ -108,9 +110,9 @@ def map_policy(reading: Reading, interpolation: str, argument: str = "aa") -> No
         settings, problems = _randaugment(numbers)
         problems += [f"{part} of the policy" for part in sets]
     if problems:
-        reading.cannot(argument, f"{policy} has {' and '.join(problems)}", settings)
+        reading.cannot("aa", f"{policy} has {' and '.join(problems)}", settings)
     else:
-        reading.differs(argument, _BILINEAR_WARPS.format(interpolation), settings)
+        reading.differs("aa", _BILINEAR_WARPS.format(interpolation), settings)
 
 
 def _is_number(name: str, number: str) -> bool:
@@ -148,76 +150,76 @@ def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[s
     return settings, problems
 
 
-def erasing_as_in_torchvision(prob: float) -> dict[str, Any]:
-    """Return settings that erase boxes of the same sizes as torchvision's RandomErasing."""
-    return {
-        "augment.erasing_prob": prob,
-        "augment.erasing_area": [0.02, 0.33],
-        "augment.erasing_aspect": [0.3, 3.3],
-    }
+def map_color_jitter(reading: Reading, applies: bool) -> None:
+    """Map `--color-jitter`. applies: False if `--aa` replaces color jitter (transforms_factory)."""
+    strength = reading.args["color_jitter"] or 0.0
+    if strength and not applies:
+        reading.inert(
+            "color_jitter", "timm ignores this argument if --aa has a policy other than 3a"
+        )
+    elif strength:
+        saturation = 0 if reading.settings.get("model.in_chans") == 1 else strength
+        jitter = {"augment.color_jitter": [strength, strength, saturation, 0]}
+        reading.same("color_jitter", jitter)
+    else:
+        reading.same("color_jitter")
 
 
-def color_jitter(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings for `--color-jitter`. Grayscale images have no saturation."""
-    strength = args["color_jitter"]
-    saturation = 0 if args.get("in_chans") == 1 else strength
-    return {"augment.color_jitter": [strength, strength, saturation, 0]}
+def map_erasing(reading: Reading) -> None:
+    """Map `--reprob`, `--remode`, `--recount` and `--resplit`."""
+    args = reading.args
+    prob = args["reprob"] or 0.0
+    if not prob:
+        reading.same("reprob")
+        reading.inert("remode recount resplit", "erasing is off")
+        return
+    reading.same("reprob", {"augment.erasing_prob": prob})
+    reading.same("remode", {"augment.erasing_mode": args["remode"]})
+    if args["recount"] == 1:
+        reading.same("recount")
+    else:
+        reading.cannot("recount", f"up to {args['recount']} erased boxes: replaced by one")
+    reading.expect_off({"resplit": "no erasing in the first split of a batch"})
 
 
-TIMM_CASES = (
-    Case(
-        "inert",
-        "color_jitter",
-        lambda a: a["color_jitter"] and a["aa"] not in ("", None, "3a"),
-        "timm ignores this argument if --aa has a policy other than 3a",
-    ),
-    Case("same", "color_jitter", lambda a: a["color_jitter"], settings=color_jitter),
-    Case("inert", "remode recount resplit", lambda a: not a["reprob"], "erasing is off"),
-    Case(
-        "cannot",
-        "recount",
-        lambda a: a["recount"] != 1,
-        "up to {recount} erased boxes: replaced by one",
-    ),
-    Case(
-        "inert",
-        "mixup_prob mixup_switch_prob mixup_mode",
-        lambda a: max(a["mixup"], a["cutmix"]) <= 0 and not a["cutmix_minmax"],
-        "mixing is off",
-    ),
-    Case(
-        "inert",
-        "mixup_switch_prob",
-        lambda a: a["mixup"] <= 0 or a["cutmix"] <= 0,
-        "only one of MixUp and CutMix is on",
-    ),
-    Case(
-        "differs",
-        "mixup_mode",
-        lambda a: a["mixup_mode"] == "batch",
-        "the source draws one lambda and box for the {batch_size} images of a GPU; this project"
-        " draws one for each augment.mix_group_size images, which makes batches independent of the"
-        " number of GPUs",
-        {"augment.mixup_mode": "batch"},
-    ),
-)
-"""The exceptions for arguments that DeiT and MAE copied from timm."""
-
-
-def map_repeats(reading: Reading, names: str, copies: int, is_distributed: bool) -> None:
-    """Map repeated augmentation, which needs a distributed sampler."""
-    if copies > 1 and is_distributed:
-        reading.same(names, {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"})
-    elif copies > 1:
-        reading.inert(names, "a single process uses a random sampler")
+def map_mixing(reading: Reading, rank_batch_size: int) -> bool:
+    """Map `--mixup`, its related flags and `--smoothing`. Return whether images are mixed."""
+    args = reading.args
+    mixes = bool(args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"])
+    if args["cutmix_minmax"]:
+        reading.cannot("cutmix_minmax", "CutMix boxes with a side between two fractions")
+    else:
+        reading.same("cutmix_minmax")
+    reading.same("mixup", {"augment.mixup_alpha": args["mixup"]})
+    reading.same("cutmix", {"augment.cutmix_alpha": args["cutmix"]})
+    reading.same("smoothing", {"loss.label_smoothing": args["smoothing"]})
+    if not mixes:
+        reading.inert("mixup_prob mixup_switch_prob mixup_mode", "mixing is off")
+        return False
+    reading.same("mixup_prob", {"augment.mix_prob": args["mixup_prob"]})
+    if args["mixup"] > 0 and args["cutmix"] > 0:
+        switch = {"augment.cutmix_switch_prob": args["mixup_switch_prob"]}
+        reading.same("mixup_switch_prob", switch)
+    else:
+        reading.inert("mixup_switch_prob", "only one of MixUp and CutMix is on")
+    mode = {"augment.mixup_mode": args["mixup_mode"]}
+    if args["mixup_mode"] == "batch":
+        text = (
+            f"the source draws one lambda and box for the {rank_batch_size} images of a GPU; this"
+            " project draws one for each augment.mix_group_size images, which makes batches"
+            " independent of the number of GPUs"
+        )
+        reading.differs("mixup_mode", text, mode)
+    else:
+        reading.same("mixup_mode", mode)
+    return True
 
 
 def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> None:
-    """Map `--opt`, `--opt-eps`, `--opt-betas` and `--momentum`.
+    """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum`, `--opt-kwargs`, `--weight-decay`.
 
-    lr: the peak learning rate. formula: the text that shows its computation. lr_names: the
-    arguments in the formula. As in timm, one-dimensional tensors, position embeddings and tokens
-    have no weight decay.
+    lr: the peak learning rate. formula: its computation. lr_names: the arguments in the formula. As
+    in timm, one-dimensional tensors, position embeddings and tokens have no weight decay.
     """
     args = reading.args
     name = args["opt"].lower()
@@ -233,11 +235,16 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> N
         reading.inert("opt_eps", f"{name} does not use them")
     elif ours != "adafactorbv":
         reading.same("opt_eps", {"optim.eps": args["opt_eps"] or _EPS.get(ours, 1e-8)})
-    elif args["opt_eps"] is not None:
+    elif args["opt_eps"] is None:
+        reading.same("opt_eps")
+    else:
         reading.cannot("opt_eps", "Adafactor's epsilon: replaced by its default")
-    if ours not in ("sgd", "muon", "adafactorbv"):
+    if ours in ("sgd", "muon", "adafactorbv"):
+        reading.same("momentum", {"optim.momentum": args["momentum"]})
+    else:
         reading.inert("momentum", f"{name} uses betas")
     reading.same(lr_names, {"optim.lr": lr}, formula)
+    reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"] or 0.0})
 
 
 def not_available(optimizer: str) -> ValueError:
@@ -249,19 +256,40 @@ def not_available(optimizer: str) -> ValueError:
 
 
 def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
-    """Map the optimizer, and return this project's name for it.
+    """Map the optimizer and timm's `--opt-kwargs`. Return this project's name of the optimizer.
 
     Raises ValueError for an unsupported optimizer.
     """
     if name not in _OPTIMIZERS:
         raise not_available(f"{reading.table.flag_of(argument)} {name}")
     settings = _OPTIMIZERS[name]
+    ours: str = settings["optim.name"]
+    kwargs = reading.args.get("opt_kwargs") or {}
+    own = _own_settings(ours)
+    stated = {f"optim.{key}": value for key, value in kwargs.items() if key in own}
+    settings = {key: value for key, value in settings.items() if key not in stated}
     if name == "adam":
         text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
         reading.cannot(argument, text, settings)
     else:
         reading.same(argument, settings)
-    return str(settings["optim.name"])
+    if "opt_kwargs" not in reading.args:
+        return ours
+    if lacking := kwargs.keys() - own:
+        text = f"arguments of the optimizer: {', '.join(sorted(lacking))}"
+        reading.cannot("opt_kwargs", text, stated)
+    else:
+        reading.same("opt_kwargs", stated)
+    return ours
+
+
+def _own_settings(name: str) -> set[str]:
+    """Return the settings of the optimizer `name` that have no flag in timm."""
+    (kind,) = (
+        k for k in sections()["optim"] if name in get_args(k.model_fields["name"].annotation)
+    )
+    with_flags = {"betas", "eps", "momentum"}
+    return kind.model_fields.keys() - OptimizerConfig.model_fields.keys() - with_flags
 
 
 def map_clipping(reading: Reading) -> None:
@@ -278,16 +306,30 @@ def map_clipping(reading: Reading) -> None:
     reading.same("clip_grad", {"optim.clip_grad_norm": 1.0 if has_own else norm}, note)
     if "clip_mode" in args and norm is None:
         reading.inert("clip_mode", "--clip-grad is off")
+    elif "clip_mode" in args:
+        reading.same("clip_mode")
 
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
-    """Map layer-wise learning rates. With form `beit`, the last norm gets the head's rate."""
-    if factor not in (None, 1):
+    """Map layer-wise learning rates. form: `beit` gives the last norm the rate of the head."""
+    if factor is None or factor == 1:
+        reading.same(argument)
+    else:
         reading.same(argument, {"optim.layer_decay": factor, "optim.layer_decay_form": form})
 
 
+def map_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
+    """Map `--model-ema-decay`. decay: None without an average. note: a difference in its use."""
+    if decay is None:
+        reading.inert("model_ema_decay", "the average is off")
+    elif note:
+        reading.differs("model_ema_decay", note, {"train.ema_decay": decay})
+    else:
+        reading.same("model_ema_decay", {"train.ema_decay": decay})
+
+
 def local_file(source: str) -> tuple[str, str]:
-    """Return a local path for weights at a path or URL, and a note to download the URL."""
+    """Return a local path for weights at a path or URL, and a note to download a URL."""
     if "://" not in source:
         return source, ""
     return source.rpartition("/")[2], f"download {source}"
@@ -296,8 +338,7 @@ def local_file(source: str) -> tuple[str, str]:
 def map_initial_weights(reading: Reading, theirs: str, source: str | None = None) -> None:
     """Record the distribution of initial weights, for which no argument exists.
 
-    theirs: how the source project's distribution differs, or "". source: the nearest
-    `model.weight_init`.
+    theirs: the difference in the source project, or "". source: the nearest `model.weight_init`.
     """
     ours = "normal, std 0.02 (patches LeCun's), and a head of zeros"
     settings = {}
@@ -313,7 +354,7 @@ def map_initial_weights(reading: Reading, theirs: str, source: str | None = None
 
 
 def map_precision(reading: Reading, theirs: str) -> None:
-    """Record the precision, for which no argument exists. theirs: the source's precision."""
+    """Record the precision, for which no argument exists. theirs: a description."""
     if theirs == "bf16":
         reading.same("", {"train.precision": "bf16"})
         return
