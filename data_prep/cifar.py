@@ -29,7 +29,7 @@ import numpy as np
 from data_prep.command import source_command
 from data_prep.errors import PrepError
 from data_prep.read.archives import small_members
-from data_prep.read.raw_images import add_records, download_flags, download_if_asked, read_jpeg
+from data_prep.read.raw_images import Records, array_source, download_flags, download_if_asked
 from data_prep.write.catalogue import Builder, Source
 
 SIDE = 32
@@ -37,23 +37,23 @@ PIXEL_BYTES = 3 * SIDE * SIDE
 URL = "https://www.cs.toronto.edu/~kriz/"
 MAX_MEMBERS = 100
 MAX_MEMBER_BYTES = 200_000_000
-"""The maximum size of an archive member. CIFAR-100's train.bin has 153,700,000 bytes."""
+"""The largest member, CIFAR-100's train.bin, has 153,700,000 bytes."""
 
 
 class Kind(NamedTuple):
-    """CIFAR-10 or CIFAR-100 in the format of https://www.cs.toronto.edu/~kriz/cifar.html."""
+    """CIFAR-10 or CIFAR-100, in the format of https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     name: str
     folder: str
     archive: str
     md5: str
-    """The archive's md5, taken from the web page (CIFAR-10) or torchvision's source (CIFAR-100)."""
+    """The archive's md5, from the web page (CIFAR-10) and torchvision's source (CIFAR-100)."""
     num_classes: int
     class_names: str
     label_bytes: int
-    """The number of label bytes before each record's pixels. The last of these is the label."""
+    """The number of label bytes before the pixels of a record. The last one is the label."""
     files: Mapping[str, tuple[str, int]]
-    """The split and the number of records for each file."""
+    """The split and the number of records of each file."""
 
 
 KINDS = {
@@ -85,7 +85,7 @@ KINDS = {
 
 
 def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
-    """Find the data set in `source`. Return it and the folder or archive that contains its files.
+    """Find the data set in `source`, and the folder or archive that contains its files.
 
     Extracted files are preferred over an archive. classes: 10 or 100, if `source` may contain both
     data sets. Raises PrepError unless exactly one data set matches.
@@ -131,17 +131,17 @@ def _members(path: Path, needed: tuple[str, ...] = ()) -> Iterator[tuple[str, by
 
 
 def source(path: Path, classes: int | None = None) -> Source:
-    """Return a `Source` for an archive or a folder. classes: 10 or 100, if `path` may contain both.
+    """Return the source of an archive or a folder. classes: 10 or 100, if `path` may contain both.
 
     Raises PrepError like `find_place`.
     """
     kind, place = find_place(path, classes)
-    read = partial(read_jpeg, shape=(3, SIDE, SIDE))
-    return Source("cifar", {"classes": kind.num_classes}, partial(_fill, kind, place), read)
+    records = partial(_records, kind, place)
+    return array_source("cifar", {"classes": kind.num_classes}, (3, SIDE, SIDE), records)
 
 
-def _fill(kind: Kind, place: Path, builder: Builder) -> None:
-    """Add all records, which consist of label bytes and 1,024 bytes each of red, green and blue."""
+def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
+    """Yield each file's records: label bytes, then 1,024 bytes each of red, green and blue."""
     needed = (*kind.files, kind.class_names)
     folder = place
     if not place.is_dir():
@@ -171,15 +171,13 @@ def _fill(kind: Kind, place: Path, builder: Builder) -> None:
                 f" records of {record_bytes:,} bytes): download it again"
             )
         records = np.memmap(path, np.uint8, "r").reshape(count, record_bytes)
-        add_records(
-            builder,
-            split,
-            path,
-            records[:, kind.label_bytes - 1].astype(np.int32),
+        yield Records(
+            split=split,
+            file=builder.file(path),
+            labels=records[:, kind.label_bytes - 1].astype(np.int32),
             labels_from=place / name,
             first=kind.label_bytes,
             step=record_bytes,
-            image_bytes=PIXEL_BYTES,
             name_stem=name,
             key_stem=path.stem,
         )

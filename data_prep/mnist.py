@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from data_prep.command import source_command
 from data_prep.errors import PrepError, readable
 from data_prep.read.archives import DAMAGE
 from data_prep.read.download import checksum_of
-from data_prep.read.raw_images import add_records, download_flags, download_if_asked, read_jpeg
+from data_prep.read.raw_images import Records, array_source, download_flags, download_if_asked
 from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28
@@ -38,12 +38,12 @@ HEADER_BYTES = {"images": 16, "labels": 8}
 
 
 class Variant(NamedTuple):
-    """One of the data sets in MNIST's format."""
+    """A data set in MNIST's format."""
 
     torchvision_folder: str
     url: str
     md5: Mapping[str, str]
-    """The md5 of each compressed file, from torchvision and from the data sets' web pages."""
+    """The md5 of each compressed file, from torchvision and the data sets' own pages."""
     class_names: tuple[str, ...]
 
 
@@ -99,10 +99,10 @@ VARIANTS = {
 
 
 def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
-    """Return the paths of the four files, by official name without .gz.
+    """Return the four files by their official names without .gz.
 
-    torchvision's folders are searched as well, and uncompressed files are preferred. Raises a
-    PrepError that names all missing files, or both folders if two match.
+    Torchvision's folders are also searched, and an uncompressed file precedes a compressed one.
+    Raises PrepError that names all missing files, or both folders if two match.
     """
     if not folder.is_dir():
         raise PrepError(
@@ -144,19 +144,18 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
 
 
 def read_idx(path: Path, kind: str, count: int) -> bytes:
-    """Return the uncompressed content of an idx file with `count` "images" or "labels".
+    """Return the uncompressed content of an idx file of `count` "images" or "labels".
 
     Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: number of dimensions), a four-byte
-    size for each dimension, and the data (http://yann.lecun.com/exdb/mnist). Raises PrepError for a
-    file of another kind, size or shape.
+    size per dimension, and the data (http://yann.lecun.com/exdb/mnist). Raises PrepError for a file
+    of another kind, size or shape.
     """
     shape = (count, SIDE, SIDE) if kind == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))
     opened = gzip.open if path.suffix == ".gz" else open
     with readable(path, DAMAGE, "not a complete gzip file"), opened(path, "rb") as file:
-        # Limit the size, because a hostile file may decompress to any size.
-        content = file.read(num_bytes + 1)
+        content = file.read(num_bytes + 1)  # a hostile file may decompress to any size
     if len(content) != num_bytes or not content.startswith(expected):
         size = f"{len(content):,} bytes" if len(content) <= num_bytes else "more"
         raise PrepError(
@@ -171,24 +170,24 @@ def read_idx(path: Path, kind: str, count: int) -> bytes:
 
 
 def source(folder: Path, variant: str = "mnist") -> Source:
-    """Return a `Source` for the four idx files in `folder`.
+    """Return the images of the four idx files in `folder`.
 
     Raises PrepError if files are missing or are from a different variant.
     """
     files = find_files(folder, variant)
     for name, path in files.items():
-        # Only the md5 of the official compressed files distinguishes the variants.
+        # only the md5 of the official compressed files distinguishes the variants
         variants = {other.md5[name]: key for key, other in VARIANTS.items()}
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
         if (owner := variants.get(md5, variant)) != variant:
             raise PrepError(
                 f"{path}: file of {VARIANTS[owner].torchvision_folder}; use --variant {owner}"
             )
-    read = partial(read_jpeg, shape=(SIDE, SIDE))
-    return Source("mnist", {"variant": variant}, partial(_fill, files, variant), read)
+    records = partial(_records, files, variant)
+    return array_source("mnist", {"variant": variant}, (SIDE, SIDE), records)
 
 
-def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
+def _records(files: Mapping[str, Path], variant: str, builder: Builder) -> Iterator[Records]:
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
         labels_file = files[f"{part}-labels-idx1-ubyte"]
@@ -200,15 +199,13 @@ def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
         if images_file.suffix == ".gz":
             images_file = builder.folder / name
             images_file.write_bytes(content)
-        add_records(
-            builder,
-            split,
-            images_file,
-            labels,
+        yield Records(
+            split=split,
+            file=builder.file(images_file),
+            labels=labels,
             labels_from=labels_file,
             first=HEADER_BYTES["images"],
             step=SIDE * SIDE,
-            image_bytes=SIDE * SIDE,
             name_stem=f"{part}-images",
             key_stem=part,
         )

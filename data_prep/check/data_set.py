@@ -1,4 +1,4 @@
-"""Open a finished data set for `verify`, and store the results of its checks.
+"""A finished data set for `verify`: its records and the results of the checks.
 
 A data set in a folder is read in place. For a data set at a URL, all files except the shards are
 copied to a temporary folder. (`vit.data.shards.data_set` opens the splits for training.)
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -24,26 +24,28 @@ from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.info_file import describe_split, read_info
 from vit.data.shards.members import recorded_layout
+from vit.data.shards.split import Split
 from vit.data.shards.stores import Version
 from vit.data.storage.remote import RemoteFolder
-from vit.system.files import write_json
+from vit.system.files import ShardError, write_json
 from vit.system.urls import local_path
 
 
 @dataclass
 class SplitFiles:
-    """A split's records and the results of checking them."""
+    """The records of a split, and the results of its checks."""
 
     name: str
     described: dict[str, Any]
     index: np.ndarray | None = None
-    """The memory-mapped index file, or None if the index does not match the shards."""
+    """The memory-mapped index file, or None if the index does not match."""
     sidecars: dict[str, dict[str, Any]] = field(default_factory=dict)
     present: list[int] = field(default_factory=list)
     """The numbers of the shards that exist with their recorded size."""
     seen: dict[int, np.ndarray] = field(default_factory=dict)
-    """An array of SEEN_DTYPE for each shard that was read."""
+    """The array of SEEN_DTYPE of each shard that was read."""
     num_bytes: int = 0
+    """The total bytes of the existing tars."""
     num_checked: int = 0
 
     @property
@@ -57,7 +59,7 @@ class SplitFiles:
 
     @property
     def firsts(self) -> list[int]:
-        """The index of the first sample of each shard."""
+        """The number of the first sample in each shard."""
         return first_samples(self.lengths)[:-1]
 
     @property
@@ -73,7 +75,7 @@ class SplitFiles:
 
     @property
     def quarantined(self) -> list[dict[str, Any]]:
-        """The quarantine entries (skipped images) from all sidecars."""
+        """The quarantine entries of all sidecars."""
         return [
             entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])
         ]
@@ -85,8 +87,7 @@ class SplitFiles:
         return sum(changed, Counter[str]())
 
     def labels(self) -> np.ndarray:
-        """Return the labels (n,) int32 of all samples read or, in a quick check, those in the
-        check."""
+        """Return the labels of all samples read, (n,) int32, or the index's in a quick check."""
         if self.seen:
             return np.concatenate([rows["label"] for rows in self.seen.values()])
         return np.empty(0, np.int32) if self.index is None else np.asarray(self.index["label"])
@@ -94,43 +95,55 @@ class SplitFiles:
 
 @dataclass
 class DataSet(Classes):
-    """A folder with shards and `_info.json`, or a copy of all files except the shards."""
+    """A folder of shards and its `_info.json`, or a copy of all files except the shards."""
 
     root: Path
     shown: str
+    """The folder or URL that the user gave."""
     tars_at: str | None
     """The URL of the shards, or None if they are in `root`."""
     info: dict[str, Any]
     parts: list[SplitFiles]
     num_hashed: int = 0
+    """The number of shards whose sha256 was compared."""
     catalogue_compared: bool = False
 
     @property
     def ours(self) -> bool:
-        """True if this package wrote the shards, False if it indexed existing shards."""
+        """True if this package wrote the shards, instead of indexing existing ones."""
         return "catalogue" in self.info
 
     @property
     def seed(self) -> int:
-        """The seed of the catalogue's hashes."""
+        """The seed of the hashes in the catalogue."""
         return int((self.info.get("options") or {}).get("seed", 0)) if self.ours else 0
 
     @property
     def index_it(self) -> str:
-        """The command that creates a missing index or sidecar."""
+        """The remedy for a missing index or sidecar."""
         return f"run `python -m data_prep.index {quote(self.shown)}` to write it"
 
     def class_name(self, label: int) -> str:
+        """Return the name of a class for a message."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:
-        """Return a sample's shard and key for messages, or its row number if `.idx` is missing."""
-        tar = self.root / part.filenames[shard]
+        """Return a sample's shard and key for a message, or its row number without an index."""
         place = f"row {row}"
-        with suppress(OSError, IndexError):
-            name = tar.with_suffix(".idx").read_text().splitlines()[row + 1].split(" ")[3]
-            if named := recorded_layout(self.info, tar).cut(name):
-                place = named[0]
+        if part.index is not None and self.tars_at is None:
+            layout = recorded_layout(self.info, self.root / part.filenames[0])
+            split = Split(
+                self.root,
+                part.name,
+                part.filenames,
+                part.lengths,
+                part.index,
+                self.recorded_classes or 0,
+                [],
+                layout=layout,
+            )
+            with suppress(ShardError, OSError), closing(split):
+                place = split.key(part.firsts[shard] + row)
         return f"{part.filenames[shard]} {place}"
 
 
@@ -154,7 +167,7 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
         names += [f"{stem}.{kind}" for stem in stems for kind in ("idx", "json")]
 
         def fetch(name: str, version: Version | str) -> None:
-            if isinstance(version, Version):  # The checks report a missing file.
+            if isinstance(version, Version):  # the checks report a missing file
                 remote.fetch(name, version, folder / name)
 
         with ThreadPoolExecutor(16) as threads:

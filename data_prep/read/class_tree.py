@@ -1,8 +1,8 @@
-"""Read class folders from disk, or in place from a zip or tar.
+"""Class folders on disk, or inside a zip or tar that is read in place.
 
-`data_prep.imagefolder` lists the folders and images of a tree, and adds the images to a catalogue.
-An image is a file or a byte range of an archive. The tree provides each image's location and the
-function that reads the image.
+`data_prep.imagefolder` lists the folders and images of a tree and adds images to a catalogue by
+path. An image is a file or a byte range of an archive. The tree gives the catalogue the location
+of each image and the function that reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,20 +28,21 @@ from vit.data.decode.image_files import EXTENSIONS
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
-"""The table column that contains file paths, relative to the table's folder."""
+"""The path column of these tables, relative to the table's folder."""
 
 
 class FolderTree:
-    """A folder on disk that contains class folders. `str` returns its path for messages."""
+    """A folder on disk that contains folders of images. `str` gives its path for messages."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
-        """The archive or folder that contains the images."""
+        """The file or folder under which the catalogue lists the images."""
         self.label_column = label_column
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
-        """The function that reads the bytes of an image. It works in any process."""
+        """The function that reads the bytes of an image in any process."""
         self.inputs: Sequence[Path] | None = None
+        """The `Source.inputs` of the images."""
 
     def __str__(self) -> str:
         return str(self.file)
@@ -56,34 +56,29 @@ class FolderTree:
         return self.file.is_dir()
 
     def folders(self) -> list[str]:
-        """Return the sorted names of all subfolders that are not hidden."""
+        """Return the sorted names of the visible subfolders."""
         return listed(self.file)[0]
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        """Yield the paths of images below `folder`, relative to `folder`.
+        """Yield the paths of the images below `folder`, relative to `folder`.
 
         ignored: counts all other files.
         """
         return images_below(self.file / folder, ignored)
 
     def count_stray(self, ignored: Ignored) -> None:
-        """Count the files that are next to the class folders instead of inside them."""
-        for name in listed(self.file)[1]:
-            path = os.path.join(self.file, name)
-            if image_tree.is_image(path):
-                ignored.stray.append(path)
-            else:
-                ignored.count(path)
+        """Count the files directly in this folder, next to the class folders."""
+        ignored.count_stray(self.file)
 
     def places(self, paths: Sequence[str]) -> Members:
-        """Return the locations of images, given by their paths below this folder."""
-        # Files are read completely, so offsets and sizes are not needed.
+        """Return the locations of images, given their paths below this folder."""
+        # files are read completely, so offset and size are not needed
         nothing = np.zeros(len(paths), np.int64)
         return Members(list(paths), nothing, nothing)
 
 
 class TableTree(FolderTree):
-    """A folder of images with a table that lists the class of each image."""
+    """A folder with a table that gives the class of each image, instead of class folders."""
 
     def __init__(self, path: Path, label_column: str | None, by_class: dict[str, list[str]]):
         super().__init__(path, label_column)
@@ -121,10 +116,10 @@ class TableTree(FolderTree):
 
 
 def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
-    """Open a folder. If it contains Hugging Face's metadata.csv or .jsonl, read classes from there.
+    """Open a folder, with the classes in Hugging Face's metadata.csv or .jsonl if it has one.
 
-    If the folder also contains class folders, the table's column is used only if it has a usual
-    name. Raises PrepError for a table that cannot be read, is ambiguous, or names missing files.
+    If class folders also exist, only a column with a usual name gives the classes. Raises PrepError
+    for a table that cannot be read, is ambiguous, or names files that do not exist.
     """
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
     if table is None:
@@ -162,58 +157,84 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-class ArchiveTree:
-    """A folder inside a zip or tar, with the same methods as FolderTree."""
+class _Archive:
+    """The visible files of an archive by folder path, with "" for the root."""
 
-    def __init__(
-        self,
-        file: Path,
-        read: Callable[[Sample], bytes],
-        members: Mapping[str, tuple[str, int, int]],
-        folder: str = "",
-    ):
-        """Open the folder. members: maps paths below it to (name in the archive, offset, size)."""
-        self.file = file
-        self.read = read
-        self.inputs: Sequence[Path] | None = [file]
-        self.name = folder.rpartition("/")[2]
+    def __init__(self, path: Path):
+        self.path = path
+        members, self.read = walk_archive(path)
+        self.at: dict[str, tuple[str, int, int]] = {}
+        """The name in the archive, offset and size for each path."""
+        self.folders: dict[str, set[str]] = {"": set()}
+        self.files: dict[str, list[str]] = {"": []}
+        for batch in members:
+            for name, offset, size in zip(*batch, strict=True):
+                parts = [part for part in name.split("/") if part not in ("", ".")]
+                if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
+                    self._add(parts, name, int(offset), int(size))
+
+    def _add(self, parts: list[str], name: str, offset: int, size: int) -> None:
+        folder = ""
+        for part in parts[:-1]:
+            self.folders[folder].add(part)
+            folder = f"{folder}/{part}".lstrip("/")
+            self.folders.setdefault(folder, set())
+            self.files.setdefault(folder, [])
+        self.files[folder].append(parts[-1])
+        self.at[f"{folder}/{parts[-1]}".lstrip("/")] = (name, offset, size)
+
+    def walk(self, folder: str, ignored: Ignored | None) -> Iterator[str]:
+        """Yield the paths of the images at any depth, recognized by suffix."""
+        for name in sorted(self.files.get(folder, ())):
+            path = f"{folder}/{name}".lstrip("/")
+            if name.lower().endswith(EXTENSIONS):
+                yield path
+            elif ignored is not None:
+                ignored.count(path)
+        for name in sorted(self.folders.get(folder, ())):
+            yield from self.walk(f"{folder}/{name}".lstrip("/"), ignored)
+
+
+class ArchiveTree:
+    """A folder inside a zip or tar, with the methods of FolderTree."""
+
+    def __init__(self, archive: _Archive, folder: str = ""):
+        self._archive = archive
         self._folder = folder
-        self._members = members
-        self._below = defaultdict[str, list[str]](list)
-        """Maps each subfolder to the paths below it. The key "" maps to this folder's own files."""
-        for path in sorted(members):
-            first, _, rest = path.partition("/")
-            self._below[first if rest else ""].append(rest or first)
+        self.file = archive.path
+        self.name = folder.rpartition("/")[2]
+        self.read = archive.read
+        self.inputs: Sequence[Path] | None = [archive.path]
 
     def __str__(self) -> str:
         return os.path.join(self.file, self._folder) if self._folder else str(self.file)
 
+    def _inside(self, name: str) -> str:
+        return f"{self._folder}/{name}".strip("/")
+
     def below(self, name: str) -> ArchiveTree:
-        members = {path: self._members[f"{name}/{path}"] for path in self._below.get(name, ())}
-        return ArchiveTree(self.file, self.read, members, f"{self._folder}/{name}".strip("/"))
+        return ArchiveTree(self._archive, self._inside(name))
 
     def exists(self) -> bool:
-        return bool(self._members)
+        return self._folder in self._archive.folders
 
     def folders(self) -> list[str]:
-        return sorted(self._below.keys() - {""})
+        return sorted(self._archive.folders[self._folder])
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        for path in self._below[folder] if folder else self._members:
-            if path.lower().endswith(EXTENSIONS):
-                yield path
-            elif ignored is not None:
-                ignored.count(path)
+        start = self._inside(folder)
+        for path in self._archive.walk(start, ignored):
+            yield path[len(start) :].lstrip("/")
 
     def count_stray(self, ignored: Ignored) -> None:
-        for name in self._below.get("", ()):
+        for name in sorted(self._archive.files[self._folder]):
             if name.lower().endswith(EXTENSIONS):
                 ignored.stray.append(f"{self}/{name}")
             else:
                 ignored.count(name)
 
     def places(self, paths: Sequence[str]) -> Members:
-        rows = [self._members[path] for path in paths]
+        rows = [self._archive.at[self._inside(path)] for path in paths]
         names, offsets, sizes = (list(column) for column in zip(*rows, strict=True))
         return Members(names, np.array(offsets, np.int64), np.array(sizes))
 
@@ -222,27 +243,18 @@ Tree = FolderTree | ArchiveTree
 
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
-    """Open a folder, zip or tar. Raises PrepError like `walk_archive`."""
-    if path.is_dir():
-        return open_folder(path, label_column)
-    batches, read = walk_archive(path)
-    visible = {}
-    for batch in batches:
-        for name, offset, size in zip(*batch, strict=True):
-            parts = [part for part in name.split("/") if part not in ("", ".")]
-            if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
-                visible["/".join(parts)] = (name, int(offset), int(size))
-    return ArchiveTree(path, read, visible)
+    """Open a folder, a zip or a tar. Raises PrepError like `walk_archive`."""
+    return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Archive(path))
 
 
-def open_archive(path: Path) -> Tree:
-    """Return the folder in a zip or tar that contains class folders, or train/ and val/.
+def open_archive(path: Path) -> ArchiveTree:
+    """Return the folder of a zip or tar that contains class folders, or train/ and val/.
 
-    Many archives contain a single outer folder named like the archive. This function returns the
-    outermost folder that contains `train`, or images in several subfolders. Raises PrepError for a
-    file that is not a zip or tar, is damaged, or has no images in folders.
+    Many archives wrap everything in a folder of their own name, so this is the outermost folder
+    with `train` or with images in several subfolders. Raises PrepError for a file that is not a zip
+    or tar, is damaged, or has no images in folders.
     """
-    tree = open_tree(path)
+    tree = ArchiveTree(_Archive(path))
     while True:
         with_images = [name for name in tree.folders() if any(tree.images(name))]
         if not with_images:
@@ -262,11 +274,11 @@ def open_archive(path: Path) -> Tree:
 def split_by_hash(
     keys: Sequence[str], fractions: Mapping[str, float], *seed: int
 ) -> dict[str, list[str]]:
-    """Split the keys of a class by the given fractions, in the order of their hashes.
+    """Divide the keys of a class among splits, by fractions and in the order of a hash.
 
-    Every split but the first gets a rounded number of keys with the smallest hashes. The first
-    split gets the rest, at least one key. The hash depends only on the seed and key, so adding a
-    third split does not change the second.
+    Other splits get a rounded number of keys with the smallest hashes. The first split gets the
+    rest, at least one key. The hash is of seed and key, so adding images does not move an image to
+    another split, and a third split does not change the second.
     """
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)
@@ -286,16 +298,8 @@ def add_images(
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add the images of a class. paths: key -> path below `tree`. shares: split -> list of keys."""
+    """Add the images of a class. paths: key -> path below `tree`. shares: split -> keys."""
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])
-            builder.add(
-                split,
-                file,
-                names=places.names,
-                labels=label,
-                offsets=places.offsets,
-                sizes=places.sizes,
-                keys=keys,
-            )
+            builder.add(split, file, places.names, label, places.offsets, places.sizes, keys)

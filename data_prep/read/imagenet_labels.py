@@ -1,9 +1,8 @@
-"""Read the class of each image in ImageNet's flat validation set.
+"""The class of each image in ImageNet's flat validation set.
 
-The classes come from the development kit or Kaggle's table. Both readers return a mapping from the
-image name without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID,
-starting at 1) are used only to look up WNIDs, because labels in published weights are positions in
-the sorted list of WNIDs.
+The development kit or Kaggle's table gives the classes. Both become a mapping from the image name
+without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID, from 1) only serve
+to look up WNIDs. Labels of published weights are positions in the sorted list of WNIDs instead.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ KAGGLE_TABLE = "LOC_val_solution.csv"
 LABEL_FILES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}"
 MAX_MEMBERS = 1000
 MAX_BYTES = 1 << 26
-"""The size limit for files in the development kit. The largest file has a few MB."""
+"""The size limit for files in the development kit, whose largest file has a few MB."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ def read_devkit(path: Path) -> dict[str, str]:
 
 
 def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
-    """Return {ILSVRC2012_ID: WNID} for the classes in `meta.mat`, skipping its 860 class groups."""
-    from scipy.io import loadmat  # scipy loads slowly, and only the kit needs it.
+    """Return {ILSVRC2012_ID: WNID} of the classes in `meta.mat`, which also has 860 groups."""
+    from scipy.io import loadmat  # slow to import, and needed only for the kit
 
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"].reshape(-1)
@@ -89,7 +88,7 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
         ids = [int(number) for number in classes["ILSVRC2012_ID"]]
         wnids = dict(zip(ids, map(str, classes["WNID"]), strict=True))
     except Exception as error:
-        # scipy raises many kinds of errors for a file that is not a MATLAB file.
+        # scipy raises many types of errors for a file that is not a MATLAB file
         raise PrepError(
             f"{place}: not the kit's table of classes ({type(error).__name__}: {error}); download"
             " the kit again"
@@ -102,14 +101,19 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
 # ---- Kaggle's table ------------------------------------------------------------------------------
 
 
-def read_kaggle_table(table: Path | Sample) -> dict[str, str]:
-    """Read labels from Kaggle's table, given as a file or as a member of Kaggle's zip."""
-    if isinstance(table, Path):
-        with readable(table):
-            return _labels_in_table(table.read_bytes(), str(table))
-    place = f"{table.file}: {table.name}"
-    with readable(Path(table.file), (ValueError,), f"its {table.name} cannot be read"):
-        content = read_zip_member(table)
+def read_kaggle_table(path: Path) -> dict[str, str]:
+    """Read labels from Kaggle's table, by its column ImageId."""
+    with readable(path):
+        return _labels_in_table(path.read_bytes(), str(path))
+
+
+def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
+    """Read labels from the table inside Kaggle's zip."""
+    place = f"{member.file}: {member.name}"
+    try:
+        content = read_zip_member(member)
+    except (OSError, ValueError) as error:
+        raise PrepError(f"{place}: {error}; download the zip again") from error
     return _labels_in_table(content, place)
 
 
@@ -140,7 +144,7 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
 
 
 def read_all(files: Sequence[ValLabels]) -> Mapping[str, str]:
-    """Read the labels in all files. Raises PrepError if two files contradict each other."""
+    """Read the labels in all files. Raises PrepError if two files disagree."""
     labels: dict[str, str] = {}
     for file in files:
         more = file.read()

@@ -1,9 +1,9 @@
-"""Copy images out of parquet files (Hugging Face's layout), which have no random access.
+"""Images in parquet files (Hugging Face's layout), which have no random access.
 
-A row has an image, `{bytes, path}` or only bytes, and a label. Row groups are compressed, so the
-images of each file are copied once into `<name>.images`. Their names, labels and sizes are then
-written to `<name>.json`. In the copy, each image is a byte range, as in a tar. Only one row group
-is in memory at a time.
+A row has an image, `{bytes, path}` or only bytes, and a label. Row groups are compressed, so each
+file is copied once. The images go into `<name>.images`, and their names, labels and sizes into
+`<name>.json`, which is written last. Each image is then a byte range, as in a tar. One row group is
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from data_prep.write.samples import stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64
-"""The number of rows to hold in memory in addition to their row group: 7 MB for ImageNet."""
+"""The rows in memory in addition to their row group, 7 MB for ImageNet."""
 
 
 class Columns(NamedTuple):
-    """The names of the image and label columns, and the recorded class names."""
+    """The image column, the label column, and the recorded class names."""
 
     image: str = "image"
     label: str = "label"
@@ -42,19 +42,19 @@ IMAGENET_COLUMNS = Columns()
 
 
 class Spooled(NamedTuple):
-    """The rows of one parquet file whose images were copied to `file`."""
+    """The rows of one parquet file. `file` contains a copy of the images."""
 
     parquet: Path
     file: Path
     names: list[str]
-    """The image names; "" for images without a path."""
+    """The image names, "" for an image without a path."""
     labels: list[Any]
     offsets: np.ndarray
     sizes: np.ndarray
 
 
 def missing_files(split: str, files: Sequence[Path]) -> str:
-    """Return a line about missing files, inferred from the names of the existing files, or ""."""
+    """Return a line about missing files, inferred from the names of the others, or ""."""
     totals = {int(match[1]) for file in files if (match := re.search(r"-of-(\d+)", file.name))}
     missing = max(totals, default=len(files)) - len(files)
     return f"{missing} of {max(totals)} parquet files of {split} are missing" if missing > 0 else ""
@@ -64,7 +64,7 @@ def missing_files(split: str, files: Sequence[Path]) -> str:
 def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     """Open the pyarrow ParquetFile at `path`.
 
-    Raises PrepError if the file is not a parquet file, is damaged or lacks `columns`.
+    Raises PrepError if the file is not parquet, is damaged or lacks `columns`.
     """
     try:
         import pyarrow
@@ -90,7 +90,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
 
 
 def image_fields(schema: Any, name: str) -> set[str]:
-    """Return the fields of an image column (bytes and possibly path); empty for other columns."""
+    """Return the fields of an image column (bytes, perhaps path), or none for other columns."""
     import pyarrow
 
     kind = schema.field(name).type
@@ -101,7 +101,7 @@ def image_fields(schema: Any, name: str) -> set[str]:
 
 
 def _place(path: Path, columns: Columns, spool: Path) -> Path:
-    """Return a unique path for the copy of a parquet file's images."""
+    """Return a unique path for the copied images of a parquet file."""
     status = path.stat()
     parts = (os.path.abspath(path), status.st_size, status.st_mtime_ns, *columns[:2])
     return spool / f"{path.stem}-{stable_hash(*parts).hex()}.images"
@@ -112,30 +112,44 @@ def _is_copied(images: Path) -> bool:
     return rows is not None and images.is_file() and images.stat().st_size == sum(rows["sizes"])
 
 
-def spool_file(copy: tuple[Path, Columns, Path]) -> None:
-    """Copy the images of the parquet file `copy[0]` to `copy[2]`. Runs in a worker process."""
-    path, columns, copied = copy
-    if _is_copied(copied):  # Another process has already copied the images.
+class _Copy(NamedTuple):
+    """A parquet file, and the path for the copy of its images."""
+
+    path: Path
+    columns: Columns
+    images: Path
+
+
+def spool_file(copy: _Copy) -> None:
+    """Copy the images of a parquet file in a worker process."""
+    if _is_copied(copy.images):  # another process copied them for the same catalogue
         return
-    remove_leftovers(copied.parent, copied.name)
+    remove_leftovers(copy.images.parent, copy.images.name)
     names: list[str] = []
     labels: list[Any] = []
     sizes: list[int] = []
-    with replacing(copied) as target:
-        for some_names, some_labels, images in _batches(path, columns):
-            for image in images:
+    with replacing(copy.images) as target:
+        for batch in _batches(copy.path, copy.columns):
+            for image in batch.images:
                 target.write(image)
                 sizes.append(len(image))
                 count_one(sizes[-1])
-            names += some_names
-            labels += some_labels
-    write_json(copied.with_suffix(".json"), {"names": names, "labels": labels, "sizes": sizes})
+            names += batch.names
+            labels += batch.labels
+    rows = {"names": names, "labels": labels, "sizes": sizes}
+    write_json(copy.images.with_suffix(".json"), rows)
 
 
-def _batches(
-    path: Path, columns: Columns, with_images: bool = True
-) -> Iterator[tuple[list[str], list[Any], list[bytes]]]:
-    """Yield (names, labels, images) for batches of rows. A null image becomes 0 bytes."""
+class _Batch(NamedTuple):
+    """Some rows. `images` is empty if only names and labels are read."""
+
+    names: list[str]
+    labels: list[Any]
+    images: list[bytes]
+
+
+def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator[_Batch]:
+    """Yield the rows of a file. A null image becomes 0 bytes, which is unreadable."""
     with open_parquet(path, columns) as file:
         has_path = "path" in image_fields(file.schema_arrow, columns.image)
         read = [columns.label]
@@ -143,17 +157,20 @@ def _batches(
             read.append(columns.image if with_images else f"{columns.image}.path")
         for batch in file.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
             labels = batch.column(columns.label).to_pylist()
-            image: Any = batch.column(columns.image) if len(read) > 1 else None
-            names = image.field("path").to_pylist() if has_path else [None] * len(labels)
             images: list[bytes] = []
+            names = [""] * len(labels)
+            if has_path:
+                image = batch.column(columns.image)
+                names = [name or "" for name in image.field("path").to_pylist()]
             if with_images:
+                image = batch.column(columns.image)
                 data = image.field("bytes") if image.type.num_fields else image
                 images = [content or b"" for content in data.to_pylist()]
-            yield [name or "" for name in names], labels, images
+            yield _Batch(names, labels, images)
 
 
 def count_labels(path: Path, columns: Columns) -> Counter[Any]:
-    """Count the rows of a parquet file by label, reading only the label column."""
+    """Count the rows of each label in a parquet file, reading only the label column."""
     counts = Counter[Any]()
     with open_parquet(path, columns) as file:
         for batch in file.iter_batches(columns=[columns.label], use_threads=False):
@@ -162,12 +179,12 @@ def count_labels(path: Path, columns: Columns) -> Counter[Any]:
 
 
 def _listed(path: Path, columns: Columns) -> Spooled:
-    """Return the rows of a parquet file without reading the images."""
+    """Return the rows of a parquet file without reading its images."""
     names: list[str] = []
     labels: list[Any] = []
-    for some_names, some_labels, _ in _batches(path, columns, with_images=False):
-        names += some_names
-        labels += some_labels
+    for batch in _batches(path, columns, with_images=False):
+        names += batch.names
+        labels += batch.labels
     sizes = np.full(len(names), path.stat().st_size // max(1, len(names)))
     return Spooled(path, path, names, labels, np.zeros(len(names), np.int64), sizes)
 
@@ -175,21 +192,21 @@ def _listed(path: Path, columns: Columns) -> Spooled:
 def spool(
     files: Sequence[Path], builder: Builder, columns: Columns = IMAGENET_COLUMNS
 ) -> Iterator[Spooled]:
-    """Copy the images of all parquet files to `builder.spool`, and yield the rows file by file.
+    """Copy the images of all parquet files to `builder.spool`, and yield the rows of each file.
 
-    Existing copies are reused. A dry run copies nothing and estimates sizes by their mean.
-    Processes that share the work start with different files. Raises PrepError if pyarrow is
-    missing, the disk has too little space, or a file is invalid.
+    Existing copies are kept. A dry run copies nothing and uses mean sizes. Processes that divide
+    the work start at different files. Raises PrepError if pyarrow is missing, the disk has too
+    little space, or a file is invalid.
     """
     if builder.dry:
         for path in files:
             yield _listed(path, columns)
         return
-    copies = {path: _place(path, columns, builder.spool) for path in files}
-    todo = [path for path, copied in copies.items() if not _is_copied(copied)]
+    copies = [_Copy(path, columns, _place(path, columns, builder.spool)) for path in files]
+    todo = [copy for copy in copies if not _is_copied(copy.images)]
     if todo:
-        num_rows = sum(_num_rows(path) for path in todo)
-        need = sum(path.stat().st_size for path in todo)
+        num_rows = sum(_num_rows(copy.path) for copy in todo)
+        need = sum(copy.path.stat().st_size for copy in todo)
         free = shutil.disk_usage(builder.spool).free
         plan = (
             f"{counted(len(todo), 'parquet file is', 'parquet files are')} copied once to"
@@ -200,16 +217,16 @@ def spool(
         print(f"{plan}; the copy is removed when the shards are complete", flush=True)
         first = random.SystemRandom().randrange(len(todo))
         todo = todo[first:] + todo[:first]
-        jobs = [(spool_file, (path, columns, copies[path]), path) for path in todo]
+        jobs = [(spool_file, copy, copy.path) for copy in todo]
         run_jobs(
             jobs, builder.workers, "copying", num_jobs=len(todo), num_images=num_rows, unit="files"
         )
-    for path, copied in copies.items():
-        rows = read_json(copied.with_suffix(".json"))
-        assert rows is not None, copied
+    for copy in copies:
+        rows = read_json(copy.images.with_suffix(".json"))
+        assert rows is not None, copy.images
         sizes = np.array(rows["sizes"], np.int64)
         offsets = np.cumsum(sizes) - sizes
-        yield Spooled(path, copied, rows["names"], rows["labels"], offsets, sizes)
+        yield Spooled(copy.path, copy.images, rows["names"], rows["labels"], offsets, sizes)
 
 
 def _num_rows(path: Path) -> int:

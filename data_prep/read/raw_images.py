@@ -1,11 +1,13 @@
-"""Read small raw images from a few large files. MNIST and CIFAR share this code."""
+"""Data sets of small raw images in a few files: the shared code of MNIST and CIFAR."""
 
 from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Mapping
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -13,48 +15,63 @@ from PIL import Image
 from data_prep.command import Flags
 from data_prep.errors import PrepError
 from data_prep.read.download import download
-from data_prep.write.catalogue import Builder
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range
 
 
-def add_records(
-    builder: Builder,
-    split: str,
-    file: Path,
-    labels: np.ndarray,
-    *,
-    labels_from: Path,
-    first: int,
-    step: int,
-    image_bytes: int,
-    name_stem: str,
-    key_stem: str,
-) -> None:
-    """Add the images of a file: the first starts at byte `first`, others follow every `step` bytes.
+class Records(NamedTuple):
+    """The images of one uncompressed file, at a constant distance from each other."""
 
-    labels_from: the label file to name in messages. Raises PrepError for a label without a class.
-    """
-    count = len(labels)
-    num_classes = len(builder.class_names)
-    if labels.max() >= num_classes:
-        number = int(np.argmax(labels >= num_classes))
-        raise PrepError(
-            f"{labels_from}: record {number} has label {labels[number]}; expected 0 to"
-            f" {num_classes - 1}; download the file again"
+    split: str
+    file: int
+    """The number of the file in the catalogue."""
+    labels: np.ndarray
+    labels_from: object
+    """The label file, for messages."""
+    first: int
+    """The byte position of the first image in the file."""
+    step: int
+    """The number of bytes from one image to the next."""
+    name_stem: str
+    key_stem: str
+
+
+def array_source(
+    name: str,
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    records: Callable[[Builder], Iterable[Records]],
+) -> Source:
+    """Return a source of raw images. shape: (H, W) or (3, H, W). records: also sets the classes."""
+    fill = partial(_fill, records, math.prod(shape))
+    return Source(name, options, fill, partial(read_jpeg, shape=shape))
+
+
+def _fill(
+    records: Callable[[Builder], Iterable[Records]], image_bytes: int, builder: Builder
+) -> None:
+    for part in records(builder):
+        count = len(part.labels)
+        num_classes = len(builder.class_names)
+        if part.labels.max() >= num_classes:
+            number = int(np.argmax(part.labels >= num_classes))
+            raise PrepError(
+                f"{part.labels_from}: record {number} has label {part.labels[number]}; expected 0"
+                f" to {num_classes - 1}; download the file again"
+            )
+        builder.add(
+            part.split,
+            part.file,
+            names=[f"{part.name_stem}/{number}" for number in range(count)],
+            labels=part.labels,
+            offsets=part.first + part.step * np.arange(count),
+            sizes=np.full(count, image_bytes),
+            keys=[f"{part.key_stem}-{number:05d}" for number in range(count)],
         )
-    builder.add(
-        split,
-        builder.file(file),
-        names=[f"{name_stem}/{number}" for number in range(count)],
-        labels=labels,
-        offsets=first + step * np.arange(count),
-        sizes=np.full(count, image_bytes),
-        keys=[f"{key_stem}-{number:05d}" for number in range(count)],
-    )
 
 
 def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
-    """Encode a raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without subsampling."""
+    """Return a raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without subsampling."""
     pixels = np.frombuffer(read_range(sample), np.uint8).reshape(shape)
     if pixels.ndim == 3:
         pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0))
@@ -64,7 +81,7 @@ def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
 
 
 def download_flags(files: str, size: str) -> Flags:
-    """Return the `--download` and `--url` flags for `files`, such as "the archive"."""
+    """Return the flags `--download` and `--url` for `files`, such as "the archive"."""
     return {
         "--download": {
             "action": "store_true",
@@ -78,7 +95,7 @@ def download_flags(files: str, size: str) -> Flags:
 
 
 def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: str) -> None:
-    """Download the files missing from SOURCE if --download or --url was given."""
+    """Download the files that SOURCE lacks, if --download or --url was given."""
     if args.download or args.url:
         for name, expected in md5.items():
             url = f"{(args.url or base).rstrip('/')}/{name}"

@@ -1,5 +1,4 @@
-"""Test Animals-10: every known layout must produce the same shards, and the recipe must train on
-them."""
+"""Test Animals-10: every known layout must give the same shards, and the recipe must train."""
 
 import io
 import json
@@ -17,7 +16,7 @@ from processes import metrics, run
 from data_prep import animals10
 from vit.data.shards.data_set import open_split
 
-# The order is that of the dataset's page on Kaggle.
+# Typed from the dataset's page on Kaggle, in its order.
 CLASSES = [
     ("dog", "cane"),
     ("cat", "gatto"),
@@ -34,8 +33,8 @@ ITALIAN = dict(CLASSES)
 
 
 def photographs() -> dict[str, bytes]:
-    """Return images by their path below raw-img. Each class has 20 to 29 images, mostly
-    OIP-<letters>.jpeg, and some .jpg and .png. Two names differ only in their suffix."""
+    """Return images by their path below raw-img: 20 to 29 per class, mostly OIP-<letters>.jpeg,
+    some .jpg and .png. Two names differ only in their suffix."""
     files = {}
     for number, (_, folder) in enumerate(CLASSES):
         for n in range(20 + number):
@@ -241,6 +240,10 @@ def without(files: dict[str, bytes], *folders: str) -> dict[str, bytes]:
             r"no images of dog \(cane\), spider \(ragno\): provide each of the ten",
         ),
         (lambda files: {"readme.txt": b""}, r"no images of dog \(cane\), horse \(cavallo\), "),
+        (
+            lambda files: {**files, "leone/1.jpeg": b"", "tigre/1.jpeg": b""},
+            r"unknown folders next to the class folders: leone, tigre:",
+        ),
         (lambda files: {**files, "dog/1.jpeg": b""}, r"dog has 2 folders \(.*cane, .*dog\):"),
         (
             lambda files: {**files, "copy/ragno/1.jpeg": b""},

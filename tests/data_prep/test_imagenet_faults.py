@@ -1,4 +1,4 @@
-"""Test that each fault in ImageNet's files causes one clear error with the file and the remedy."""
+"""Test that each fault in ImageNet's files gives one clear error with the file and the remedy."""
 
 import io
 import os
@@ -120,7 +120,7 @@ def _labels_that_differ(fake: Fake, folder: Path) -> list[Path]:
 
 
 def _folders_by_another_rule(fake: Fake, folder: Path) -> list[Path]:
-    """Write val folders that use the kit's ids as labels."""
+    """Write val folders as if the kit's ids were labels."""
     tree = write_torchvision_tree(fake, folder / "in")
     shutil.rmtree(tree / "val")
     for name, wnid in fake.val_wnids.items():
@@ -231,7 +231,7 @@ WRONG = {
     "foreign tar": (_foreign_tar, r"foreign\.tar: begins with 'readme\.txt'; expected ImageNet's"),
     "foreign train tar": (
         _foreign_train_tar,
-        r"begins with 'readme\.txt'; expected ImageNet's tar of tars",
+        r"contains 'readme\.txt'; expected tars named by WordNet ID",
     ),
     "train tar with a file without a suffix": (
         _train_tar_with_a_readme,

@@ -1,4 +1,4 @@
-"""Test that indexing makes shards from other tools readable without changing the tars."""
+"""Test that indexing makes shards of other tools readable without changing the tars."""
 
 import hashlib
 import io
@@ -46,7 +46,7 @@ def test_foreign_shards_become_readable(foreign, capsys):
         (f"train{n}", jpeg(n)) for n in range(12)
     ]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
-    assert train.num_classes == validation.num_classes == 5  # all splits share one list of classes
+    assert train.num_classes == validation.num_classes == 5  # one list for all splits
     first = digests(foreign)
     assert main([str(foreign), "--workers", "1"]) == 0
     assert digests(foreign) == first
@@ -63,7 +63,7 @@ def test_timm_reads_them_too(foreign):
 
 
 def test_info_of_others_is_kept(foreign, capsys):
-    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted shard
+    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted one
     theirs = {
         "splits": {
             "train": {
@@ -178,12 +178,29 @@ def test_duplicate_shards_and_keys_are_noted(tmp_path, capsys):
     )
 
 
+def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(foreign, tmp_path):
+    script = tmp_path / "script.py"
+    call = f"index([{str(foreign)!r}])"
+    ends = []
+    for guard in ("", 'if __name__ == "__main__": '):
+        script.write_text(f"from data_prep.index import index\n{guard}{call}\n")
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+        ends.append((done.returncode, done.stderr.strip()))
+    assert ends[0][0] == 1
+    assert ends[0][1].endswith(
+        "a worker process was killed (out of memory?), or ended at its start, because a script"
+        ' calls this function outside `if __name__ == "__main__":`; run the same command again'
+        " to continue, perhaps with fewer --workers"
+    )
+    assert ends[1][0] == 0
+
+
 # ---- members that do not fit ---------------------------------------------------------------------
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """Write a tar with these members. A content of None creates a hard link to the first member
-    with the same suffix."""
+    """Write a tar with these members. A content of None makes a hard link to the first member with
+    the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -211,7 +228,7 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
 def shard_with(
     root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar"
 ) -> Path:
-    """Write a shard with three valid samples around an invalid one."""
+    """Three valid samples around an invalid one."""
     root.mkdir(exist_ok=True)
     good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
     write_members(root / name, [*good[0], *good[1], *bad, *good[2]])
@@ -303,12 +320,12 @@ def test_a_label_above_the_number_of_samples_is_refused(tmp_path, capsys):
 
 
 def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
-    """rsync -t and cp -p may give a corrected shard an older timestamp than its old sidecar."""
+    """rsync -t and cp -p may give a corrected shard an older time than the old sidecar's."""
     tar = shard_with(tmp_path / "root", [])
     os.utime(tar, (1, 1))
     assert main([str(tar.parent), "--workers", "1"]) == 0
     corrected = tar.read_bytes()
-    at = corrected.index(jpeg(1)) + 25  # an offset in a quantization table
+    at = corrected.index(jpeg(1)) + 25  # in a quantization table
     tar.write_bytes(corrected[:at] + bytes([corrected[at] ^ 1]) + corrected[at + 1 :])
     os.utime(tar, (2, 2))
     assert main([str(tar.parent), "--workers", "1"]) == 2
@@ -344,7 +361,7 @@ def test_split_against_the_names(foreign, capsys):
 
 
 def test_shards_without_labels(tmp_path, capsys):
-    # Write the same members as img2dataset.
+    # the members that img2dataset writes
     with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:
         for n in range(8):
             tar.write(

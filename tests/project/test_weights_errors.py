@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Callable
@@ -57,6 +58,11 @@ class Canary:
 def code(place):
     torch.save({"a": Canary(place.folder / "canary")}, place.folder / "code.pth")
     return ["launch/eval.py", place.folder / "code.pth"]
+
+
+def python_pickle(place):
+    (place.folder / "python.pth").write_bytes(pickle.dumps({"a": [1.0]}, protocol=4))
+    return ["launch/predict.py", "--checkpoint", place.folder / "python.pth", "photo.jpg"]
 
 
 def torchscript(place):
@@ -174,6 +180,7 @@ def another_teacher(place):
 SCENARIOS: dict[str, Callable[[Place], list]] = {
     "an HTML page saved as `.pth`": html,
     "a pickle that would run code, as `.pth`": code,
+    "a pickle that Python wrote": python_pickle,
     "TorchScript": torchscript,
     "a zip of photos": photos,
     "safetensors that are cut off": cut_safetensors,

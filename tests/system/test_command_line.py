@@ -121,7 +121,7 @@ def test_evaluation_and_prediction_reject_numbers_with_the_same_message():
 @pytest.mark.parametrize(
     ("arguments", "status", "out", "err"),
     [
-        (["trian"], 2, "", r"error: unknown command 'trian' \(did you mean train\b.*\?\): vitline"),
+        (["trian"], 2, "", r"error: unknown command 'trian' \(did you mean train\b.*\?\): run vit"),
         (["prep", "mnits"], 2, "", r"error: unknown command 'prep mnits' \(did you mean mnist"),
         (["prep", "--help"], 0, r"python -m data_prep\.imagenet ", ""),
         (

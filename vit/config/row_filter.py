@@ -1,8 +1,9 @@
 """Select samples by an expression over the columns of an index.
 
-An example is `min(width, height) >= 64 and size < 5_000_000`. Python's parser turns the text into a
-tree, which is computed on whole columns. Only columns, numbers, comparisons, `and`, `or`, `not`,
-`+ - * /`, `min` and `max` are allowed; errors name the position of anything else.
+For example, `min(width, height) >= 64 and size < 5_000_000` selects rows by size. Python's parser
+turns the text into a tree, which is evaluated on whole columns. Only columns, numbers, comparisons,
+`and`, `or`, `not`, `+ - * /`, `min` and `max` are allowed. An error names the position of anything
+else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vit.system.spelling import did_you_mean
 
 COLUMNS = {
     "width": "pixels",
@@ -123,8 +126,7 @@ class _Computation:
                 return reduce(FUNCTIONS[name], self._values(parts, is_truth=False))
             case ast.Name(id=name):
                 if name not in COLUMNS:
-                    near = difflib.get_close_matches(name, COLUMNS, n=1)
-                    hint = f", did you mean {near[0]}?" if near else ""
+                    hint = did_you_mean(name, COLUMNS)
                     raise self._refuse(
                         node, f"not a column{hint}; the columns are {COLUMNS_AND_UNITS}"
                     )

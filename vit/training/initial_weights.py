@@ -131,10 +131,18 @@ def _load(
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
     """Return the settings that differ between `model` and the config in the weights, or "".
 
-    Settings that do not change shapes, such as image size and drop path, are omitted.
+    If the weights have no config, return the settings that change a named timm model. Settings that
+    do not change shapes, such as image size and drop path, are omitted.
     """
     if not loaded.config:
-        return ""
+        fields = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
+        keys = [f"model.{key}" for key in fields if not key.endswith(_OF_NO_SHAPE)]
+        if not keys or not model.name.startswith("timm/"):
+            return ""
+        return (
+            f"; the config's {', '.join(keys)} override the settings of {model.name}: to use that"
+            f" model unchanged, set {' '.join(f'{key}=null' for key in keys)}"
+        )
     stored = {"model": loaded.config.get("model", {})}
     current = {"model": model.model_dump(mode="json")}
     lines = [

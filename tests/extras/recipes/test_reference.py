@@ -1,4 +1,4 @@
-"""Test the published curves in configs/reference, and the comparison of a run with its curve."""
+"""Test the published curves in configs/reference, and that a run is compared with its curve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(
     path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
 )
-# Top-1 accuracy from the tables in DeiT III's README and paper, which round the last values of the
+# Top-1 accuracy from the tables in DeiT III's README and paper, which round the final values of the
 # logs.
 TABLES = {
     "deit3/vit_s16_800ep": 81.4,
@@ -158,7 +158,6 @@ def test_a_missing_recipe_is_reported_before_training(tmp_path, shards):
 
 
 def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, capfd):
-    curve_panels = pytest.importorskip("vit.extras.report.curves").curve_panels
     read_history = pytest.importorskip("vit.extras.report.history").read_history
     config = write_config(tmp_path, shards, steps=6)
     path = tmp_path / "curve.csv"
@@ -170,7 +169,7 @@ def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, ca
     log = capfd.readouterr().err
 
     lines = {line["step"]: line for line in metrics(run_dir, "eval")}
-    # A third of the run corresponds to a third of the curve's schedule: epoch 4/3 of 4.
+    # After a third of the run, the curve is read after a third of its schedule: at epoch 4/3 of 4.
     for step, top1, loss in ((2, 10 + 10 / 3, 2 - 1 / 6), (4, 10 + 50 / 3, 2 - 5 / 6)):
         line = lines[step]
         assert line["top1_reference"] == pytest.approx(top1)
@@ -186,13 +185,6 @@ def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, ca
         f"reference: differs from its recipe: {'; '.join(note['unlike'])} (for the effects: python"
         in log
     )
-    panels = curve_panels(run_dir / "metrics.jsonl")
-    recorded = (run_dir / "metrics.jsonl").read_text().splitlines(True)
-    bare = tmp_path / "bare.jsonl"
-    bare.write_text("".join(line for line in recorded if '"kind": "reference"' not in line))
-    bare_panels = curve_panels(bare)
-    changed = {name for name in panels if panels[name] != bare_panels[name]}
-    assert changed == {"loss", "accuracy"}
     history = read_history(run_dir / "metrics.jsonl")
     assert np.allclose(history.of_kind("reference")[0]["curves"][0]["step"], [1.5, 4.5])
 
@@ -223,7 +215,8 @@ def test_a_run_on_other_data_or_of_another_length_is_not_compared(
 
 
 def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_path):
-    """The comparison also works if the curve's run was longer than the recipe, as in AlgoPerf."""
+    """The comparison must also work if the published run was longer than the recipe, as for
+    AlgoPerf."""
 
     class Val(NamedTuple):
         num_samples: int

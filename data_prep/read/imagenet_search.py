@@ -1,0 +1,219 @@
+"""Find ImageNet's layouts and label files in the given files and folders.
+
+The name or the first image identifies each given archive or folder. The usual subfolders of
+downloads are searched as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from data_prep.errors import PrepError, some
+from data_prep.read import imagenet_labels
+from data_prep.read.archives import walk_tar, walk_zip
+from data_prep.read.image_tree import listed
+from data_prep.read.imagenet_labels import DEVKIT, KAGGLE_TABLE, META, TRUTH, WNID, ValLabels
+from data_prep.read.imagenet_layouts import (
+    IMAGE_EXTENSIONS,
+    TRAIN_TAR,
+    VAL_FOLDERS,
+    VAL_TAR,
+    Layout,
+    flat,
+    folder_of_tars,
+    members_of,
+    nested_tar,
+    parquet_layout,
+    place_in_zip,
+    tree,
+    zip_layout,
+)
+from data_prep.write.samples import Sample
+
+FOLDERS = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {
+    f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")
+}
+"""The names of searched folders, in lower case."""
+VAL_IMAGE = "ILSVRC2012_val_"
+KIT = "the development kit"
+
+
+@dataclass
+class Search:
+    """The layouts and label files found in the given paths."""
+
+    layouts: list[Layout] = field(default_factory=list)
+    labels: list[ValLabels] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """Notes for error messages about files that were not used."""
+    inner_tars: set[Path] = field(default_factory=set)
+    parquets: set[Path] = field(default_factory=set)
+
+    def add_labels(self, title: str, read: Callable[[Path], dict[str, str]], path: Path) -> None:
+        """Add a label file."""
+        self.labels.append(ValLabels(path, title, partial(read, path), (path,)))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def _look_at_file(path: Path, search: Search, named: bool) -> None:
+    """Identify a file. named: the user gave its path, so other files are an error."""
+    name = path.name.lower()
+    if DEVKIT.fullmatch(name):
+        search.add_labels(KIT, imagenet_labels.read_devkit, path)
+    elif name == KAGGLE_TABLE.lower():
+        search.add_labels("Kaggle's table", imagenet_labels.read_kaggle_table, path)
+    elif name == TRAIN_TAR.lower():
+        search.layouts.append(nested_tar(path))
+    elif name == VAL_TAR.lower():
+        search.layouts.append(flat(path))
+    elif name.endswith(".tar") and WNID.fullmatch(path.stem):
+        search.inner_tars.add(path)
+    elif name.endswith(".tar"):
+        _look_into_tar(path, search, named)
+    elif name.endswith(".zip"):
+        _look_into_zip(path, search, named)
+    elif name.endswith(".parquet"):
+        search.parquets.add(path)
+    elif name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")):
+        search.remarks.append(f"{path} is compressed and cannot be read in place: unpack it first")
+    elif named:
+        raise PrepError(
+            f"{path}: not one of ImageNet's files; expected {TRAIN_TAR}, {VAL_TAR}, a .zip,"
+            " .parquet, or a label file"
+        )
+
+
+def _look_into_tar(path: Path, search: Search, named: bool) -> None:
+    """Identify a renamed tar by its first member."""
+    first = ""
+    try:
+        first = next(walk_tar(path)).names[0].rpartition("/")[2]
+        problem = (
+            f"{path}: begins with {first!r}; expected ImageNet's tar of tars or its tar of"
+            " validation images"
+        )
+    except (PrepError, StopIteration) as error:
+        problem = str(error) or f"{path}: an empty tar; download it again"
+    is_task_3 = "_t3" in path.name.lower()  # 120 dog breeds
+    if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and not is_task_3:
+        search.layouts.append(nested_tar(path))
+    elif first.startswith(VAL_IMAGE):
+        search.layouts.append(flat(path))
+    elif named:
+        raise PrepError(problem)
+    else:
+        search.remarks.append(problem)
+
+
+def _look_into_zip(path: Path, search: Search, named: bool) -> None:
+    wnids = defaultdict[str, set[str]](set)
+    for members in walk_zip(path):
+        for name, offset, size in zip(*members, strict=True):
+            if place := place_in_zip(name):
+                wnids[place[0]].add(place[1])
+            elif name.rpartition("/")[2] == KAGGLE_TABLE and not name.startswith("__MACOSX/"):
+                table = Sample("", 0, name, str(path), int(offset), int(size))
+                read = partial(imagenet_labels.read_kaggle_table_in_zip, table)
+                search.labels.append(ValLabels(path, "Kaggle's table in the zip", read, (path,)))
+    search.layouts += [zip_layout(path, split, wnids[split]) for split in sorted(wnids)]
+    if named and not wnids:
+        raise PrepError(
+            f"{path}: no images in train/<wnid>/ or val/; expected Kaggle's"
+            " imagenet-object-localization-challenge.zip"
+        )
+
+
+# ---- folders -------------------------------------------------------------------------------------
+
+
+def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
+    """Return the split of class folders, from the first image or from the folder name."""
+    for wnid in wnids:
+        if names := members_of(folder / wnid).names:
+            return "val" if names[0].startswith(VAL_IMAGE) else "train"
+    return "val" if folder.name.lower() in VAL_FOLDERS else "train"
+
+
+def _look_into(folder: Path, search: Search, named: bool) -> None:
+    folders, files = listed(folder)
+    if named and not folders + files:
+        raise PrepError(
+            f"{folder}: an empty folder; expected ImageNet's archives or its train/ and val/"
+        )
+    if "_info.json" in files:
+        raise PrepError(
+            f"{folder}: contains finished shards (_info.json) instead of ImageNet's original files"
+        )
+    wnids = [name for name in folders if WNID.fullmatch(name)]
+    usual = [name for name in folders if name.lower() in FOLDERS]
+    strange = sorted(set(folders) - {*wnids, *usual})
+    is_flat = any(
+        name.startswith(VAL_IMAGE) and name.lower().endswith(IMAGE_EXTENSIONS) for name in files
+    )
+    has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
+    is_split = folder.name.lower() in ("train", *VAL_FOLDERS)
+    if strange and (wnids or (is_split and not (usual or is_flat or has_archives))):
+        raise PrepError(
+            f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
+            f" {some(strange)}; rename or remove them, or use `python -m data_prep.imagefolder` for"
+            " other class names"
+        )
+    if named and not (wnids or usual or is_flat):
+        search.remarks.append(f"{folder} contains {some(sorted(folders + files))}")
+    if wnids:
+        search.layouts.append(tree(_split_of_tree(folder, wnids), folder, wnids))
+    if is_flat:
+        search.layouts.append(flat(folder))
+    if {META, TRUTH} <= set(files):
+        read = partial(imagenet_labels.read_devkit, folder)
+        search.labels.append(ValLabels(folder, KIT, read, (folder / META, folder / TRUTH)))
+    for name in files:
+        _look_at_file(folder / name, search, named=False)
+    for name in usual:
+        _look_into(folder / name, search, named=False)
+
+
+def find_layouts(paths: Sequence[Path]) -> Search:
+    """Search files and folders for ImageNet's layouts.
+
+    Raises PrepError for missing, unreadable and unknown files, and for a split that occurs twice.
+    """
+    search = Search()
+    for path in dict.fromkeys(Path(os.path.abspath(path)) for path in paths):
+        if not path.exists():
+            raise PrepError(
+                f"{path}: no such file or folder; expected ImageNet's archives, or a folder that"
+                " contains them"
+            )
+        look = _look_into if path.is_dir() else _look_at_file
+        look(path, search, named=True)
+    layouts = [*search.layouts, *map(folder_of_tars, _by_folder(search.inner_tars).values())]
+    for files in _by_folder(search.parquets).values():
+        for split, names in (("train", ("train",)), ("val", VAL_FOLDERS)):
+            if of_split := [file for file in files if file.name.split("-")[0] in names]:
+                layouts.append(parquet_layout(split, of_split))
+    search.layouts = []
+    for split in ("train", "val"):
+        once = {(layout.title, layout.path): layout for layout in layouts if layout.split == split}
+        if len(once) > 1:
+            places = "; ".join(f"{path} ({title})" for title, path in once)
+            raise PrepError(
+                f"{split} occurs {len(once)} times: {places}: give only the one to use, by its own"
+                " path"
+            )
+        search.layouts += once.values()
+    return search
+
+
+def _by_folder(files: set[Path]) -> Mapping[Path, list[Path]]:
+    folders = defaultdict[Path, list[Path]](list)
+    for file in sorted(files):
+        folders[file.parent].append(file)
+    return folders
