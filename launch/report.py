@@ -78,7 +78,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         "--to-wandb",
         action="store_true",
         help="update the W&B run from metrics.jsonl: create a missing run and upload missing lines;"
-        " without a key or with WANDB_MODE=offline, write to disk",
+        " with WANDB_MODE=offline, write a folder for `wandb sync`",
     )
     return parser.parse_args(arguments)
 

@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from loggers.wandb_runs import (
     record_of,
     recorded,
     signal_ours,
+    use_server,
     wait_for,
     wandb_pids,
 )
@@ -35,13 +37,14 @@ from processes import Background, train, write_config
 from vit.config.schema import LogConfig
 from vit.loggers import wandb_logger
 from vit.loggers.record import Record
+from vit.loggers.wandb_process import Feed
 from vit.loggers.wandb_upload import ToWandb
 
 ROOT = Path(__file__).parents[2]
 
 
-def remedy(folder: Path) -> str:
-    command = f"python launch/report.py {shlex.quote(str(folder))} --to-wandb"
+def remedy(folder: Path, variable: str = "") -> str:
+    command = f"{variable}python launch/report.py {shlex.quote(str(folder))} --to-wandb"
     return f"metrics.jsonl has everything; to upload it: {command}"
 
 
@@ -118,7 +121,6 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
     assert not list(tmp_path.glob("wandb/offline-run-*"))
 
 
-@pytest.mark.full
 def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
     """A finished run is continued. W&B counts logged images as steps, but metrics.jsonl does not
     contain them."""
@@ -176,7 +178,8 @@ def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd
     before = recorded(folder)
     assert numbers(server.history) == before
     one_run(folder, range(2, 6), setting="offline", restarts=1)
-    assert capfd.readouterr().err.splitlines()[-1].endswith(f"would repeat); {remedy(folder)}")
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert message.endswith(f"would repeat); {remedy(folder, 'WANDB_MODE=online ')}")
     ToWandb(folder, is_in_use=False).show({}, print)
     assert numbers(server.history) == before + recorded(folder)[len(before) :]
 
@@ -292,6 +295,42 @@ def test_reports_a_wandb_that_is_missing_or_broken_in_one_line(tmp_path, monkeyp
         "wandb: not installed: metrics.jsonl only (pip install wandb, or log.wandb=off)\n"
     )
     assert record_of(run_dir) == record_of(tmp_path / "other")
+
+
+def test_a_failure_before_the_first_printed_line_is_reported(tmp_path, monkeypatch, capfd):
+    (tmp_path / "yaml.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one_run(tmp_path / "run")
+    reason = "its process ended with status 1: see wandb/console.log"
+    assert capfd.readouterr().err == f"wandb: stopped ({reason}); {remedy(tmp_path / 'run')}\n"
+    assert "not here" in (tmp_path / "run" / "wandb" / "console.log").read_text()
+
+
+def test_a_run_that_never_opened_online_can_be_written_for_a_later_upload(tmp_path, monkeypatch):
+    """W&B creates its folder before it contacts the server, which does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    use_server(monkeypatch, address)
+    one_run(tmp_path, range(4))
+    assert list(tmp_path.glob("wandb/run-*"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ToWandb(tmp_path, is_in_use=False).show({}, print)
+    (part,) = parts(tmp_path)
+    assert numbers(read_wandb(part)[2]) == expected(range(4))
+
+
+def test_reads_a_record_that_was_removed_and_restored_to_its_end(tmp_path):
+    record = Record(tmp_path, LogConfig(wandb="off"), True, total_steps=9)
+    record.write("train", 1, loss=1.0)
+    feed = Feed(tmp_path, parent=os.getppid())
+    feed.read()
+    (tmp_path / "metrics.jsonl").unlink()
+    feed.read()
+    for step in (2, 3):
+        record.write("train", step, loss=1.0)
+        feed.read()
+    record.close()
+    assert [step for step, _ in feed.rows.rows] == [1, 2, 3]
 
 
 # --- settings -------------------------------------------------------------------------------------

@@ -541,8 +541,8 @@ class LogConfig(Section):
     """Steps between two measurements of each layer's gradient, weights and update, and of its
     largest attention logit, also made at the last step (docs/training.md); `None`: never."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    """Weights & Biases: `auto` is online with a key and a network, else offline. `metrics.jsonl` is
-    complete without it."""
+    """Weights & Biases: `auto` is online unless WANDB_MODE differs; `offline` writes a folder for
+    `wandb sync` when the run ends. `metrics.jsonl` is complete without W&B."""
     wandb_project: str = "vit"
     """Project of the run on Weights & Biases."""
     tensorboard: bool = False

@@ -6,6 +6,7 @@ Online, it runs during training. Offline, it runs after training and writes one 
     runs/<name>/wandb_id               one id for all attempts
     runs/<name>/wandb/run-*/           W&B's own folder of each attempt online
     runs/<name>/wandb/offline-run-*/   the whole run, for `wandb sync`
+    runs/<name>/wandb/state.json       whether W&B has rows of this run
     runs/<name>/wandb/end.json         outcome, pictures and tables of the last attempt
     runs/<name>/wandb/console.log      the output of W&B
 """
@@ -26,13 +27,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vit.loggers import wandb_process
-from vit.loggers.wandb_process import END_FILE, FINISH_S, POLL_S, children_of, remedy
+from vit.loggers.wandb_process import END_FILE, FINISH_S, POLL_S, REPORTED, children_of, remedy
 from vit.system.files import replacing
 
 OPEN_S = 10.0
 """Maximum time to wait, after training, for an online run to open."""
-STOPPED_S = 10.0
-"""Maximum time for an upload after a signal, because a scheduler may not wait."""
+STOPPED_S = {"online": 10.0, "offline": 30.0}
+"""Maximum time for an upload after a signal, because a scheduler may not wait (Slurm: 30 s)."""
 ANNOUNCE_S = 6.0
 """An upload that takes longer than this is announced."""
 SCRIPT = wandb_process.__file__
@@ -62,7 +63,7 @@ class WandbProcess:
         self._mode = mode
         self._print = say
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_open = mode == "offline"
+        self._opened_at = time.monotonic() if mode == "offline" else None
         self._is_complete = False
         self._end: dict[str, Any] = {"pictures": {}, "tables": {}}
         if mode == "online":
@@ -114,7 +115,7 @@ class WandbProcess:
             self._process = None
             for folder in self._folder.glob("tmp-*"):
                 shutil.rmtree(folder, ignore_errors=True)
-        self._say(f"stopped ({reason}); {remedy(self._run_dir)}")
+        self._say(f"stopped ({reason}); {remedy(self._run_dir, self._mode)}")
 
     def poll(self) -> None:
         """Print the lines of the W&B process."""
@@ -122,13 +123,13 @@ class WandbProcess:
             return
         status = self._process.poll()  # before reading, so that no line is missed
         for line in (self._output.read() or b"").decode().splitlines():
-            self._is_open = True
+            self._opened_at = self._opened_at or time.monotonic()
             self._say(line)
-        if status in (0, 1):  # the process has printed the reason for a failure
+        if status in (0, REPORTED):
             self._process = None
             self._is_complete = status == 0
         elif status is not None:
-            self._stop(f"its process ended with status {status}")
+            self._stop(f"its process ended with status {status}: see wandb/console.log")
 
     def add_pictures(self, pictures: dict[str, Path]) -> None:
         """Show PNG files by name when the run ends."""
@@ -142,7 +143,7 @@ class WandbProcess:
         """Wait until everything is uploaded or on disk, and return whether this succeeded.
 
         stopped: a signal ended the run, so the upload takes at most `STOPPED_S`. open_s: the
-        maximum time to wait for the run to open.
+        maximum time to wait for the run to open. The time for the upload starts after that.
         """
         text = json.dumps({**self._end, "failed": failed}, default=_plain)
         with self._reporting_os_errors():
@@ -152,18 +153,26 @@ class WandbProcess:
             if self._mode == "offline":
                 self._launch()
         closed_at = time.monotonic()
-        limit_s = STOPPED_S if stopped else FINISH_S + POLL_S
+        upload_s = STOPPED_S[self._mode] if stopped else FINISH_S
         is_announced = False
         try:
             while self._process is not None:
                 self.poll()
-                is_uploading = self._mode == "online" and self._is_open
-                waited_s = time.monotonic() - closed_at
-                if self._process is not None and waited_s > (limit_s if self._is_open else open_s):
-                    self._stop(f"not ready {waited_s:.0f} s after the end of training")
-                elif is_uploading and waited_s > ANNOUNCE_S and not is_announced:
+                now = time.monotonic()
+                if self._opened_at is None:
+                    deadline = closed_at + open_s
+                else:
+                    deadline = max(closed_at, self._opened_at) + upload_s + POLL_S
+                if self._process is not None and now > deadline:
+                    self._stop(f"not ready {now - closed_at:.0f} s after the end of training")
+                elif (
+                    self._mode == "online"
+                    and self._opened_at is not None
+                    and now > closed_at + ANNOUNCE_S
+                    and not is_announced
+                ):
                     is_announced = True
-                    self._say(f"uploading the rest, for {limit_s:.0f} s at most")
+                    self._say(f"uploading the rest, for {upload_s:.0f} s at most")
                 time.sleep(POLL_S / 5)
         except KeyboardInterrupt:
             self._stop("interrupted")

@@ -8,9 +8,9 @@
 the record to its end. Lines for the user are printed on stdout.
 
 **W&B shows each line of the record once, even after kills.** A row's W&B step (`_step`) is its
-number among the valid lines of the record, so the step is the same in each attempt. The service
-reports how many rows it has, and only later rows are sent. Steps that training repeats keep their
-first values on W&B.
+number among the valid lines of the record, plus the number of steps with pictures before it. The
+service reports how many steps it has, and only later rows are sent. Steps that training repeats
+keep their first values on W&B.
 
 The script makes one attempt. After a failure, `launch/report.py RUN --to-wandb` runs it again.
 """
@@ -53,11 +53,18 @@ PROBE_S = 3.0
 MAX_MISSES = 3
 """The upload is abandoned after this many unanswered probes in a row."""
 POLL_S = 0.1
+REPORTED = 3
+"""The exit status of this script after it printed why it failed."""
+STATE_FILE = "state.json"
+"""A file in `wandb/` with the run's id, whether the run was opened online, and `num_other_steps`:
+W&B steps that contain pictures and tables, which are not rows of the record."""
 
 
-def remedy(run_dir: Path) -> str:
+def remedy(run_dir: Path, mode: str) -> str:
     """Return advice for the user after a failed upload."""
-    command = f"python launch/report.py {shlex.quote(str(run_dir))} --to-wandb"
+    # The variable may be set to offline, for which the same failure could follow.
+    variable = "WANDB_MODE=online " if mode == "offline" else ""
+    command = f"{variable}python launch/report.py {shlex.quote(str(run_dir))} --to-wandb"
     return f"metrics.jsonl has everything; to upload it: {command}"
 
 
@@ -74,7 +81,8 @@ class Feed:
     def __init__(self, run_dir: Path, parent: int):
         self._end_file = run_dir / "wandb" / END_FILE
         self._parent = parent
-        self._file = (run_dir / "metrics.jsonl").open("rb")
+        self._path = run_dir / "metrics.jsonl"
+        self._file = self._path.open("rb")
         self._incomplete = b""
         self.rows = Rows()
         self.start: dict[str, Any] = {}
@@ -86,7 +94,16 @@ class Feed:
 
     def read(self) -> None:
         """Read the new lines of the record."""
-        *lines, self._incomplete = (self._incomplete + self._file.read()).split(b"\n")
+        text = self._incomplete + self._file.read()
+        # Training restores a removed record as a new file with the same bytes.
+        with suppress(FileNotFoundError):
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                position = self._file.tell()
+                self._file.close()
+                self._file = self._path.open("rb")
+                self._file.seek(position)
+                text += self._file.read()
+        *lines, self._incomplete = text.split(b"\n")
         for line in parse_lines([line.decode(errors="replace") for line in lines])[0]:
             self.rows.add(line)
             if line["kind"] == "start":
@@ -105,14 +122,12 @@ def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
     import wandb
 
     feed = Feed(run_dir, parent)
-    server = wandb.setup()
-    url = server.settings.base_url if mode == "online" else ""
-    threading.Thread(target=_limit_end, args=(feed, run_dir, url, say), daemon=True).start()
+    url = wandb.setup().settings.base_url if mode == "online" else ""
+    threading.Thread(target=_limit_end, args=(feed, run_dir, mode, url, say), daemon=True).start()
     feed.read()
-    run = _open_run(wandb, run_dir, mode, feed.start)
-    next_step = run.starting_step
-    num_sent = min(next_step, feed.rows.most)
-    offset = next_step - num_sent  # pictures of earlier attempts are also W&B steps
+    run, state = _open_run(wandb, run_dir, mode, feed.start)
+    num_sent = max(0, min(run.starting_step - state["num_other_steps"], feed.rows.most))
+    offset = run.starting_step - num_sent
     if mode == "online":
         say(run.url)
     while True:
@@ -128,13 +143,18 @@ def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
     last_step = feed.rows.rows[-1][0] if feed.rows.rows else 0
     makers = {name: partial(wandb.Image, path) for name, path in end["pictures"].items()}
     makers |= {name: partial(wandb.Table, **table) for name, table in end["tables"].items()}
+    media = {}
     for name, make in makers.items():
         try:
-            run.log({"global_step": last_step, name: make()})
+            media[name] = make()
         except Exception as error:  # a missing file, rows of unequal length
             say(f"cannot show {name} ({_one_line(error)})")
+    if media:
+        run.log({"global_step": last_step, **media})
+        state["num_other_steps"] += 1
     run.finish(exit_code=int(end["failed"]))
     wandb.teardown()  # waits until W&B's service has written everything
+    (run_dir / "wandb" / STATE_FILE).write_text(json.dumps(state))
     if mode == "offline":
         part = Path(run.settings.sync_dir)
         for older in part.parent.glob(f"offline-run-*-{run.id}"):
@@ -143,17 +163,23 @@ def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
         say(f"offline; upload with: wandb sync {shlex.quote(str(part))}")
 
 
-def _open_run(wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]) -> Any:
+def _open_run(
+    wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Open the run on W&B, and return it with the content of `STATE_FILE`."""
     id_file = run_dir / "wandb_id"
     if not id_file.exists() or not id_file.read_text().strip():
         id_file.write_text(uuid.uuid4().hex[:8])
     run_id = id_file.read_text().strip()
-    wandb_dir = run_dir / "wandb"
-    if mode == "offline" and (
-        any(wandb_dir.glob(f"run-*-{run_id}"))
-        or any(wandb_dir.glob(f"offline-run-*-{run_id}/*.synced"))
-    ):
-        raise ValueError("W&B has a part of this run, which `wandb sync` would repeat")
+    state: dict[str, Any] = {"id": run_id, "is_online": False, "num_other_steps": 0}
+    state_file = run_dir / "wandb" / STATE_FILE
+    if state_file.exists():
+        stored = json.loads(state_file.read_text())
+        state = stored if stored["id"] == run_id else state
+    if mode == "offline":
+        if state["is_online"] or any(run_dir.glob(f"wandb/offline-run-*-{run_id}/*.synced")):
+            raise ValueError("W&B already has rows of this run, which `wandb sync` would repeat")
+        state["num_other_steps"] = 0
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
     provenance = {key: start[key] for key in PROVENANCE if key in start}
@@ -174,20 +200,25 @@ def _open_run(wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]) -> An
             x_stats_pid=os.getppid(),  # measure training, not this process
         ),
     )
+    if mode == "online":
+        state["is_online"] = True
+        state["num_other_steps"] *= run.starting_step > 0  # 0: an offline part was not uploaded
+        state_file.write_text(json.dumps(state))
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
-    return run
+    return run, state
 
 
-def _limit_end(feed: Feed, run_dir: Path, server_url: str, say: Say) -> None:
+def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, say: Say) -> None:
     """End this process if the upload takes too long after training, or the server is gone.
 
     Otherwise W&B would retry requests for hours.
     """
     while not feed.is_over():
         time.sleep(POLL_S)
-    deadline = time.monotonic() + FINISH_S
-    reason = f"not uploaded within {FINISH_S:.0f} s"
+    # Training stops an upload earlier. This limit is for an upload whose training was killed.
+    deadline = time.monotonic() + INIT_S + FINISH_S
+    reason = f"not uploaded within {INIT_S + FINISH_S:.0f} s"
     num_misses = 0
     while time.monotonic() < deadline:
         try:
@@ -202,20 +233,21 @@ def _limit_end(feed: Feed, run_dir: Path, server_url: str, say: Say) -> None:
                 reason = f"{server_url} does not answer: {getattr(error, 'reason', error)}"
                 break
         time.sleep(PROBE_S / 2)
-    _fail(run_dir, reason, say)
+    _fail(run_dir, mode, reason, say)
 
 
-def _fail(run_dir: Path, reason: str, say: Say) -> NoReturn:
-    say(f"stopped ({reason}); {remedy(run_dir)}")
-    _leave(1)
+def _fail(run_dir: Path, mode: str, reason: str, say: Say) -> NoReturn:
+    say(f"stopped ({reason}); {remedy(run_dir, mode)}")
+    _leave(run_dir, REPORTED)
 
 
-def _leave(status: int) -> NoReturn:
+def _leave(run_dir: Path, status: int) -> NoReturn:
     """Exit immediately, even if threads of W&B or its service hang."""
     for pid in children_of(os.getpid()) if status else ():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    for folder in (run_dir / "wandb").glob("tmp-*"):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(status)
 
 
@@ -236,13 +268,14 @@ def main() -> None:
             print(line, file=lines, flush=True)
 
     run_dir = Path(sys.argv[1])
-    # Put W&B's temporary files into one folder, which `_leave` removes before it exits.
-    tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=run_dir / "wandb")
+    mode = sys.argv[2]
     try:
-        follow(run_dir, sys.argv[2], int(sys.argv[3]), say)
+        # Put W&B's temporary files into one folder, which `_leave` removes before it exits.
+        tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=run_dir / "wandb")
+        follow(run_dir, mode, int(sys.argv[3]), say)
     except BaseException as error:  # W&B may raise anything, including SystemExit
-        _fail(run_dir, _one_line(error), say)
-    _leave(0)
+        _fail(run_dir, mode, _one_line(error), say)
+    _leave(run_dir, 0)
 
 
 if __name__ == "__main__":
