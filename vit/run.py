@@ -3,12 +3,16 @@
 The hooks depend only on the config, so all ranks call the same hooks in the same order.
 A hook overrides the methods that it needs:
 
-    opened before the model is created: reject a config that cannot work begin when training begins,
-    or restarts from an earlier checkpoint limits before a step queued after a step was queued,
-    while the device computes it read one step later, when the step's numbers are on the host
-    skipped when a step is skipped verify before evaluating and saving, at the end of an epoch, and
-    when the run stops evaluated after an evaluation failed when an error ends the run ended when
-    the run has ended, on rank 0
+    opened      before the model is created: reject a config that cannot work
+    begin       when training begins, or restarts from an earlier checkpoint
+    limits      before a step
+    queued      after a step was queued, while the device computes it
+    read        one step later, when the step's numbers are on the host
+    skipped     when a step is skipped
+    verify      before evaluating and saving, at the end of an epoch, and when the run stops
+    evaluated   after an evaluation
+    failed      when an error ends the run
+    ended       when the run has ended, on rank 0
 
 A hook must not read from the device, because training would wait for the read. `read` receives
 numbers that are already on the host. Collectives are allowed in `opened`, `begin`, `read` and

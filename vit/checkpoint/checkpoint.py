@@ -298,11 +298,11 @@ def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
 def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> None:
     """Raise CheckpointError if names or `shapes` in a checkpoint differ from `targets`."""
     wrong = [f"lacks {name}" for name in sorted(targets.keys() - shapes)]
-    wrong += [f"has {name}, which the run lacks" for name in sorted(shapes.keys() - targets)]
+    wrong += [f"has {name} but the run does not" for name in sorted(shapes.keys() - targets)]
     for name in sorted(shapes.keys() & targets):
         target_shape = list(targets[name].shape)
         if list(shapes[name]) != target_shape:
-            wrong.append(f"has {name} as {list(shapes[name])}, the run as {target_shape}")
+            wrong.append(f"has {name} as {list(shapes[name])} instead of {target_shape}")
     if wrong:
         raise CheckpointError(
             f"{folder}: does not fit this model and optimizer: it {few(wrong, limit=3)}"

@@ -299,10 +299,10 @@ class DataConfig(Selection):
     keep the workers busy, and up to 16 batches ahead if they fit into 1 GiB; evaluation always does
     so. No effect with `num_workers: 0`."""
     stall_timeout_s: Annotated[float | None, Field(gt=0), MAY_CHANGE] = 240.0
-    """A loader worker without progress for this many seconds is killed, and another worker makes
-    its part of the batch, once. Waiting for a store that answers now and then is progress. `None`:
-    wait, and report it each minute. Twice the default is below the ten minutes for which ranks wait
-    for each other."""
+    """If a loader worker makes no progress for this many seconds, all workers of its rank are
+    replaced, once for each part of a batch. Waiting for a store that still answers is progress.
+    `None`: wait, and report it each minute. Twice the default is less than the ten minutes for
+    which ranks wait for each other."""
     num_lanes: Annotated[Positive | None, OnlyWith("reader=index")] = None
     """Parallel reading positions of the order; divides `global_batch_size`. `None`: its largest
     divisor up to 64."""

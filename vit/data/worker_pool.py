@@ -283,7 +283,7 @@ class WorkerPool:
             raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
         self._hung |= hung
         log.warning("%s: all workers are replaced, and new ones repeat their work", problem)
-        self._replace_all(received, f"{problem}and cannot be killed; {remedy}")
+        self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")
         self.num_replaced += len(stuck) or len(self._workers)
 
     def _replace_all(self, received: list[Result], problem: str) -> None:

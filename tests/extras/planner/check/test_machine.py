@@ -50,13 +50,19 @@ def test_one_rank_of_each_host_compares_its_clock_with_rank_0s(monkeypatch):
 
 
 def test_a_host_that_does_not_answer_ends_the_wait(monkeypatch):
-    monkeypatch.setattr(machine, "ANSWER_S", 0.5)
+    monkeypatch.setattr(machine, "ANSWER_S", 1.0)
 
     def rank(world: World) -> list[float] | None:
         return None if world.rank == 3 else note_times(replace(world, hosts=HOSTS))
 
     main, *_ = together(4, rank)
     assert isinstance(main, RankLost)
+    assert str(main) == "c did not answer within 1 s"
+
+
+def test_a_damaged_settings_file_of_wandb_means_its_default_server(no_key, tmp_path):
+    (tmp_path / "settings").write_text("base_url = http://no.section")
+    assert machine._wandb_url() == machine.WANDB_URL
 
 
 @pytest.fixture

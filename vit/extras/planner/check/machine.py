@@ -91,13 +91,16 @@ def note_times(world: World) -> list[float] | None:
     times = []
     for number in range(NUM_TIMES):
         key = f"clocks {number}"
+        store.set(f"{key} {world.hosts[world.rank]}", "")
         # The last host to arrive wakes up all other hosts.
         if store.add(f"{key} hosts", 1) == len(set(world.hosts)):
             store.set(key, "")
         try:
             store.wait([key], timedelta(seconds=ANSWER_S))
         except RuntimeError:
-            raise RankLost(f"a host did not answer within {ANSWER_S:.0f} s") from None
+            hosts = dict.fromkeys(world.hosts)
+            late = [host for host in hosts if not store.check([f"{key} {host}"])]
+            raise RankLost(f"{', '.join(late)} did not answer within {ANSWER_S:.0f} s") from None
         times.append(time.time())
     return times
 
@@ -175,8 +178,11 @@ def _wandb_url() -> str:
         return url.rstrip("/")
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     settings = configparser.ConfigParser()
-    settings.read(folder / "settings")
-    return settings.get("default", "base_url", fallback=WANDB_URL).rstrip("/")
+    try:
+        settings.read(folder / "settings")
+        return settings.get("default", "base_url", fallback=WANDB_URL).rstrip("/")
+    except configparser.Error:
+        return WANDB_URL
 
 
 def _has_wandb_key(url: str) -> bool:
