@@ -109,7 +109,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
         if len(matches) > 1:
             several = " and ".join(f"{kind.name} in {place}" for kind, place in matches)
             raise PrepError(
-                f"{source}: contains {several}: give one of these paths as SOURCE, or use --classes"
+                f"{source}: contains {several}: pass one of these paths as SOURCE, or use --classes"
             )
         if matches:
             return matches[0]

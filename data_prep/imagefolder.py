@@ -157,8 +157,9 @@ def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -
     if not per_class.sum():
         if ignored.stray and train is root:
             raise PrepError(
-                f"{train}: contains {len(ignored.stray):,} images outside class folders: give its"
-                f" parent, {train.file.resolve().parent}, for <class>/<image>, or use --no-classes"
+                f"{train}: contains {len(ignored.stray):,} images outside class folders: pass its"
+                f" parent, {train.file.resolve().parent}, if the layout is <class>/<image>, or use"
+                " --no-classes"
             )
         raise PrepError(
             f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also};"
@@ -250,8 +251,8 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
         if len(same) > 1
     ]:
         raise PrepError(
-            f"{folder}: folders have the same name in Unicode: {some(twice)}; merge or rename these"
-            " folders"
+            f"{folder}: folder names are equal after Unicode normalization: {some(twice)};"
+            " merge or rename the folders"
         )
     return {name: label for label, name in enumerate(by_name)}
 

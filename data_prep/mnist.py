@@ -114,7 +114,7 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
     candidates = {place: files for place in places if (files := _files_in(place, expected))}
     if len(candidates) > 1:
         raise PrepError(
-            f"idx files exist in {' and in '.join(map(str, candidates))}: give one of these folders"
+            f"idx files exist in {' and in '.join(map(str, candidates))}: pass one of these folders"
             " as SOURCE"
         )
     place, files = next(iter(candidates.items()), (folder, {}))
@@ -181,7 +181,8 @@ def source(folder: Path, variant: str = "mnist") -> Source:
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
         if (owner := variants.get(md5, variant)) != variant:
             raise PrepError(
-                f"{path}: file of {VARIANTS[owner].torchvision_folder}; use --variant {owner}"
+                f"{path}: this file belongs to {VARIANTS[owner].torchvision_folder};"
+                f" use --variant {owner}"
             )
     records = partial(_records, files, variant)
     return array_source("mnist", {"variant": variant}, (SIDE, SIDE), records)

@@ -71,7 +71,7 @@ def find_files(source: Path) -> dict[str, list[Path]]:
     for path in paths:
         splits[_split_of(path, source) or "train" * (len(paths) == 1)].append(path)
     problems = [
-        f"files of {split} are in several folders ({some(folders)}): give the folder of one data"
+        f"files of {split} are in several folders ({some(folders)}): pass the folder of one data"
         " set"
         for split, files in splits.items()
         if len(folders := sorted({str(path.parent) for path in files})) > 1

@@ -100,7 +100,7 @@ def newest_run(argument: str, *names: str) -> Path:
     paths = [path for name in names for path in Path("runs").glob(f"*/{name}")]
     if not paths:
         raise ValueError(
-            f"no {argument} given and none under runs/: train one first, or give a run folder"
+            f"no {argument} given and none under runs/: train one first, or pass a run folder"
         )
     newest = max(paths, key=lambda path: path.stat().st_mtime)
     run_dir = Path(*newest.parts[:2])
@@ -191,8 +191,8 @@ class RunLock:
                 return
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{self._run_dir}: in use by a live run ({holder}): wait for its end, stop it,"
-                    " or use another run.dir"
+                    f"{self._run_dir}: in use by a live run ({holder}): wait until it ends, stop"
+                    " it, or use another run.dir"
                 )
             if not is_announced:
                 is_announced = True
@@ -245,8 +245,8 @@ def _check_renames(run_dir: Path) -> None:
         probe.rename(renamed)
     except OSError as error:
         raise ValueError(
-            f"run.dir={run_dir}: folders cannot be written and renamed there ({error.strerror}),"
-            f" but checkpoints require it: choose another folder{_mount_hint(run_dir)}"
+            f"run.dir={run_dir}: cannot create and rename folders in it ({error.strerror}), but"
+            f" checkpoints require this: choose another folder{_mount_hint(run_dir)}"
         ) from None
     finally:
         for folder in (probe, renamed):
@@ -345,7 +345,8 @@ def read_info_file(folder: Path) -> dict[str, Any]:
         ) from None
     if info.get(SEAL) != _digest(info):
         raise CheckpointError(
-            f"{folder / INFO_FILE}: its content does not match the sha256 in it: it is damaged"
+            f"{folder / INFO_FILE}: its content does not match the sha256 that it contains, so it"
+            " is damaged"
         )
     return info
 

@@ -89,8 +89,8 @@ def inflate_tar(path: Path) -> Path:
     if tar.exists():
         if tar.stat().st_mtime_ns != modified_ns:
             raise PrepError(
-                f"{tar}: has another modification time than {path.name}, so the images may differ:"
-                " remove this tar, or give it as SOURCE instead"
+                f"{tar}: its modification time differs from {path.name}'s, so the images may"
+                " differ: remove this tar, or pass it as SOURCE instead"
             )
         return tar
     opener = next(opener for magic, opener in OPENERS.items() if _head(path).startswith(magic))
@@ -252,7 +252,7 @@ def read_zip_member(sample: Sample) -> bytes:
     """
     if sample.size > MAX_IMAGE_BYTES:
         raise ValueError(
-            f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken for an image"
+            f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are allowed for an image"
         )
     fd = descriptor(sample.file)
     # This guess is enough for most members: deflate adds fewer bytes, and most extra fields are
@@ -280,7 +280,7 @@ def read_zip_member(sample: Sample) -> bytes:
     if flags & 8:  # The sizes and CRC follow the data, after an optional signature.
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:
-        raise ValueError(f"damaged inside {sample.file}: its CRC is not as stated")
+        raise ValueError(f"damaged inside {sample.file}: its CRC does not match")
     return data
 
 

@@ -135,7 +135,7 @@ def fetched(args: argparse.Namespace) -> Path:
     if args.download:
         return download_archive(args.download, place, args.sha256 or "")
     if args.sha256:
-        raise PrepError("--sha256 verifies the file of --download: give both flags or neither")
+        raise PrepError("--sha256 verifies the file of --download: pass both flags or neither")
     return place
 
 

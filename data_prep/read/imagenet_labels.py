@@ -153,7 +153,7 @@ def read_all(files: Sequence[ValLabels]) -> Mapping[str, str]:
             name = differing[0]
             raise PrepError(
                 f"{file.path}: has {more[name]} for {name}, but {files[0].path} has"
-                f" {labels[name]}; {len(differing):,} images differ: give only the correct label"
+                f" {labels[name]}; {len(differing):,} images differ: pass only the correct label"
                 " file"
             )
         labels |= more

@@ -205,8 +205,7 @@ def find_layouts(paths: Sequence[Path]) -> Search:
         if len(once) > 1:
             places = "; ".join(f"{path} ({title})" for title, path in once)
             raise PrepError(
-                f"{split} occurs {len(once)} times: {places}: give only the one to use, by its own"
-                " path"
+                f"{split} exists {len(once)} times: {places}: pass the path of the one to use"
             )
         search.layouts += once.values()
     return search

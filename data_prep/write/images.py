@@ -200,7 +200,8 @@ def _encode(
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:
         raise Unreadable(
-            f"{target[0]} x {target[1]} pixels; sides of JPEGs have {MAX_JPEG_SIDE} at most"
+            f"{target[0]} x {target[1]} pixels; the sides of a JPEG may have at most"
+            f" {MAX_JPEG_SIDE}"
         )
     exif = b""
     if target != size:

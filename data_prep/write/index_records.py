@@ -94,9 +94,7 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     if len(urls) == 1 and not matches[urls[0]]:
         return make(urls[0]), None
     if strange := [shown(url) for url, match in matches.items() if not match]:
-        raise PrepError(
-            f"{some(strange)}: expected one folder, or URLs of shards, which end in .tar"
-        )
+        raise PrepError(f"{some(strange)}: expected one folder, or shard URLs that end in .tar")
     places = [(f"{match[1]}{match[3] or ''}", match[2]) for url in urls if (match := matches[url])]
     folders = {folder for folder, _ in places}
     if len(folders) > 1:
@@ -121,7 +119,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
         return source
     if out is None and isinstance(source, WebShards):
         raise PrepError(
-            f"{source}: the index cannot be written next to shards on the web: give a folder with"
+            f"{source}: the index cannot be written next to shards at a URL: pass a folder with"
             " --out"
         )
     output = Output(out) if out is not None else source
@@ -129,7 +127,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
     try:
         output.make()
     except (PrepError, ShardError) as error:
-        hint = ". For shards without write permission, give a folder for the index with --out"
+        hint = ". For shards without write permission, pass a folder for the index with --out"
         raise PrepError(f"{error}{'' if out else hint}") from error
     if out is not None and (tars := sorted(fnmatch.filter(output.sizes(), "*.tar"))):
         raise PrepError(

@@ -186,8 +186,8 @@ def test_a_part_that_hangs_two_workers_ends_the_run(caplog):
         with pytest.raises(
             WorkerError,
             match=(
-                r"sample 7 of shard-1.tar\) since .*, where another worker hung before; check for"
-                r" a dead mount"
+                r"sample 7 of shard-1.tar\) since .*, and another worker also hung on this part;"
+                r" check for a dead mount"
             ),
         ):
             list(loader)

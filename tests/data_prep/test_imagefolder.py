@@ -222,7 +222,7 @@ def test_irregular_files_are_skipped_and_listed(tmp_path):
         (
             ["cat/1.jpg", "cat/2.jpg", "dog/1.jpg"],
             "cat",
-            r"cat: contains 2 images outside class folders: give its parent, /.*/source, for",
+            r"cat: contains 2 images outside class folders: pass its parent, /.*/source, if",
         ),
         (["train/1.jpg", "train/2.jpg"], "", r"no images .* in its 0 subfolders"),
         (["a/notes.txt", "b/notes.txt"], "", "no images .* in its 2 subfolders"),
@@ -327,7 +327,7 @@ def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
     add(tmp_path / "mixed" / "train" / apart / "0.jpg")
     assert main([str(tmp_path / "mixed"), "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "folders have the same name in Unicode" in error
+    assert "folder names are equal after Unicode normalization" in error
     assert str(apart.encode()) in error
     assert str(together.encode()) in error
 

@@ -115,7 +115,7 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
     with pytest.raises(
         PrepError,
         match=(
-            r"train occurs 2 times: .*ILSVRC2012_img_train.tar \(a tar of tars.*/train \(12 class"
+            r"train exists 2 times: .*ILSVRC2012_img_train.tar \(a tar of tars.*/train \(12 class"
             r" folders\)"
         ),
     ):

@@ -197,7 +197,7 @@ WRONG = {
             *as_torchvision(fake, folder),
             write_train_tar(fake, folder / "t.tar"),
         ],
-        r"train occurs 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
+        r"train exists 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
     ),
     "no labels of val": (
         _flat_val_without_labels,
@@ -269,7 +269,7 @@ WRONG = {
     ),
     "labels that differ": (
         _labels_that_differ,
-        r"\d+ images differ: give only the correct label file",
+        r"\d+ images differ: pass only the correct label file",
     ),
     "folders by the kit's ids": (
         _folders_by_another_rule,

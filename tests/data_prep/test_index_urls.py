@@ -213,7 +213,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         error = capsys.readouterr().err
         assert "no permission to do this" in error
         assert error.endswith(
-            "For shards without write permission, give a folder for the index with --out\n"
+            "For shards without write permission, pass a folder for the index with --out\n"
         )
         assert main([bucket, "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     assert_indexed_as_if_local(tmp_path / "out", foreign, bucket)
@@ -224,7 +224,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
     [
         (
             f"<url>/{BRACES}",
-            ("the index cannot be written next to shards on the web: give a folder with --out"),
+            ("the index cannot be written next to shards at a URL: pass a folder with --out"),
         ),
         (
             "<url> --out <out>",
@@ -239,7 +239,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         ),
         (
             "<url>/train-0.tar <folder> --out <out>",
-            "<folder>: expected one folder, or URLs of shards, which end in .tar",
+            "<folder>: expected one folder, or shard URLs that end in .tar",
         ),
         (
             "<url>/{a,b}/train-0.tar --out <out>",

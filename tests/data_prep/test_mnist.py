@@ -253,7 +253,7 @@ def test_folders_that_are_ambiguous_or_another_variants(small, tmp_path, monkeyp
         mnist.VARIANTS, "kmnist", mnist.VARIANTS["kmnist"]._replace(md5=md5_of(small))
     )
     with pytest.raises(
-        PrepError, match=r"train-images-idx3-ubyte.gz: file of KMNIST; use --variant kmnist"
+        PrepError, match=r"train-images-idx3-ubyte.gz: this file belongs to KMNIST; use --variant"
     ):
         mnist.source(tmp_path / "KMNIST", "fashion")
     put(tmp_path, small)

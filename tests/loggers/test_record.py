@@ -251,7 +251,7 @@ def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
         with pytest.raises(
             ValueError,
             match=(
-                rf"in use by a live run \(process {other.pid} on .*\): wait for its end, stop it,"
+                rf"in use by a live run \(process {other.pid} on .*\): wait until it ends, stop it,"
                 r" or use another"
             ),
         ):

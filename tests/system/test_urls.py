@@ -118,7 +118,7 @@ def test_names_of_variables_become_their_values(monkeypatch):
     assert (
         urls.resolve("https://***@host/a?***::https://host/b") == "https://host/a::https://host/b"
     ), "the placeholders in a recorded URL must be removed"
-    with pytest.raises(ShardError, match="the login was not recorded: give the command again"):
+    with pytest.raises(ShardError, match="the login was not recorded: repeat the command"):
         urls.resolve("pipe:curl -u *** https://host/a")
     with pytest.raises(ShardError, match=r"\$\{LOST\}, \$\{GONE\} not set in the environment"):
         urls.resolve("https://${LOST}:${SAS}@${GONE}/${LOST}")

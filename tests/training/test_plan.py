@@ -50,7 +50,7 @@ class TestPlan:
         with pytest.raises(
             ValueError,
             match=(
-                r"data.micro_batch_size=3 is below augment.mix_group_size=4: sizes that work are"
+                r"data.micro_batch_size=3 is below augment.mix_group_size=4: use one of"
                 r" \[4, 8\]"
             ),
         ):

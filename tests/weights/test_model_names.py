@@ -47,5 +47,5 @@ def test_a_published_accuracy_is_not_assigned_to_weights_trained_by_the_user(tmp
     _, published = with_published_config(read_weights(path), None, "data")
     assert (published.name, published.top1) == ("deit_tiny_patch16_224.fb_in1k", None)
     torch.save({"model": weights, "arch": "visiontransformer"}, path)
-    with pytest.raises(ValueError, match=r"give its name in timm with --model NAME\Z"):
+    with pytest.raises(ValueError, match=r"pass its timm name with --model NAME\Z"):
         with_published_config(read_weights(path), None, "data")

@@ -159,7 +159,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
         (
             "vit_bas_patch16_224.pth",
             None,
-            r"identifies the model: give its name in timm with --model NAME\Z",
+            r"identifies the model: pass its timm name with --model NAME\Z",
         ),
         (
             "deit3_base_patch16_224.pth",
@@ -177,7 +177,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
             "vgg99",
             "vgg99 is in neither the table of vit/weights/published_models.py nor timm 1",
         ),
-        ("model.npz", None, r"identifies the model: give its name in timm with --model NAME\Z"),
+        ("model.npz", None, r"identifies the model: pass its timm name with --model NAME\Z"),
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )
@@ -227,7 +227,7 @@ def test_the_table_needs_no_timm(monkeypatch, tmp_path):
     assert identify(tmp_path / "deit_3_base_224_1k.pth").top1 == 83.8
     assert identify("x", "vit_large_patch16_384.augreg_in21k_ft_in1k").model == {"name": "vit_l16"}
     with pytest.raises(
-        ValueError, match=r"vit_tiny_patch16_224 is ambiguous, .* give --model with a tag"
+        ValueError, match=r"vit_tiny_patch16_224 is ambiguous, .* pass --model with a tag"
     ):
         identify("x", "vit_tiny_patch16_224")
     with pytest.raises(ValueError, match=r"nor timm, which is not installed \(pip install timm\)"):

@@ -53,7 +53,5 @@ def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: 
     if names is SETTINGS and label == NO_LABEL:
         problems.append(f"{names.label}{label}: training needs labels: give the label's member")
     if image is not None and label in images:
-        problems.append(
-            f"{names.image}{image} and {names.label}{label}: give two different members"
-        )
+        problems.append(f"{names.image}{image} and {names.label}{label}: use two different members")
     return problems

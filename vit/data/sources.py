@@ -256,9 +256,9 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
         for label, (one, other) in enumerate(pairs):
             if one != other:
                 raise ShardError(
-                    f"{_describe(number, split)}: label {label} is {other!r}, but {one!r} in"
+                    f"{_describe(number, split)}: label {label} means {other!r}, but {one!r} in"
                     f" {_describe(first_number, first)}, and {classes_of.root} {classes_of.name!r}"
-                    f" has no class names to decide; {_how_to_name(classes_of.root)}"
+                    f" has no class names that could decide; {_how_to_name(classes_of.root)}"
                 )
 
 

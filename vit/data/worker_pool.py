@@ -280,7 +280,7 @@ class WorkerPool:
         if not self._batches.exact:
             raise WorkerError(f"{problem}; {remedy}")
         if hung & self._hung:
-            raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
+            raise WorkerError(f"{problem}, and another worker also hung on this part; {remedy}")
         self._hung |= hung
         log.warning("%s: all workers are replaced, and new ones repeat their work", problem)
         self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")

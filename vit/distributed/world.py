@@ -349,7 +349,9 @@ class World:
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
                 # Raise one poll later, because the process may have announced why it exited.
                 if gone:
-                    raise RankLost(f"{self._names(gone)} has ended without a message, as if killed")
+                    raise RankLost(
+                        f"{self._names(gone)} ended without a message, so it was probably killed"
+                    )
                 gone = self.gone()
                 if deadline is not None and time.monotonic() > deadline:
                     return False

@@ -47,4 +47,4 @@ class ToWandb:
         process.add_pictures({f"report/{name}": path for name, path in pictures.items()})
         failed = self._lines[-1].get("outcome") == "error"
         if not process.close(failed=failed, open_s=INIT_S + OPEN_S):
-            raise ValueError("--to-wandb: W&B has not got all of it: see the line above")
+            raise ValueError("--to-wandb: W&B did not receive everything: see the line above")

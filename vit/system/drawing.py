@@ -110,7 +110,7 @@ def picture_format(picture: Path) -> str:
     suffixes."""
     form = picture.suffix.lower().removeprefix(".")
     if form not in FORMATS:
-        raise ValueError(f"{picture}: expected a suffix out of {', '.join(FORMATS)}")
+        raise ValueError(f"{picture}: expected one of the suffixes {', '.join(FORMATS)}")
     return form
 
 

@@ -220,7 +220,7 @@ def walk(
         if size < 0:
             raise damaged(f"damaged: {name!r} has {size} bytes")
         if stop is not None and offset + size > stop:
-            raise damaged(f"cut off: {name!r} of {size} bytes begins")
+            raise damaged(f"cut off: the member {name!r} of {size} bytes begins")
         yield TarMember(name, offset, size, kind)
         position = offset + (size + 511 & -512)
         name = ""
@@ -253,7 +253,7 @@ def _expect_zeros(
         if data.count(0) != len(data):
             raise damaged(
                 "damaged: zeros instead of a header, with data after them (a lost header, or"
-                " several tars as one),"
+                " several concatenated tars),"
             )
         position += len(data)
 

@@ -80,8 +80,8 @@ def resolve(text: str) -> str:
     for part in text.split("::"):
         if part.startswith(PIPE) and MASK in part:
             raise ShardError(
-                f"{part}: the login was not recorded: give the command again, with an environment"
-                " variable ($NAME) as login"
+                f"{part}: the login was not recorded: repeat the command with an environment"
+                " variable ($NAME) as the login"
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
         without = bare(used)

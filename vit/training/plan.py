@@ -108,8 +108,8 @@ def divide_batch(
     micro = max((size for size in sizes if size <= ceiling), default=0)
     if not micro:
         raise ValueError(
-            f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: sizes that"
-            f" work are {sizes}"
+            f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: use one"
+            f" of {sizes}"
         )
     return micro, share // micro
 

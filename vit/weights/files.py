@@ -247,7 +247,7 @@ def _find(path: Path) -> Path:
         candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
         if len(candidates) > 1:
             names = few(sorted(file.name for file in candidates))
-            raise WeightsError(f"{path} contains {names}: give the path of one of these files")
+            raise WeightsError(f"{path} contains {names}: pass the path of one of these files")
     if not candidates:
         raise WeightsError(
             f"{path}: expected a run folder (with weights/ or checkpoints/), a checkpoint folder,"
@@ -387,7 +387,7 @@ def _with_facts(
         and all(isinstance(side, int) for side in grid_size)
     )
     if not (names_fit and grid_fits and isinstance(config, dict) and num_classes > 0):
-        raise ValueError("the facts about the weights are damaged")
+        raise ValueError("the metadata about the weights are damaged")
     return replace(
         loaded,
         config=config,

@@ -60,7 +60,7 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise WeightsError(
             f"{error.filename or path}: cannot be read ({error.strerror}): fix its permissions, or"
-            " give another file"
+            " use another file"
         ) from error
 
 
@@ -179,8 +179,8 @@ def _open_zip(path: Path) -> Any:
         return _open_npz(path)
     if any(name.endswith("/constants.pkl") for name in names):
         raise WeightsError(
-            f"{path} is a TorchScript program, which is never run: open it with torch.jit.load, and"
-            " save its state_dict() with torch.save"
+            f"{path} is a TorchScript program, which this project does not run: load it with"
+            " torch.jit.load and save its state_dict() with torch.save"
         )
     if not any(name.endswith("/data.pkl") for name in names):
         members = few(names) if names else "nothing"

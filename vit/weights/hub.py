@@ -66,7 +66,7 @@ def fetch(name: str) -> HubCopy:
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise WeightsError(
-            f"{name} is not a name on the hub: give hf-hub:OWNER/REPO, or timm/NAME.TAG"
+            f"{name} is not a name on the hub: use hf-hub:OWNER/REPO, or timm/NAME.TAG"
         )
     repository = parts[1]
     try:
@@ -81,18 +81,18 @@ def fetch(name: str) -> HubCopy:
         path = snapshot_download(repository, revision=parts[2], allow_patterns=list(FETCHED))
     except errors.RevisionNotFoundError:
         raise WeightsError(
-            f"{name}: {repository} has no revision {parts[2]}: give a branch, a tag or a commit"
+            f"{name}: {repository} has no revision {parts[2]}: use a branch, a tag or a commit"
         ) from None
     except errors.GatedRepoError:
         raise WeightsError(
             f"{name}: {repository} is only available to users who have accepted its terms:"
-            f" accept them at {hub}/{repository}, then log in by `hf auth login` or set HF_TOKEN"
+            f" accept them at {hub}/{repository}, then log in with `hf auth login` or set HF_TOKEN"
         ) from None
     except errors.RepositoryNotFoundError:
         nearest = did_you_mean(repository, [f"timm/{model.name}" for model in KNOWN])
         raise WeightsError(
             f"{name}: no such file or folder, and no public repository {repository} on"
-            f" {hub}{nearest}: correct the name, or log in by `hf auth login` if it is private"
+            f" {hub}{nearest}: correct the name, or log in with `hf auth login` if it is private"
         ) from None
     except (OSError, errors.HTTPError) as error:
         if getattr(error, "errno", None) is not None:

@@ -79,7 +79,7 @@ def fit_posemb(
         assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
         raise WeightsError(
             f"the source's pos_embed has {length} positions, which do not form {assumed} with or"
-            f" without {num_prefix_tokens} for prefix tokens: give its grid (height, width)"
+            f" without {num_prefix_tokens} for prefix tokens: pass its grid (height, width)"
         )
     old_grid = fitting[0]
     notes = []

@@ -115,7 +115,7 @@ def _by_settings(path: Path) -> KnownModel | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path}: cannot be read ({error}): copy it again, or give --model NAME"
+            f"{path}: cannot be read ({error}): copy it again, or pass --model NAME"
         ) from None
     if not isinstance(content, dict) or not {"architecture", "architectures"} & content.keys():
         return None
@@ -164,8 +164,8 @@ def _by_file_name(file: Path) -> KnownModel:
             return _by_name(architecture)
     # Do not suggest similar names, because such models seldom have the same shapes.
     raise ValueError(
-        f"{file}: neither its name nor a config.json next to it identifies the model: give its name"
-        " in timm with --model NAME"
+        f"{file}: neither its name nor a config.json next to it identifies the model: pass its timm"
+        " name with --model NAME"
     )
 
 
@@ -331,8 +331,8 @@ def with_published_config(
         raise ValueError(_unsupported_family(loaded.path, family)) from None
     if data_root is None:
         raise ValueError(
-            f"{loaded.path} is {model.name}, trained by another program: give the folder of shards"
-            " to evaluate on with --data ROOT"
+            f"{loaded.path} is {model.name}, trained by another program: pass the shards to"
+            " evaluate on with --data ROOT"
         )
     head = loaded.weights.get(f"{model.head}.weight")
     if head is None and family and not model.model["name"].startswith("timm/"):
@@ -340,7 +340,7 @@ def with_published_config(
     if head is None:
         raise ValueError(
             f"{loaded.path} has no {model.head}.weight, so {model.name} cannot classify: fine-tune"
-            " it first (init.checkpoint, init.reset_head), or give --model NAME if it is another"
+            " it first (init.checkpoint, init.reset_head), or pass --model NAME if it is another"
             " model"
         )
     num_classes = head.shape[0]

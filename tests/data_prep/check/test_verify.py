@@ -164,7 +164,7 @@ def test_a_data_set_in_a_store(root, capsys):
         (lambda root: (root / "_info.json").unlink(), "no _info.json; if the shards are complete"),
         (
             lambda root: (root / "_info.json").rename(root / "_writing.json"),
-            "this data set is not finished: run the command that writes it again",
+            "this data set is incomplete: repeat the command that writes it",
         ),
         (lambda root: (root / "_info.json").write_text("{"), "_info.json: not valid JSON"),
         (

@@ -91,7 +91,7 @@ def test_unsupported_members_are_reported(members, flags, told, tmp_path):
             "--keys-with-dots --image a.jpg",
             "--image a.jpg: expected the text after the key's last dot",
         ),
-        ("--image json --label json", "--image json and --label json: give two different members"),
+        ("--image json --label json", "--image json and --label json: use two different members"),
         (
             "--classes names.txt",
             (

@@ -191,7 +191,7 @@ def test_damage_and_bombs_inside_a_zip(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no member at byte"):
         read_zip_member(zeros._replace(offset=zeros.offset + 1))
     monkeypatch.setattr(archives, "MAX_IMAGE_BYTES", 1000)
-    with pytest.raises(ValueError, match="at most 1,000 are taken for an image"):
+    with pytest.raises(ValueError, match="at most 1,000 are allowed for an image"):
         read_zip_member(zeros)
 
 

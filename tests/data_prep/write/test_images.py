@@ -416,7 +416,7 @@ REFUSED = {
         jpeg_of(65_501, 8),
         "65501 x 8 pixels; the sides of a JPEG are limited to 65500 pixels",
     ),
-    "wide PNG": (png_of(65_501, 2), "65501 x 2 pixels; sides of JPEGs have 65500 at most"),
+    "wide PNG": (png_of(65_501, 2), "65501 x 2 pixels; the sides of a JPEG may have at most 65500"),
     "12 bits": (jpeg_of(97, 64, precision=12), "a JPEG of 12 bits and 3 components"),
     "2 components": (jpeg_of(97, 64, components=2), "a JPEG of 8 bits and 2 components"),
     "floats": (encode(picture().convert("F"), "TIFF"), "pixels of mode F have no known range"),

@@ -308,7 +308,7 @@ def test_an_exported_folder_is_complete_or_absent(tmp_path, monkeypatch):
     subject = subject_of()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "a").touch()
-    with pytest.raises(WeightsError, match=r"taken exists already: remove it, or pass another"):
+    with pytest.raises(WeightsError, match=r"taken already exists: remove it, or pass another"):
         export("timm", subject, ORIGIN, tmp_path / "taken")
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match=r"cannot be written .*nothing was written"):

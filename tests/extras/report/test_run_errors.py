@@ -160,7 +160,7 @@ def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             run_here(*arguments)
-    with pytest.raises(ValueError, match=r"a\.bmp: expected a suffix out of png"):
+    with pytest.raises(ValueError, match=r"a\.bmp: expected one of the suffixes png"):
         run_here(*replay, "--csv", tmp_path / "a.csv", "--sheet", "a.bmp")
     assert list(tmp_path.iterdir()) == [taken]
 

@@ -228,7 +228,7 @@ BROKEN = [
     ),
     (
         "pipe:cat {folder}/twenty.tar {folder}/twenty.tar",
-        "the stream broke .*or several tars as one",
+        "the stream broke .*or several concatenated tars",
     ),
 ]
 

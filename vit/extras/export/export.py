@@ -119,7 +119,7 @@ def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list
     """
     check_holds(program, subject)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(f"{folder} exists already: remove it, or pass another folder with --out")
+        raise WeightsError(f"{folder} already exists: remove it, or pass another folder with --out")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent, folder.name)

@@ -125,8 +125,8 @@ def _check_signs(tokens: list[str]) -> None:
     signs = list(dict.fromkeys(sign for signs in signs_by_word.values() for sign in signs))
     named = ", ".join(f"{sign} ({unicodedata.name(sign).lower()})" for sign in signs)
     raise ValueError(
-        f"{' '.join(signs_by_word)}: {named} is a typographic sign, which programs do not accept:"
-        " write --, - and straight quotes"
+        f"{' '.join(signs_by_word)}: {named} is a typographic character that programs do not"
+        " accept: use --, - and straight quotes"
     )
 
 

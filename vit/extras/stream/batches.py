@@ -332,7 +332,7 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
             data = read(member.size, member.offset)
             if len(data) < member.size:
                 raise TarDamaged(
-                    f"cut off: {member.name!r} of {member.size} bytes begins at byte"
+                    f"cut off: the member {member.name!r} of {member.size} bytes begins at byte"
                     f" {member.offset}"
                 )
             yield {"fname": member.name, "data": data, "__url__": url}

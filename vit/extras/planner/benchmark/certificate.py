@@ -55,7 +55,7 @@ def check_writable(option: str, folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ValueError(
-            f"{option} {folder}: cannot be written ({error.strerror}): name another folder"
+            f"{option} {folder}: cannot be written ({error.strerror}): choose another folder"
         ) from None
 
 

@@ -82,8 +82,8 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
             taken_s.append(now_s(world.device) - began_s)
             if not bool((result == expected).all()):
                 raise ValueError(
-                    f"{name} gives wrong numbers: a network card, a cable or a GPU is broken, or"
-                    " the library is: leave the host out"
+                    f"{name} computes wrong sums: a network card, a cable, a GPU or the library may"
+                    " be faulty: exclude this host"
                 )
         rates[name] = carried * 4 * length / statistics.median(taken_s[1:])
     return rates

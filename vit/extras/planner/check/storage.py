@@ -189,7 +189,7 @@ def look_at_folder(run_dir: Path) -> list[tuple[str, str]]:
     notes: list[tuple[str, str]] = []
     if is_in_use(run_dir):
         raise ValueError(
-            f"{run_dir}: in use by a live run: wait for its end, stop it, or use another run.dir"
+            f"{run_dir}: in use by a live run: wait until it ends, stop it, or use another run.dir"
         )
     try:
         with passing_folder(run_dir) as folder:
