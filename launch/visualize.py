@@ -132,14 +132,18 @@ def figure(args: Namespace, world: World) -> None:
     """Draw a figure of `vit.extras.report.model_figures`. Print its caption and path."""
     trained = _load(args, world)
     draw = getattr(model_figures, f"draw_{args.command}")
-    images = []
-    if COMMANDS[args.command].num_samples is not None:
+    out = _out(args, trained)
+    if COMMANDS[args.command].num_samples is None:
+        caption = draw(trained.model, out)
+    else:
         samples = _samples(args, trained)
+        pixels = samples.pixels(trained)
         names = [Path(name).name or name for name in samples.names]
         normalize = trained.preprocess.normalize
-        images = [model_figures.Images(normalize, samples.pixels(trained), names)]
-    out = _out(args, trained)
-    print(draw(trained.model, *images, out), file=sys.stderr)
+        with Meter("looking at", len(pixels), "images") as meter:
+            images = model_figures.Images(normalize, pixels, names, meter.update)
+            caption = draw(trained.model, images, out)
+    print(caption, file=sys.stderr)
     print(out)
 
 

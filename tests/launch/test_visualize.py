@@ -3,11 +3,14 @@ prints the reason."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from decoding import pixels
 from processes import TINY, run_here, write_config
+
+from vit.system import meter
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,17 @@ def test_a_picture_is_written_and_named(arguments, base, tmp_path, capfd):
     assert output == f"{out}\n"
     assert pixels(out).shape[1] == 1400
     assert [path.name for path in out.parent.iterdir()] == ["out.png"]
+
+
+@pytest.mark.parametrize("command", ["distance", "tokens"])
+def test_progress_is_shown_with_rate_and_remaining_time(
+    command, base, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(meter, "LOG_EVERY_S", 0.0)
+    capfd.readouterr()
+    arguments = [command, base, "--samples", 4, "--device", "cpu", "--out", tmp_path / "a.png"]
+    run_here("launch/visualize.py", *arguments)
+    assert re.search(r"4 of 4 images, ETA 0:00:00, [\d,.]+ images/s", capfd.readouterr().err)
 
 
 def test_draws_one_picture_per_file(base, shards, tmp_path, capfd):
