@@ -44,6 +44,10 @@ from vit.system.drawing import picture_format
 from vit.system.meter import Meter
 from vit.weights.files import read_weights
 
+MAX_CELLS = 64
+"""The maximum number of rows, and of augmented versions per image, of a contact sheet. A larger
+sheet would need gigabytes of memory."""
+
 
 class Command(NamedTuple):
     """One of the subcommands of visualize.py."""
@@ -367,7 +371,11 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"{args.command}: {len(runs)} runs or files, expected {least} to {most}")
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         raise ValueError("--image-size takes a side, or height and width, in pixels")
-    for flag in ("images", "draws", "samples", "num_classes"):
+    if args.command == "augment":
+        for name, count in (("images", args.images), ("draws", args.draws)):
+            if not 1 <= count <= MAX_CELLS:
+                raise ValueError(f"--{name} {count}: expected a number from 1 to {MAX_CELLS}")
+    for flag in ("samples", "num_classes"):
         count = getattr(args, flag, None)
         if count is not None and count < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {count}: expected a positive number")

@@ -88,7 +88,8 @@ def test_the_command_writes_a_picture(config, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--images", "0"], "--images 0: expected a positive number"),
+        (["--images", "0"], "--images 0: expected a number from 1 to 64"),
+        (["--draws", "65"], "--draws 65: expected a number from 1 to 64"),
         (["--what"], "unknown: --what"),
     ],
 )
