@@ -62,7 +62,12 @@ class Command(NamedTuple):
 
 def main() -> World:
     args = read_command_line()
-    world = join_world(args.device, "--device ")
+    if args.command == "augment":
+        args.out = args.out or Path(f"augment_{Path(args.config).stem}.png")
+        args.config = load_config(args.config, args.overrides)
+        world = join_world(args.config.train.device)
+    else:
+        world = join_world(args.device, "--device ")
     COMMANDS[args.command].run(args, world)
     return world
 
@@ -73,9 +78,7 @@ def main() -> World:
 def augment(args: Namespace, world: World) -> None:
     """Draw some training images, each with augmented versions, their operations and a mixed
     version."""
-    config = load_config(args.config, args.overrides)
-    out = args.out or Path(f"augment_{Path(args.config).stem}.png")
-    print(make_contact_sheet(config, args.images, args.draws, out, world.device))
+    print(make_contact_sheet(args.config, args.images, args.draws, args.out, world.device))
 
 
 def curves(args: Namespace, world: World) -> None:
@@ -309,7 +312,7 @@ COMMANDS = {
     "augment": Command(
         augment,
         "contact sheet of the augmentation",
-        ("overrides", "--config", "--images", "--draws", "--out", "--device"),
+        ("overrides", "--config", "--images", "--draws", "--out"),
     ),
     "curves": Command(
         curves, "loss and accuracy of one or more runs", ("runs", "--smooth", "--out")
