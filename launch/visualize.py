@@ -56,6 +56,8 @@ class Command(NamedTuple):
     description: str
     flags: tuple[str, ...]
     """The arguments that the subcommand accepts, from `FLAGS`."""
+    runs: dict[str, Any]
+    """The number and the help of its runs or files, or {} if it accepts none."""
     num_samples: int | None = None
     """The default number of images, or None if the subcommand uses no images."""
 
@@ -83,7 +85,7 @@ def augment(args: Namespace, world: World) -> None:
 
 def curves(args: Namespace, world: World) -> None:
     """Plot the loss and accuracy over the epochs."""
-    runs = [Path(run) for run in args.runs] or [newest_run("RUN", METRICS_FILE)]
+    runs = args.runs or [newest_run("RUN", METRICS_FILE)]
     names = "_".join(run.resolve().name for run in runs)
     print(plot_learning_curves(runs, args.out or Path(f"curves_{names}.png"), args.smooth))
 
@@ -245,12 +247,6 @@ def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]
 # ---- the command line ----------------------------------------------------------------------------
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "runs": {
-        "nargs": "*",
-        "metavar": "RUN_OR_FILE",
-        "help": "run folder, checkpoint or weights file (default: the newest run); curves takes"
-        " several run folders, compare takes two",
-    },
     "overrides": {
         "nargs": "*",
         "metavar": "section.key=value",
@@ -304,34 +300,50 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 UNSET: dict[str, Any] = {"device": "cpu", "out": None, "image_size": None, "smooth": None}
 """The default values of arguments that a subcommand does not have."""
-OF_NAME = ("runs", "--image-size", "--num-classes", "--device")
-OF_WEIGHTS = ("runs", "--image-size", "--model", "--out", "--device")
+OF_NAME = ("--image-size", "--num-classes", "--device")
+OF_WEIGHTS = ("--image-size", "--model", "--out", "--device")
 OF_DATA = (*OF_WEIGHTS, "--samples", "--data", "--split")
 OF_IMAGES = (*OF_DATA, "--image")
+NEWEST = "(default: the newest run)"
+WEIGHTS = "run folder, checkpoint or weights file"
+ONE = {"nargs": "?", "metavar": "RUN_OR_FILE", "help": f"{WEIGHTS} {NEWEST}"}
+TWO = {"nargs": 2, "metavar": "RUN_OR_FILE", "help": WEIGHTS}
+ONE_OR_NAME = {**ONE, "help": f"{WEIGHTS}, config, or a model's name {NEWEST}"}
+FOLDER = {"nargs": "?", "metavar": "RUN", "help": f"run folder {NEWEST}"}
+FOLDERS = {"nargs": "*", "type": Path, "metavar": "RUN", "help": f"run folders {NEWEST}"}
 COMMANDS = {
     "augment": Command(
         augment,
-        "contact sheet of the augmentation",
+        "contact sheet of training images with augmented and mixed versions",
         ("overrides", "--config", "--images", "--draws", "--out"),
+        {},
     ),
     "curves": Command(
-        curves, "loss and accuracy of one or more runs", ("runs", "--smooth", "--out")
+        curves,
+        "loss and accuracy of one or more runs over their epochs",
+        ("--smooth", "--out"),
+        FOLDERS,
     ),
-    "shapes": Command(shapes, "shapes at each stage, of a run, config or model's name", OF_NAME),
-    "summary": Command(summary, "layers, parameters, GFLOP and memory, of the same", OF_NAME),
-    "patches": Command(patches, "images cut into patches", OF_IMAGES, 1),
-    "filters": Command(figure, "principal components of the patch embedding", OF_WEIGHTS),
+    "shapes": Command(shapes, "shapes at each stage, as text", OF_NAME, ONE_OR_NAME),
+    "summary": Command(
+        summary, "layers, parameters, GFLOP and memory, as text", OF_NAME, ONE_OR_NAME
+    ),
+    "patches": Command(patches, "images cut into patches", OF_IMAGES, ONE, 1),
+    "filters": Command(figure, "principal components of the patch embedding", OF_WEIGHTS, ONE),
     "attention": Command(
         attention,
         "attention maps of each layer and head, and rollout",
         (*OF_IMAGES, "--separate"),
+        ONE,
         4,
     ),
-    "positions": Command(figure, "similarity of position embeddings", OF_WEIGHTS),
-    "distance": Command(figure, "mean attention distance by depth and head", OF_IMAGES, 128),
-    "tokens": Command(figure, "patch features as colors", OF_IMAGES, 12),
-    "confusion": Command(confusion, "confusion matrix of a run's newest evaluation", OF_WEIGHTS),
-    "compare": Command(compared, "comparison of two runs on the same samples", OF_DATA, 500),
+    "positions": Command(figure, "similarity of position embeddings", OF_WEIGHTS, ONE),
+    "distance": Command(figure, "mean attention distance by depth and head", OF_IMAGES, ONE, 128),
+    "tokens": Command(figure, "patch features as colors", OF_IMAGES, ONE, 12),
+    "confusion": Command(
+        confusion, "confusion matrix of a run's newest evaluation", ("--out", "--device"), FOLDER
+    ),
+    "compare": Command(compared, "comparison of two runs on the same samples", OF_DATA, TWO, 500),
 }
 
 
@@ -357,21 +369,19 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     title = f"{command.description.capitalize()}."
     parser = Parser(f"python launch/visualize.py {name}", title, setting_for)
     parser.set_defaults(command=name, samples=command.num_samples, **UNSET)
+    if command.runs:
+        parser.add_argument("runs", **command.runs)
     for flag in command.flags:
         parser.add_argument(flag, **FLAGS[flag])
     args = parser.parse_intermixed_args(remaining)
+    if command.runs.get("nargs") == "?":
+        args.runs = [args.runs] if args.runs else []
     _check(args)
     return args
 
 
 def _check(args: Namespace) -> None:
-    """Raise ValueError for a wrong number of runs, a wrong size or count, or an unknown format."""
-    least, most = {"augment": (0, 0), "curves": (0, 99), "compare": (2, 2)}.get(
-        args.command, (0, 1)
-    )
-    runs = getattr(args, "runs", ())
-    if not least <= len(runs) <= most:
-        raise ValueError(f"{args.command}: {len(runs)} runs or files, expected {least} to {most}")
+    """Raise ValueError for a wrong size or count, or an unknown format."""
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         raise ValueError("--image-size takes a side, or height and width, in pixels")
     if args.command == "augment":
