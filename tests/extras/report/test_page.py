@@ -317,7 +317,9 @@ def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_pat
 def test_a_run_without_evaluation_has_a_page(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     page = remade(tmp_path / "run")
-    assert len(check_self_contained(page)) == 6  # the plots of mistakes are missing, and curves are SVG
+    assert (
+        len(check_self_contained(page)) == 6
+    )  # the plots of mistakes are missing, and curves are SVG
     assert page.text.count("The run has not been evaluated yet.") == 4
     shutil.rmtree(tmp_path / "run" / "weights")
     shutil.rmtree(tmp_path / "run" / "checkpoints")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.extras.report.attention import (
     attention_distance,
@@ -103,7 +103,11 @@ def draw_positions(model: Any, picture: Path) -> str:
     if positions.ndim != 3 or positions.shape[1] < math.prod(grid):
         raise ValueError(f"Position embeddings of shape {tuple(positions.shape)} are not a grid")
     plot_position_similarity(positions[0, -math.prod(grid) :], grid, picture)
-    return "Cosine similarity of each position embedding with all others (Figure 7 center)."
+    kind = "learned" if isinstance(positions, nn.Parameter) else "fixed"
+    return (
+        f"Cosine similarity of each {kind} position embedding with all others, one small map for"
+        f" each of the {grid[0]} × {grid[1]} positions (Dosovitskiy et al. 2021, Figure 7 center)."
+    )
 
 
 def draw_distance(model: Any, images: Images, picture: Path) -> str:
