@@ -44,6 +44,10 @@ from vit.system.drawing import picture_format
 from vit.system.meter import Meter
 from vit.weights.files import read_weights
 
+MAX_CELLS = 64
+"""The maximum number of rows, and of augmented versions per image, of a contact sheet. A larger
+sheet would need gigabytes of memory."""
+
 
 class Command(NamedTuple):
     """One of the subcommands of visualize.py."""
@@ -52,13 +56,20 @@ class Command(NamedTuple):
     description: str
     flags: tuple[str, ...]
     """The arguments that the subcommand accepts, from `FLAGS`."""
+    runs: dict[str, Any]
+    """The number and the help of its runs or files, or {} if it accepts none."""
     num_samples: int | None = None
     """The default number of images, or None if the subcommand uses no images."""
 
 
 def main() -> World:
     args = read_command_line()
-    world = join_world(args.device, "--device ")
+    if args.command == "augment":
+        args.out = args.out or Path(f"augment_{Path(args.config).stem}.png")
+        args.config = load_config(args.config, args.overrides)
+        world = join_world(args.config.train.device)
+    else:
+        world = join_world(args.device, "--device ")
     COMMANDS[args.command].run(args, world)
     return world
 
@@ -69,14 +80,12 @@ def main() -> World:
 def augment(args: Namespace, world: World) -> None:
     """Draw some training images, each with augmented versions, their operations and a mixed
     version."""
-    config = load_config(args.config, args.overrides)
-    out = args.out or Path(f"augment_{Path(args.config).stem}.png")
-    print(make_contact_sheet(config, args.images, args.draws, out, world.device))
+    print(make_contact_sheet(args.config, args.images, args.draws, args.out, world.device))
 
 
 def curves(args: Namespace, world: World) -> None:
     """Plot the loss and accuracy over the epochs."""
-    runs = [Path(run) for run in args.runs] or [newest_run("RUN", METRICS_FILE)]
+    runs = args.runs or [newest_run("RUN", METRICS_FILE)]
     names = "_".join(run.resolve().name for run in runs)
     print(plot_learning_curves(runs, args.out or Path(f"curves_{names}.png"), args.smooth))
 
@@ -132,14 +141,18 @@ def figure(args: Namespace, world: World) -> None:
     """Draw a figure of `vit.extras.report.model_figures`. Print its caption and path."""
     trained = _load(args, world)
     draw = getattr(model_figures, f"draw_{args.command}")
-    images = []
-    if COMMANDS[args.command].num_samples is not None:
+    out = _out(args, trained)
+    if COMMANDS[args.command].num_samples is None:
+        caption = draw(trained.model, out)
+    else:
         samples = _samples(args, trained)
+        pixels = samples.pixels(trained)
         names = [Path(name).name or name for name in samples.names]
         normalize = trained.preprocess.normalize
-        images = [model_figures.Images(normalize, samples.pixels(trained), names)]
-    out = _out(args, trained)
-    print(draw(trained.model, *images, out), file=sys.stderr)
+        with Meter("looking at", len(pixels), "images") as meter:
+            images = model_figures.Images(normalize, pixels, names, meter.update)
+            caption = draw(trained.model, images, out)
+    print(caption, file=sys.stderr)
     print(out)
 
 
@@ -234,12 +247,6 @@ def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]
 # ---- the command line ----------------------------------------------------------------------------
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "runs": {
-        "nargs": "*",
-        "metavar": "RUN_OR_FILE",
-        "help": "run folder, checkpoint or weights file (default: the newest run); curves takes"
-        " several run folders, compare takes two",
-    },
     "overrides": {
         "nargs": "*",
         "metavar": "section.key=value",
@@ -293,34 +300,50 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 UNSET: dict[str, Any] = {"device": "cpu", "out": None, "image_size": None, "smooth": None}
 """The default values of arguments that a subcommand does not have."""
-OF_NAME = ("runs", "--image-size", "--num-classes", "--device")
-OF_WEIGHTS = ("runs", "--image-size", "--model", "--out", "--device")
+OF_NAME = ("--image-size", "--num-classes", "--device")
+OF_WEIGHTS = ("--image-size", "--model", "--out", "--device")
 OF_DATA = (*OF_WEIGHTS, "--samples", "--data", "--split")
 OF_IMAGES = (*OF_DATA, "--image")
+NEWEST = "(default: the newest run)"
+WEIGHTS = "run folder, checkpoint or weights file"
+ONE = {"nargs": "?", "metavar": "RUN_OR_FILE", "help": f"{WEIGHTS} {NEWEST}"}
+TWO = {"nargs": 2, "metavar": "RUN_OR_FILE", "help": WEIGHTS}
+ONE_OR_NAME = {**ONE, "help": f"{WEIGHTS}, config, or a model's name {NEWEST}"}
+FOLDER = {"nargs": "?", "metavar": "RUN", "help": f"run folder {NEWEST}"}
+FOLDERS = {"nargs": "*", "type": Path, "metavar": "RUN", "help": f"run folders {NEWEST}"}
 COMMANDS = {
     "augment": Command(
         augment,
-        "contact sheet of the augmentation",
-        ("overrides", "--config", "--images", "--draws", "--out", "--device"),
+        "contact sheet of training images with augmented and mixed versions",
+        ("overrides", "--config", "--images", "--draws", "--out"),
+        {},
     ),
     "curves": Command(
-        curves, "loss and accuracy of one or more runs", ("runs", "--smooth", "--out")
+        curves,
+        "loss and accuracy of one or more runs over their epochs",
+        ("--smooth", "--out"),
+        FOLDERS,
     ),
-    "shapes": Command(shapes, "shapes at each stage, of a run, config or model's name", OF_NAME),
-    "summary": Command(summary, "layers, parameters, GFLOP and memory, of the same", OF_NAME),
-    "patches": Command(patches, "images cut into patches", OF_IMAGES, 1),
-    "filters": Command(figure, "principal components of the patch embedding", OF_WEIGHTS),
+    "shapes": Command(shapes, "shapes at each stage, as text", OF_NAME, ONE_OR_NAME),
+    "summary": Command(
+        summary, "layers, parameters, GFLOP and memory, as text", OF_NAME, ONE_OR_NAME
+    ),
+    "patches": Command(patches, "images cut into patches", OF_IMAGES, ONE, 1),
+    "filters": Command(figure, "principal components of the patch embedding", OF_WEIGHTS, ONE),
     "attention": Command(
         attention,
         "attention maps of each layer and head, and rollout",
         (*OF_IMAGES, "--separate"),
+        ONE,
         4,
     ),
-    "positions": Command(figure, "similarity of position embeddings", OF_WEIGHTS),
-    "distance": Command(figure, "mean attention distance by depth and head", OF_IMAGES, 128),
-    "tokens": Command(figure, "patch features as colors", OF_IMAGES, 12),
-    "confusion": Command(confusion, "confusion matrix of a run's newest evaluation", OF_WEIGHTS),
-    "compare": Command(compared, "comparison of two runs on the same samples", OF_DATA, 500),
+    "positions": Command(figure, "similarity of position embeddings", OF_WEIGHTS, ONE),
+    "distance": Command(figure, "mean attention distance by depth and head", OF_IMAGES, ONE, 128),
+    "tokens": Command(figure, "patch features as colors", OF_IMAGES, ONE, 12),
+    "confusion": Command(
+        confusion, "confusion matrix of a run's newest evaluation", ("--out", "--device"), FOLDER
+    ),
+    "compare": Command(compared, "comparison of two runs on the same samples", OF_DATA, TWO, 500),
 }
 
 
@@ -346,24 +369,26 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     title = f"{command.description.capitalize()}."
     parser = Parser(f"python launch/visualize.py {name}", title, setting_for)
     parser.set_defaults(command=name, samples=command.num_samples, **UNSET)
+    if command.runs:
+        parser.add_argument("runs", **command.runs)
     for flag in command.flags:
         parser.add_argument(flag, **FLAGS[flag])
     args = parser.parse_intermixed_args(remaining)
+    if command.runs.get("nargs") == "?":
+        args.runs = [args.runs] if args.runs else []
     _check(args)
     return args
 
 
 def _check(args: Namespace) -> None:
-    """Raise ValueError for a wrong number of runs, a wrong size or count, or an unknown format."""
-    least, most = {"augment": (0, 0), "curves": (0, 99), "compare": (2, 2)}.get(
-        args.command, (0, 1)
-    )
-    runs = getattr(args, "runs", ())
-    if not least <= len(runs) <= most:
-        raise ValueError(f"{args.command}: {len(runs)} runs or files, expected {least} to {most}")
+    """Raise ValueError for a wrong size or count, or an unknown format."""
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         raise ValueError("--image-size takes a side, or height and width, in pixels")
-    for flag in ("images", "draws", "samples", "num_classes"):
+    if args.command == "augment":
+        for name, count in (("images", args.images), ("draws", args.draws)):
+            if not 1 <= count <= MAX_CELLS:
+                raise ValueError(f"--{name} {count}: expected a number from 1 to {MAX_CELLS}")
+    for flag in ("samples", "num_classes"):
         count = getattr(args, flag, None)
         if count is not None and count < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {count}: expected a positive number")

@@ -3,11 +3,14 @@ prints the reason."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from decoding import pixels
 from processes import TINY, run_here, write_config
+
+from vit.system import meter
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,38 @@ def test_a_picture_is_written_and_named(arguments, base, tmp_path, capfd):
     assert output == f"{out}\n"
     assert pixels(out).shape[1] == 1400
     assert [path.name for path in out.parent.iterdir()] == ["out.png"]
+
+
+@pytest.mark.parametrize("command", ["distance", "tokens"])
+def test_progress_is_shown_with_rate_and_remaining_time(
+    command, base, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(meter, "LOG_EVERY_S", 0.0)
+    capfd.readouterr()
+    arguments = [command, base, "--samples", 4, "--device", "cpu", "--out", tmp_path / "a.png"]
+    run_here("launch/visualize.py", *arguments)
+    assert re.search(r"4 of 4 images, ETA 0:00:00, [\d,.]+ images/s", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("command", "accepted"),
+    [
+        ("augment", "section.key=value  settings that override the file"),
+        ("curves", "RUN run folders (default: the newest run)"),
+        ("compare", "RUN_OR_FILE run folder, checkpoint or weights file options:"),
+        (
+            "shapes",
+            "RUN_OR_FILE run folder, checkpoint or weights file, config, or a model's name"
+            " (default: the newest run)",
+        ),
+        ("filters", "RUN_OR_FILE run folder, checkpoint or weights file (default: the newest run)"),
+        ("confusion", "RUN run folder (default: the newest run)"),
+    ],
+)
+def test_the_help_of_a_command_states_what_it_accepts(command, accepted, capfd):
+    with pytest.raises(SystemExit):
+        run_here("launch/visualize.py", command, "--help")
+    assert " ".join(accepted.split()) in " ".join(capfd.readouterr().out.split())
 
 
 def test_draws_one_picture_per_file(base, shards, tmp_path, capfd):
@@ -89,6 +124,8 @@ def test_costs_of_each_layer(base, capfd):
         (["filtres", "RUN"], r"invalid choice: 'filtres' .*\(did you mean filters"),
         (["atention", "RUN"], r"invalid choice: 'atention' .*\(did you mean attention"),
         (["patches", "RUN", "--data", "nowhere"], "nowhere: no such directory"),
+        (["compare", "RUN"], "the following arguments are required: RUN_OR_FILE"),
+        (["filters", "RUN", "other"], "unknown: other"),
     ],
 )
 def test_reports_a_mistake_in_one_line(arguments, reason, base, tmp_path, monkeypatch):

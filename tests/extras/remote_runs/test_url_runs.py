@@ -445,6 +445,20 @@ def test_a_file_url_works_without_locks_and_keeps_its_parts(tmp_path, config):
     assert_whole(url, tmp_path, 12)
 
 
+def test_a_working_copy_whose_list_of_files_is_damaged_can_be_used(tmp_path, config):
+    url = f"file://{tmp_path}/there"
+    listed = tmp_path / "copy" / ".copy_of.json"
+    train_here(config, url, tmp_path / "copy", "train.steps=3")
+    listed.write_bytes(listed.read_bytes()[:50])  # the disk was full
+    more = "--allow-change", "train.steps"
+    train_here(config, url, tmp_path / "copy", "train.steps=6", *more)
+    assert_whole(url, tmp_path, 6)
+    fetched = local_run(url)
+    (fetched / ".copy_of.json").write_bytes(bytes(100))  # the power failed
+    assert local_run(url) == fetched
+    assert json.loads(listed.read_text())["url"] == url
+
+
 # --- the order of writes --------------------------------------------------------------------------
 
 

@@ -88,7 +88,8 @@ def test_the_command_writes_a_picture(config, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--images", "0"], "--images 0: expected a positive number"),
+        (["--images", "0"], "--images 0: expected a number from 1 to 64"),
+        (["--draws", "65"], "--draws 65: expected a number from 1 to 64"),
         (["--what"], "unknown: --what"),
     ],
 )
@@ -96,3 +97,10 @@ def test_a_wrong_argument_is_reported(config, arguments, message):
     done = run("launch/visualize.py", "augment", "--config", config, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_the_device_is_that_of_the_config(config, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run("launch/visualize.py", "augment", "--config", config, "train.device=cuda")
+    assert done.returncode == 2
+    assert "train.device=cuda: 1 of 1 host(s) cannot train on GPUs" in done.stderr

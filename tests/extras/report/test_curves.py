@@ -269,6 +269,18 @@ def test_several_runs_are_drawn_over_their_epochs(tmp_path, monkeypatch):
         curves.plot_learning_curves([tmp_path / "nowhere"], tmp_path / "b.png")
 
 
+def test_runs_in_folders_of_equal_names_are_all_drawn(tmp_path, monkeypatch):
+    runs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        runs.append(run_with_margins(tmp_path / name / "run")[0])
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    curves.plot_learning_curves(runs, tmp_path / "a.png")
+    labels = [text.get_text() for text in drawn[0].axes[1].get_legend().get_texts()]
+    assert labels == [f"{tmp_path}/{name}/run: {panel}" for name in "ab" for panel in WHAT]
+
+
 WHAT = ("training, augmented", "validation")
 
 

@@ -158,6 +158,14 @@ def test_a_map_head_counts_as_one_more_layer(registers):
     torch.testing.assert_close(heads[-1].flatten(1), expected)
 
 
+@pytest.mark.parametrize(("pos_embed", "kind"), [("learn", "learned"), ("sincos2d", "fixed")])
+def test_the_caption_of_positions_states_their_kind_and_grid(pos_embed, kind, tmp_path):
+    model = VisionTransformer((32, 24), **SMALL, pos_embed=pos_embed)
+    caption = model_figures.draw_positions(model, tmp_path / "positions.png")
+    assert f"each {kind} position embedding" in caption
+    assert "each of the 4 × 3 positions (Dosovitskiy et al. 2021, Figure 7 center)" in caption
+
+
 # ---- principal components ------------------------------------------------------------------------
 
 

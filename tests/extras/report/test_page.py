@@ -110,7 +110,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
             pictures.append(image)
     assert len(page.attributes("script")) == 1
     assert "@import" not in page.html
-    assert "url(" not in page.html
+    assert set(re.findall(r"url\((.)", page.html)) <= {"#"}
     return pictures
 
 
@@ -167,7 +167,8 @@ def test_one_file_holds_everything(finished):
     run_dir, page = finished
     pictures = check_self_contained(page)
     assert {path.stem for path in (run_dir / "report").glob("*.png")} == set(PAINTERS)
-    assert len(pictures) == len(PAINTERS)
+    assert len(pictures) == len(PAINTERS) - 1
+    assert len(page.attributes("svg")) == 1, "curves are drawn as SVG"
     assert [line["step"] for line in metrics(run_dir, "norms")] == [5, 10, 12]
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -295,7 +296,7 @@ def test_without_the_data_the_rest_of_the_page_is_drawn(finished, tmp_path):
     run_dir = copied(finished[0], tmp_path)
     set_key(run_dir, "root", "/nowhere/at/all")
     page = remade(run_dir)
-    assert len(check_self_contained(page)) == 5  # curves, norms, confusion, positions, filters
+    assert len(check_self_contained(page)) == 4  # norms, confusion, positions, filters
     assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 5
     assert HOSTILE[0] in page.text  # the class names are stored with the weights
 
@@ -316,7 +317,9 @@ def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_pat
 def test_a_run_without_evaluation_has_a_page(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     page = remade(tmp_path / "run")
-    assert len(check_self_contained(page)) == 7  # the plots of mistakes are missing
+    assert (
+        len(check_self_contained(page)) == 6
+    )  # the plots of mistakes are missing, and curves are SVG
     assert page.text.count("The run has not been evaluated yet.") == 4
     shutil.rmtree(tmp_path / "run" / "weights")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -343,7 +346,7 @@ def test_a_timm_model_without_attention_has_a_page(shards, tmp_path):
     )
     page = remade(tmp_path / "run")
     mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
-    assert len(check_self_contained(page)) == 3 + mistaken  # curves, augmented, confusion
+    assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
     assert ("No validation image was misclassified." in page.text) is not mistaken
     assert "Not drawn. Attention rollout needs a grid of patches (this model has None)" in page.text
     assert "Not drawn. ResNet has no position embeddings to compare." in page.text
@@ -470,6 +473,18 @@ def test_faults_are_reported(tmp_path):
     assert "None. No update was skipped" not in text
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert "None. No update was skipped" in page_text(tmp_path / "run", START, TRAIN)
+
+
+def test_curves_have_the_colors_of_the_page(tmp_path):
+    page_text(tmp_path / "run", START, {**TRAIN, "top1": 5.0}, {**TRAIN, "step": 20})
+    page = Page(tmp_path / "run" / "report" / "index.html")
+    (curves,) = re.findall(r"<svg.*</svg>", page.html, re.DOTALL)
+    assert {"var(--card)", "var(--ink)", "var(--blue)"} <= set(re.findall(r"var\(.*?\)", curves))
+    assert not re.search(r"#[0-9a-f]{6}\b", curves), "a fixed color is invisible in dark mode"
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"(?:href=\"|url\()#([^\")]+)", page.html)) <= set(ids)
+    assert not {"text", "metadata"} & {tag for tag, _ in page.tags}
 
 
 def test_a_truncated_damaged_or_empty_record_has_a_page(tmp_path):

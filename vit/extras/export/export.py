@@ -150,7 +150,10 @@ def _umask() -> int:
 
 
 def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
-    path, lines = (_write_onnx if program == "onnx" else _write_weights)(subject, folder, program)
+    if program == "onnx":
+        path, lines = _write_onnx(subject, folder)
+    else:
+        path, lines = _write_weights(subject, folder, program)
     if not (folder / "config.json").exists():
         names = {"class_names": subject.labels or None}
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
@@ -202,7 +205,7 @@ def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
     return theirs, f"{line} equal to the bit"
 
 
-def _write_onnx(subject: Subject, folder: Path, program: str) -> tuple[Path, list[str]]:
+def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
     """Write a graph for batches of any size, and compare onnxruntime's logits with the model's."""
     try:
         import onnx

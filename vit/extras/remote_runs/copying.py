@@ -73,6 +73,9 @@ class Copy:
                 ) from None
             self.save()
             return
+        except (ValueError, KeyError, TypeError):
+            # A power failure damaged the list, so all files are compared again.
+            return
         if saved_url != self._url:
             raise ValueError(
                 f"{folder}: is the working copy of {saved_url}, not of {shown(url)}: choose another"

@@ -311,23 +311,26 @@ def plot_learning_curves(
 
     Training curves are smoothed over `smooth_epochs`, and the recorded values are shown in a
     lighter color. None means one epoch, or a twentieth of a shorter run. 0 disables smoothing.
-    Evaluations are points, of the averaged weights if they exist. Raises ValueError for a folder
+    Evaluations are points, of the averaged weights if they exist. Runs are named by their folders,
+    or by their whole paths if several folders have the same name. Raises ValueError for a folder
     without metrics.jsonl.
     """
     from matplotlib.ticker import MaxNLocator
 
-    histories = {}
-    for run_dir in run_dirs:
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    histories = []
+    for run_dir, name in zip(run_dirs, names, strict=True):
         metrics = run_dir / METRICS_FILE
         if not metrics.is_file():
             raise ValueError(
                 f"{run_dir}: no {METRICS_FILE}: pass the folder of a run, such as runs/demo"
             )
-        histories[run_dir.resolve().name] = _read_curves(metrics)
+        shown = name if names.count(name) == 1 else str(run_dir)
+        histories.append((shown, _read_curves(metrics)))
     with drawing(picture, 3.6, layout="constrained") as figure:
         loss, accuracy = figure.subplots(1, 2)
         for axes, key in ((loss, "loss"), (accuracy, "top1")):
-            for number, (name, history) in enumerate(histories.items()):
+            for number, (name, history) in enumerate(histories):
                 look = {"color": f"C{number}", "name": name}
                 _draw_run(axes, history, key, smooth_epochs, **look)
             axes.set_xlabel("epoch")
@@ -336,7 +339,7 @@ def plot_learning_curves(
             axes.grid(True)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=SMALL_PT)
-        losses = {history.training_loss for history in histories.values()}
+        losses = {history.training_loss for _, history in histories}
         loss.set(title="Cross-entropy" if losses <= {PLAIN_LOSS} else "Loss", ylim=(0, None))
         accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))
     return picture

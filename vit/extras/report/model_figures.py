@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.extras.report.attention import (
     attention_distance,
@@ -59,6 +59,8 @@ class Images(NamedTuple):
     """The images, (B, C, H, W) uint8."""
     names: Sequence[str]
     """The caption of each image."""
+    on_image: Callable[[int], None] = lambda done: None
+    """A function that is called with the number of images that the model has processed."""
 
 
 def patch_size_of(model: Any) -> tuple[int, int]:
@@ -101,7 +103,11 @@ def draw_positions(model: Any, picture: Path) -> str:
     if positions.ndim != 3 or positions.shape[1] < math.prod(grid):
         raise ValueError(f"Position embeddings of shape {tuple(positions.shape)} are not a grid")
     plot_position_similarity(positions[0, -math.prod(grid) :], grid, picture)
-    return "Cosine similarity of each position embedding with all others (Figure 7 center)."
+    kind = "learned" if isinstance(positions, nn.Parameter) else "fixed"
+    return (
+        f"Cosine similarity of each {kind} position embedding with all others, one small map for"
+        f" each of the {grid[0]} × {grid[1]} positions (Dosovitskiy et al. 2021, Figure 7 center)."
+    )
 
 
 def draw_distance(model: Any, images: Images, picture: Path) -> str:
@@ -141,9 +147,10 @@ def mean_distances(model: Any, images: Images) -> Tensor:
     assert grid is not None, "otherwise there is no patch size"
     added = torch.zeros(())
     # Images are processed one by one, because ViT-H at 518 pixels needs 4 GB per image.
-    for image in images.pixels.split(1):
+    for done, image in enumerate(images.pixels.split(1), 1):
         maps = attention_maps(model, images.normalize(image)).blocks
         added = added + attention_distance(maps, grid, patch_size, model.num_prefix_tokens).cpu()
+        images.on_image(done)
     return added[0] / len(images.pixels)
 
 
@@ -152,8 +159,11 @@ def draw_tokens(model: Any, images: Images, picture: Path) -> str:
     grid = grid_size(model)
     if grid is None or not hasattr(model, "num_prefix_tokens"):
         raise ValueError(f"{type(model).__name__} has no grid of patches")
-    parts = [token_features(model, images.normalize(part)) for part in images.pixels.split(8)]
-    colors, shares = token_colors(torch.cat([part.cpu() for part in parts]), grid)
+    parts = []
+    for done, part in enumerate(images.pixels.split(8)):
+        parts.append(token_features(model, images.normalize(part)).cpu())
+        images.on_image(8 * done + len(part))
+    colors, shares = token_colors(torch.cat(parts), grid)
     size = images.pixels.shape[2:]
     large = torch.nn.functional.interpolate(colors, size, mode="nearest")
     cells = []

@@ -2,7 +2,8 @@
 
 Attempts, tables, faults and curves come from metrics.jsonl, even if the file is damaged. Settings
 come from the config. Pictures, or the reasons why they are missing, come from
-`vit.extras.report.pictures`, and are embedded as data URIs.
+`vit.extras.report.pictures`, and are embedded as data URIs. Curves are inline SVG, which is sharp
+at any size and has the colors of the page, also in dark mode.
 
 All content of a run is escaped, because it is untrusted. The page's content security policy blocks
 all external resources, and allows only one script, which is identified by its hash.
@@ -15,8 +16,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +33,7 @@ from markupsafe import Markup, escape
 from vit.config.base import VAL
 from vit.distributed.outcome import Outcome
 from vit.extras.report import facts
+from vit.extras.report.curves import plot_curves
 from vit.extras.report.history import History, read_history
 from vit.extras.report.pictures import (
     PAINTERS,
@@ -48,6 +52,17 @@ from vit.training.metrics import TOP5_CLASSES, format_interval, interval95
 
 PAGE_FILE = f"{REPORT_FOLDER}/index.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")
+THEME = {
+    "#ffffff": "card",
+    "#000000": "ink",
+    "#b0b0b0": "soft",
+    "#cccccc": "rule",
+    "#666666": "soft",
+    "#0072b2": "blue",
+    "#d55e00": "orange",
+    "#009e73": "green",
+}
+"""The CSS variable for each color of the curves. The variables differ in dark mode."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +202,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "reference": facts.reference_facts(history, evaluations),
         "sets": facts.set_rows(history),
         "has_norms": bool(history.of_kind("norms")),
+        "curves": _curves(run_dir),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},
         "confused_pairs": pictures.confused_pairs,
         "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),
@@ -208,6 +224,17 @@ def _script_hash() -> str:
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _curves(run_dir: Path) -> Markup:
+    """Return the curves as an SVG element, or "" if they cannot be drawn."""
+    svg = ""
+    with suppress(Exception), tempfile.TemporaryDirectory() as folder:
+        document = plot_curves(run_dir / METRICS_FILE, Path(folder) / "curves.svg").read_text()
+        svg = document[document.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    # `Markup` prevents escaping. The SVG is safe, because its texts are drawn as outlines.
+    return Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))
 
 
 def _picture(pictures: Pictures, name: str) -> dict[str, str]:
