@@ -1,5 +1,5 @@
-"""Test that unusual images are decoded, and that unreadable images are skipped and counted or raise
-an error with their key."""
+"""Test that unusual images are decoded, and that unreadable images are either skipped and counted,
+or raise an error with their key."""
 
 import io
 import os
@@ -75,8 +75,7 @@ BAD = {
     "text": b"<html>404</html>",
     "16bit_jpeg": encoded(200, 150).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x10"),
 }
-"""Images that cannot be decoded although their headers are intact, so the index contains their
-sizes."""
+"""Images that cannot be decoded but have intact headers, so the index contains their sizes."""
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
