@@ -1,6 +1,6 @@
 """Test that after a power cut no file refers to lost data.
 
-A power cut loses all data that has not been flushed to disk, so each file must be flushed before
+A power cut loses all data that has not been flushed to disk, so a file must be flushed before
 another file refers to it.
 """
 
@@ -17,8 +17,8 @@ from processes import TINY, run_here
 class Disk:
     """The contents of a disk after a power cut.
 
-    A file has the bytes of its last fsync. A folder contains an entry only if the folder was
-    flushed after the entry last changed.
+    A file contains the bytes of its last fsync. A folder contains an entry only if the folder was
+    flushed after the last change of the entry.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):

@@ -1,5 +1,5 @@
-"""Test that metrics.jsonl has only complete lines, that a restart replaces the lines it repeats,
-and that only one process writes."""
+"""Test that metrics.jsonl contains only complete lines, that a restart replaces the lines that it
+repeats, and that only one process writes."""
 
 import gc
 import json
@@ -180,7 +180,7 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
 
 
 def test_a_log_file_gets_a_line_a_minute_for_slow_steps(tmp_path, capsys, monkeypatch):
-    """On a laptop CPU, fifty steps of ViT-B, the default logging interval, take an hour."""
+    """At the default interval of fifty steps, ViT-B on a laptop CPU would log one line per hour."""
     record = record_in(tmp_path)
     record.progress(1, "step 1/10")
     assert capsys.readouterr().err == ""
@@ -261,8 +261,8 @@ def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
 
 
 def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
-    """Opening the file a second time would lose the lock, because a POSIX lock ends when its
-    process closes any handle of the file."""
+    """A POSIX lock ends when its process closes any handle of the file, so opening the file a
+    second time would lose the lock."""
     record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
     gc.collect()
     trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

@@ -1,5 +1,5 @@
-"""Run the C code on corrupt files with sanitizers: it must access only its own memory, and its two
-implementations must agree.
+"""Run the C code on corrupt files with sanitizers. The code must access only its own memory, and
+its two implementations must agree.
 
 For longer runs, use `python tests/native/fuzz.py --minutes 10`.
 """
