@@ -1,4 +1,4 @@
-"""Test the `make gpu-check` program at a small size on a CPU."""
+"""Test the program of `make gpu-check` at a small size on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test details of the training command. tests/project/errors tests its error messages."""
+"""Test details of the training command. tests/project/errors tests the error messages."""
 
 from __future__ import annotations
 

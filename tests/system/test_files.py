@@ -15,8 +15,8 @@ from vit.system.files import remove_leftovers, replacing, temporary_beside, temp
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
-"""A command prefix for a separate process-id namespace. As in containers with the host's network,
-the host name is the same and process ids are small."""
+"""A command prefix for a separate process-id namespace. As in containers that use the host's
+network, the host name is the same and process ids are small."""
 
 
 def can_unshare() -> bool:

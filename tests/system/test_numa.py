@@ -1,4 +1,4 @@
-"""Test that the cores next to a GPU are read from the kernel's files on a host with several
+"""Test that the cores next to a GPU are read from the kernel's files on a host with several NUMA
 nodes."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
         ("00001111", ALL, NEAR_1),
         ("00001111", ALL - {63}, ALL - {63}),  # the rank may use fewer cores than its share
         ("00001111", set(range(8, 24)), set(range(16, 24))),
-        ("00001111", set(range(16)), set(range(16))),  # Slurm gave the rank no core on that node
+        ("00001111", set(range(16)), set(range(16))),  # Slurm gave the rank no core on this node
         ("01", ALL, NEAR_1),
         ("11111111", ALL, ALL),  # eight ranks share half of the cores
         ("1", ALL, ALL),  # the only rank gets all cores of the node
