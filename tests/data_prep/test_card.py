@@ -1,5 +1,5 @@
-"""Test the dataset card: its numbers match the images, its contact sheet shows them, and writing it
-again produces the same bytes."""
+"""Test the dataset card: its numbers match the images, its contact sheet shows them, and writing
+the card again produces the same bytes."""
 
 from __future__ import annotations
 

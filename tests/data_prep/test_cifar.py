@@ -1,5 +1,5 @@
 """Test CIFAR-10 and CIFAR-100 in binary form: every record must match an independent reader, and
-corrupt files are rejected."""
+corrupt files must be rejected."""
 
 import gzip
 import hashlib
@@ -73,7 +73,7 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str = "w:gz") -> Path:
-    """Write an archive with a folder, its files and a readme, as in the official archives."""
+    """Write an archive with a folder, its files and a readme, like the official archives."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, **({"compresslevel": 1} if mode == "w:gz" else {})) as tar:
         for name, content in {**files, "readme.html": b"<html>"}.items():
@@ -125,7 +125,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
             small[110 - classes],
         ).parent,
     ]
-    pack(tmp_path / "extracted" / kind.archive, {})  # extracted files take precedence
+    pack(tmp_path / "extracted" / kind.archive, {})  # extracted files are preferred
     everything = [
         images_of(cifar.source(source, classes), tmp_path / f"c{number}")
         for number, source in enumerate(sources)

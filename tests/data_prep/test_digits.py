@@ -1,5 +1,5 @@
-"""Test the digits dataset: real and legible digits, each original in a single split, and
-reproducible bytes."""
+"""Test the digits dataset: the digits are real and legible, each original is in a single split, and
+the bytes are reproducible."""
 
 import io
 import json
@@ -20,7 +20,7 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 
 
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
-    """Return the samples of each split from a catalog created in `folder`."""
+    """Return the samples of each split in a catalog created in `folder`."""
     catalogue = new_catalogue(found, folder / f"seed{seed}", seed)
     return {
         split: catalogue.table(split).samples(range(total))
@@ -133,8 +133,8 @@ def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
 
 
 def test_pixels_are_those_of_the_first_version(tmp_path):
-    """The test compares mean colors, because a hash of the file would change with the Pillow
-    version."""
+    """The test compares mean colors, because a hash of the file would change with the version of
+    Pillow."""
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 4)
     data = read(Sample("digit0007_02", 3, "7", str(pixels), 0, 64), 48, 5)
@@ -168,8 +168,8 @@ def luminance_of(data: bytes) -> np.ndarray:
 
 
 def test_digits_contrast_with_the_background_and_do_not_touch_the_border(tmp_path):
-    """The luminance of digit and background must differ clearly for any colors and texture, and the
-    border must be background."""
+    """The luminance of digit and background must differ clearly for any colors and texture. The
+    border must show only background."""
     found = source(seed=3)
     for sample in listed(found, tmp_path, 3)["val"][::20]:
         luminance = luminance_of(found.read(sample))

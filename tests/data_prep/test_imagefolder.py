@@ -96,8 +96,8 @@ def test_classes_alone_are_split_by_class(flat):
 
 
 def test_the_choice_of_held_out_images_never_changes(flat):
-    """A different choice of validation images would put images that a model was trained on into
-    val. The expected choice is that of the first version."""
+    """With a different choice, images that a model was trained on would be in val. The expected
+    choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
 
@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
 
 
 def test_irregular_files_are_skipped_and_listed(tmp_path):
-    """Opening a pipe would block. A broken link is probably an image that the user wanted to
+    """Opening a pipe would block. A broken link probably points to an image that the user wanted to
     include."""
     for number in range(300):
         add(tmp_path / "flat" / "ab"[number % 2] / f"{number}.jpg", number)
@@ -275,7 +275,7 @@ def numbered(folder: Path, num_classes: int) -> list[str]:
 
 
 def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, capsys):
-    """ImageNet-V2's folders are named 0 to 999. With names sorted as text, 988 labels would be
+    """ImageNet-V2's folders are named 0 to 999. If names were sorted as text, 988 labels would be
     wrong."""
     options = numbered(tmp_path / "v2", 12)
     assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
@@ -333,8 +333,8 @@ def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
 
 
 def test_runs_without_torch(flat, tmp_path):
-    """Neither the command nor its workers may import torch. `sys.modules["torch"] = None` would be
-    shorter, but breaks scipy."""
+    """Neither the command nor its workers may import torch. Setting `sys.modules["torch"] = None`
+    instead would break scipy."""
     (tmp_path / "blocked" / "torch").mkdir(parents=True)
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text(
         "raise ImportError('torch is blocked')"

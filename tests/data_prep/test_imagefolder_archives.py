@@ -146,8 +146,8 @@ def web(tmp_path, monkeypatch):
 
 
 def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys):
-    """The transfer is cut twice, the second time between two commands. After that, the archive is
-    not downloaded again."""
+    """The transfer is cut twice, the second time between two commands. After the transfer, the
+    archive is not downloaded again."""
     whole = web.files["/a/food.zip"]
     folder = tmp_path / "downloads"
     folder.mkdir()

@@ -98,8 +98,8 @@ def test_the_layout_is_reported(tmp_path, fake, capsys):
 
 
 def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
-    """torchvision unpacks the same archives and reads the same development kit. Published weights
-    use torchvision's labels."""
+    """The test reads the same archives and the same development kit with torchvision, whose labels
+    published weights use."""
     from torchvision.datasets import ImageNet
     from torchvision.datasets import imagenet as theirs
 
@@ -123,7 +123,7 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
 
 
 def test_the_kits_ids_are_not_the_labels(tmp_path, fake):
-    """ILSVRC2012_ID - 1 looks like a label but results in an accuracy of 0.1 %."""
+    """ILSVRC2012_ID - 1 looks like a label, but gives an accuracy of 0.1 %."""
     found = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
     by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
     assert sorted(set(by_id.values())) == list(range(12))
@@ -235,7 +235,7 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
 def test_whole_counts_differ_in_nothing():
     train = np.full(1000, 1300)
     train[0] = 732
-    # With 1,300 images in each class, the total would be 18,833 too high.
+    # With 1,300 images in each class, the total would be too high by 18,833.
     train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))
     assert train.sum() == 1_281_167
     assert differences("train", WNIDS, train) == []
@@ -306,10 +306,10 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
     folder = as_parquet(fake, tmp_path)[0]
     spooled = {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 0)}
     assert len(spooled) == 10
-    # Another seed must reuse the same images.
+    # A different seed must reuse the same images.
     assert {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 1)} == spooled
     victim = sorted(tmp_path.glob("_spool/train-00000*.json"))[0]
-    victim.unlink()  # as if the command was killed between writing the images and their table
+    victim.unlink()  # as if the command had been killed between writing the images and their table
     assert {path.name for path in _spooled(tmp_path, folder, 2)} == spooled.keys()
     changed = folder / "data" / "train-00000-of-00003.parquet"
     os.utime(changed, (1, 1))

@@ -1,4 +1,4 @@
-"""Test that each fault in ImageNet's files gives one clear error with the file and the remedy."""
+"""Test that each fault in ImageNet's files causes one clear error with the file and the remedy."""
 
 import io
 import os
@@ -120,7 +120,7 @@ def _labels_that_differ(fake: Fake, folder: Path) -> list[Path]:
 
 
 def _folders_by_another_rule(fake: Fake, folder: Path) -> list[Path]:
-    """Write val folders as if the kit's ids were labels."""
+    """Write val folders as if the ids in the development kit were labels."""
     tree = write_torchvision_tree(fake, folder / "in")
     shutil.rmtree(tree / "val")
     for name, wnid in fake.val_wnids.items():

@@ -1,4 +1,4 @@
-"""Test that indexing makes shards of other tools readable without changing the tars."""
+"""Test that indexing makes shards from other tools readable without changing the tars."""
 
 import hashlib
 import io
@@ -46,7 +46,7 @@ def test_foreign_shards_become_readable(foreign, capsys):
         (f"train{n}", jpeg(n)) for n in range(12)
     ]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
-    assert train.num_classes == validation.num_classes == 5  # one list for all splits
+    assert train.num_classes == validation.num_classes == 5  # one list of classes for all splits
     first = digests(foreign)
     assert main([str(foreign), "--workers", "1"]) == 0
     assert digests(foreign) == first
@@ -63,7 +63,7 @@ def test_timm_reads_them_too(foreign):
 
 
 def test_info_of_others_is_kept(foreign, capsys):
-    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted one
+    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted shard
     theirs = {
         "splits": {
             "train": {
@@ -199,7 +199,7 @@ def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(fore
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """Write a tar with these members. A content of None makes a hard link to the first member with
+    """Write a tar with these members. A content of None writes a hard link to the first member with
     the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
@@ -228,7 +228,7 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
 def shard_with(
     root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar"
 ) -> Path:
-    """Three valid samples around an invalid one."""
+    """Write three valid samples around an invalid sample."""
     root.mkdir(exist_ok=True)
     good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
     write_members(root / name, [*good[0], *good[1], *bad, *good[2]])
@@ -320,7 +320,7 @@ def test_a_label_above_the_number_of_samples_is_refused(tmp_path, capsys):
 
 
 def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
-    """rsync -t and cp -p may give a corrected shard an older time than the old sidecar's."""
+    """rsync -t and cp -p may give a corrected shard an older time than that of the old sidecar."""
     tar = shard_with(tmp_path / "root", [])
     os.utime(tar, (1, 1))
     assert main([str(tar.parent), "--workers", "1"]) == 0
@@ -338,7 +338,7 @@ def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
 
 def test_split_from_the_command_line(foreign, capsys):
     for n, tar in enumerate(sorted(foreign.glob("*train*.tar"))):
-        tar.rename(foreign / f"{n:05d}.tar")  # the names that img2dataset gives its shards
+        tar.rename(foreign / f"{n:05d}.tar")  # the names that img2dataset gives to shards
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
     assert (
@@ -361,7 +361,7 @@ def test_split_against_the_names(foreign, capsys):
 
 
 def test_shards_without_labels(tmp_path, capsys):
-    # the members that img2dataset writes
+    # These members are those that img2dataset writes.
     with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:
         for n in range(8):
             tar.write(

@@ -1,5 +1,5 @@
-"""Test the index of shards at a URL: on a web server, in an object store, and in unwritable
-places."""
+"""Test the index of shards at a URL: on a web server, in an object store, and in places that are
+not writable."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def bucket(foreign, s3) -> str:
 
 @pytest.fixture
 def web(foreign, monkeypatch, tmp_path):
-    """Start a server with the shards from another tool in /shards."""
+    """Start a server with shards from another tool in /shards."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -57,8 +57,8 @@ def without(info: dict, *keys: str) -> dict:
 
 
 def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
-    """Assert that `out` matches the result of indexing local shards, except for the tars and their
-    README. Together with the tars, `out` must be a valid dataset."""
+    """Assert that `out` matches the result of indexing local shards, except for the tars and the
+    README, and that `out` and the tars form a valid dataset."""
     assert main([str(foreign), "--workers", "1"]) == 0
     local = digests(foreign)
     remote = digests(out)
@@ -136,7 +136,7 @@ def test_killed_and_continued(foreign, web, tmp_path):
     names = [f"{url}/imagenet1k-train-{k:04d}.tar" for k in range(3)] + [
         f"{url}/imagenet1k-validation-0000.tar"
     ]
-    # Remove the last shard, so that indexing cannot complete before the kill.
+    # Remove the last shard, so that indexing cannot finish before the kill.
     last = web.files.pop("/shards/imagenet1k-validation-0000.tar")
     arguments = [
         sys.executable,
@@ -198,7 +198,7 @@ def test_shards_in_a_store_that_can_be_written(foreign, bucket):
     assert output.sizes().keys() == local.keys()
     for name, content in local.items():
         there = output.fetch(name, foreign.parent).read_bytes()
-        # A sidecar has the modification time of its tar, if known.
+        # A sidecar gets the modification time of its tar if the time is known.
         if name.startswith("imagenet1k") and name.endswith(".json"):
             assert json.loads(there) == without(json.loads(content), "mtime_ns")
         else:

@@ -32,7 +32,7 @@ def idx(values: np.ndarray) -> bytes:
 
 def contents(counts: dict[str, int] = COUNTS) -> dict[str, bytes]:
     """Return the four files by name. The images have stripes as wide as the label, and each image
-    is brighter than the previous one."""
+    is brighter than the previous image."""
     x = np.arange(28, dtype=np.uint8)
     files = {}
     for part, count in counts.items():
@@ -60,7 +60,7 @@ def torchvision_root(full, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(monkeypatch) -> dict[str, bytes]:
-    """Write files of 200 and 50 images. The real files have 60,000 and 10,000."""
+    """Write files of 200 and 50 images. The real files have 60,000 and 10,000 images."""
     monkeypatch.setattr(mnist, "PARTS", {"train": ("train", 200), "val": ("t10k", 50)})
     return contents({"train": 200, "t10k": 50})
 
@@ -225,7 +225,7 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
             gzip.compress(whole)[:50] + b"\0" * 50 + gzip.compress(whole)[100:],
             r"not a complete gzip file \(",
         ),
-        # a small decompression bomb
+        # A small decompression bomb.
         (packed, gzip.compress(whole + bytes(20_000_000), 1), r"found more"),
     ):
         path.write_bytes(content)
@@ -271,8 +271,8 @@ def md5_of(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
-    """The test first uses the md5s of the generated files. The real md5s of MNIST must then reject
-    them."""
+    """The test first runs with the md5s of the generated files. The real md5s of MNIST must then
+    reject these files."""
     served = {
         f"/m/{name}.gz": gzip.compress(content, 1, mtime=0) for name, content in small.items()
     }

@@ -1,5 +1,5 @@
-"""Test images without classes: the shards record the lack of classes, prediction accepts them, and
-training rejects them."""
+"""Test images without classes: the shards record that there are no classes, prediction accepts the
+shards, and training rejects them."""
 
 import json
 import tarfile

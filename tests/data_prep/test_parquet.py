@@ -1,5 +1,5 @@
-"""Test Parquet files of images from `datasets` and pyarrow: shards must contain each row once, with
-the same bytes and labels."""
+"""Test Parquet files from `datasets` and pyarrow: shards must contain each row once, with the same
+bytes and labels."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n %
 
 
 def by_datasets(folder: Path, train: list[dict], num_files: int = 3, **others: list[dict]) -> Path:
-    """Write the same files as `push_to_hub` uploads."""
+    """Write the files that `push_to_hub` would upload."""
     kinds = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     )
@@ -113,7 +113,7 @@ def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
 
 
 def test_class_names_of_the_readme(tmp_path):
-    """Files converted by the hub have a folder per split and no `datasets` schema."""
+    """When the hub converts files, they get one folder per split and no `datasets` schema."""
     listed = rows(12)
     by_pyarrow(tmp_path / "hub" / "default" / "train" / "0000.parquet", listed)
     by_pyarrow(tmp_path / "hub" / "default" / "test" / "0000.parquet", rows(3, 50))

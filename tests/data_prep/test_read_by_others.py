@@ -1,4 +1,4 @@
-"""Test the code in docs/data.md under "Read by others" on our shards and on webdataset's shards."""
+"""Run the code in docs/data.md under "Read by others" on our shards and on webdataset's shards."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def expected(root: Path) -> list[tuple[tuple[int, int], int]]:
 
 
 def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int], int]]:
-    """Return (image size, label) for all training samples, read with the code from the page."""
+    """Return (image size, label) for all training samples, read with the code from docs/data.md."""
     line = LINES[reader].replace("ROOT", str(root))
     if reader == "Hugging Face":
         import datasets
@@ -79,7 +79,7 @@ def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int],
     if reader == "timm":
         import timm.data
 
-        # The training loader repeats its shards endlessly. A single pass in order has the same
+        # The training loader repeats its shards endlessly. A single sequential pass yields the same
         # samples.
         dataset = eval(
             line.replace("is_training=True, batch_size=64", "is_training=False, batch_size=1"),

@@ -1,4 +1,4 @@
-"""Test that verification accepts an intact dataset and finds and names every kind of damage."""
+"""Test that verification accepts an intact dataset, and finds and names every kind of damage."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_a_quick_check_names_most_of_it(root, damages, capsys):
         break_it(root)
     assert verify(root, "--quick") == 1
     told = capsys.readouterr().out
-    # Flip one bit, which only sha256 detects.
+    # Only sha256 detects the flipped bit in this shard.
     named = {texts[0].split(":")[0] for _, texts in damages} - {"train-00006.tar"}
     assert [name for name in named if f"    {name}: " not in told] == []
 

@@ -30,8 +30,8 @@ from vit.system.files import ShardError
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
-# Maps each format to its flags, to a function that returns the members of sample n with label y,
-# and to a function that reads the label from webdataset's result.
+# Maps each format to its flags, a function that returns the members of sample n with label y, and a
+# function that reads the label from webdataset's result.
 FORMS = {
     "jpg + cls": ("", lambda n, y: {"jpg": image(n), "cls": b"%d\n" % y}, lambda s: int(s["cls"])),
     "JPEG + cls": ("", lambda n, y: {"JPEG": image(n), "CLS": b"%d" % y}, lambda s: int(s["cls"])),
@@ -115,7 +115,7 @@ FORMS = {
 
 
 def made(form: str, numbers: list[int], seed: int = 0) -> list[tuple[str, dict[str, bytes]]]:
-    """Return samples in a format. Members are in random order. Keys include folders whose names
+    """Return samples in a format, with members in random order. Keys include folders whose names
     contain dots."""
     dice = random.Random(seed)
     samples = []
@@ -142,7 +142,7 @@ def foreign(root: Path, form: str, count: int = 18) -> Path:
 
 
 def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
-    """Return (key, image, label) for each sample that webdataset's reader forms."""
+    """Return (key, image, label) for each sample that webdataset's reader yields."""
     samples = webdataset.WebDataset(
         [str(tar) for tar in tars], shardshuffle=False, empty_check=False
     )
@@ -183,8 +183,8 @@ def test_the_scanner_finds_the_samples_that_webdataset_finds(form, tmp_path):
 @settings(max_examples=60)
 @given(st.lists(st.text("ab._/- é", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys):
-    """Names contain dots, slashes and underscores in any position. A sample for which webdataset
-    finds no image or label must raise an error."""
+    """Names contain dots, slashes and underscores in any position. A sample in which webdataset
+    finds no image or no label must raise an error."""
     tar = tmp_path_factory.getbasetemp() / "names.tar"
     write_tar(tar, [(key, {"jpg": image(n), "cls": b"%d" % n}) for n, key in enumerate(keys)])
     try:
@@ -218,8 +218,8 @@ def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_streamed_as_indexed(form, tmp_path, capsys):
-    """The stream must have the same keys and labels as the index, and its settings must have the
-    same meaning as the flags."""
+    """The stream must have the same keys and labels as the index. Its settings must have the same
+    meaning as the flags."""
     reader = pytest.importorskip("vit.extras.stream.batches")
     flags, _, label_of = FORMS[form]
     root = foreign(tmp_path / "root", form)
@@ -274,7 +274,7 @@ def test_batches_are_those_of_our_own_shards(tmp_path):
 
 
 def dotted(root: Path) -> Path:
-    """Write samples whose keys differ only after their first dot. webdataset would treat them as a
+    """Write samples whose keys differ only after their first dot. webdataset would read them as a
     single sample."""
     root.mkdir(exist_ok=True)
     keys = [f"class{n % 2}/{n // 4:06}.v{n % 4}" for n in range(10)]
@@ -376,8 +376,8 @@ def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
 
 
 def test_another_layout_takes_the_place_of_an_earlier_one(tmp_path):
-    """An interrupted command, or one that moved `_info.json` away, may leave sidecars from an
-    earlier layout."""
+    """Sidecars from an earlier layout may remain after an interrupted command, or after a command
+    that moved `_info.json` away."""
     root = tmp_path / "root"
     root.mkdir()
     write_tar(

@@ -59,7 +59,8 @@ def test_zip_is_listed_as_by_zipfile(tmp_path, compression, num):
 
 
 def test_backslashes_separate_folders_where_no_name_has_a_slash(tmp_path):
-    """.NET before 4.6.1 and some Windows tools write such archives, including empty folders."""
+    """.NET before 4.6.1 and some Windows tools write such archives, which also contain empty
+    folders."""
     names = ["a\\", "a\\0.jpg", "a\\b\\1.jpg", "2.jpg"]
     for more, expected in (
         ([], ["a/0.jpg", "a/b/1.jpg", "2.jpg"]),

@@ -142,7 +142,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path):
         for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
             os.utime(path, (1, 1))
     an_hour_ago = time.time() - 3600
-    # A slow writer on another host may still be using such a folder.
+    # A slow writer on another host may still be using this folder.
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
     new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
@@ -187,7 +187,7 @@ def test_a_file_that_ends_too_early(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
-    """A hundred times as many rows may need only a few MB more memory, because the rest is on
+    """A hundred times as many rows may need only a few MB more memory, because the rows are on
     disk."""
     code = """
 import resource, sys; from pathlib import Path

@@ -382,7 +382,7 @@ def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) ->
 
 
 def png_of(width: int, height: int) -> bytes:
-    """Return a black PNG, or only its header if the image has more than a million pixels."""
+    """Return a black PNG. If the image has more than a million pixels, return only its header."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
@@ -469,7 +469,7 @@ def test_nothing_is_printed_and_no_warning_escapes(capfd):
         + b"stray"
         + encode(picture(), exif=broken_exif)[20:],
         encode(picture(mode="P"), "PNG", transparency=bytes(range(256))),
-        png_of(10_000, 10_000),  # truncated, and between Pillow's warning and its limit
+        png_of(10_000, 10_000),  # truncated, with a size between Pillow's warning and its limit
     ]
     reasons = []
     with warnings.catch_warnings():

@@ -150,7 +150,7 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
     program = f"from data_prep.write.output import Output; Output({str(tmp_path / place)!r}).make()"
     if os.geteuid() == 0:  # root ignores permissions
         for folder in (tmp_path, *tmp_path.parents):
-            # Other users cannot read pytest's folders.
+            # Other users cannot read the folders of pytest.
             if folder.stat().st_mode & 0o055 != 0o055:
                 folder.chmod(0o755)
         program = f"import data_prep.write.output, os; os.setuid(65534); {program}"
@@ -187,8 +187,8 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     content = os.urandom(3 << 20)
     before = num_retries()
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (60.0, 0.05, 0.1))
-    # Each attempt opens one to ten connections: s3fs retries up to four times, and aiohttp
-    # sometimes retries each of these twice.
+    # Each attempt opens one to ten connections. s3fs retries up to four times, and aiohttp
+    # sometimes retries each of these attempts twice.
     with (
         cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _),
         monkeypatch.context() as patch,
@@ -240,7 +240,7 @@ def test_folders_of_the_living_and_of_other_hosts_stay():
     with temporary_folder():
         assert ours.exists()
         assert theirs.exists()
-    os.close(descriptor)  # as when the process ends
+    os.close(descriptor)  # as when the process exits
     with temporary_folder():
         assert not ours.exists()
 

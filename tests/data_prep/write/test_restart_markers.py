@@ -1,4 +1,4 @@
-"""Test restart markers against libjpeg's decoder and encoder, and against jpegtran."""
+"""Test restart markers against jpegtran and against libjpeg's decoder and encoder."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ FILES = {
 
 def interval_for(mcus_wide: int) -> int:
     """Return the expected number of MCUs between two markers: the largest divisor of a row that
-    gives eight segments, else the divisor that gives most segments, else the row."""
+    gives eight segments, else the divisor that gives the most segments, else the whole row."""
     divisors = [k for k in range(2, mcus_wide // 2 + 1) if mcus_wide % k == 0]
     wanted = [k for k in divisors if mcus_wide // k >= 8]
     return wanted[-1] if wanted else divisors[0] if divisors else mcus_wide
 
 
 def segments(data: bytes) -> list[tuple[int, bytes]]:
-    """Return (marker, bytes) of the segments up to the start of scan."""
+    """Return (marker, bytes) for each segment up to the start of scan."""
     found = []
     position = 2
     while True:
@@ -127,7 +127,7 @@ SCAN = 0xDA
 
 
 def check_same_image(marked: bytes, original: bytes) -> None:
-    """Check that the image is unchanged and that the markers are in the right positions."""
+    """Check that the image is unchanged, and that the markers are in the right positions."""
     decoded = [simplejpeg.decode_jpeg(data, "RGB", strict=True) for data in (marked, original)]
     assert np.array_equal(*decoded), "other pixels"
     replaced = (TABLES, INTERVAL, SCAN)
@@ -162,7 +162,7 @@ def test_pixels_and_headers_stay(name: str):
 @NEEDS_JPEGTRAN
 @pytest.mark.parametrize("name", FILES)
 def test_codes_are_those_of_jpegtran(name: str):
-    """jpegtran uses the decoder, optimal Huffman tables and encoder of libjpeg-turbo."""
+    """jpegtran uses libjpeg-turbo's decoder, optimal Huffman tables and encoder."""
     header = read_header(FILES[name])
     interval = interval_for(-(-header.width // header.mcu_size[0]))
     command = ["jpegtran", "-optimize", "-restart", f"{interval}B", "-copy", "none"]
@@ -187,8 +187,8 @@ def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dic
 
 @NEEDS_NATIVE
 def test_intervals_are_a_divisor_of_the_row():
-    """Each row must have eight intervals. If this is impossible, the row has as many intervals as
-    possible, with at least two MCUs each, or a single one."""
+    """Each row must have eight intervals. If this is impossible, the row must have as many
+    intervals as possible, each of at least two MCUs, or a single interval."""
     for mcus_wide in range(1, 130):
         marked = with_restart_markers(simple(8 * mcus_wide, 8, "Gray")).data
         assert read_header(marked).restart_interval == interval_for(mcus_wide)
@@ -305,8 +305,8 @@ def test_strange_things_between_the_headers(name: str):
 
 @NEEDS_NATIVE
 def test_an_image_of_next_to_nothing():
-    """The file has two bits per block and a 16-bit marker for every two blocks, so the first buffer
-    is too small."""
+    """The file has two bits per block, and a 16-bit marker for every two blocks, so the first
+    output buffer is too small."""
     encoded = io.BytesIO()
     Image.new("L", (128, 64_000), 77).save(encoded, "JPEG", optimize=True)
     marked, reason = with_restart_markers(encoded.getvalue())
@@ -317,7 +317,7 @@ def test_an_image_of_next_to_nothing():
 
 @NEEDS_NATIVE
 def test_damage_never_changes_an_image():
-    """For any bytes, the output must be the same image or the same bytes."""
+    """For any input bytes, the output must be the same image or the same bytes."""
     random.seed(0)
     files = [
         simple(*size, name) for size in ((40, 24), (65, 33)) for name in ("444", "420", "Gray")
@@ -386,7 +386,7 @@ def test_converted_images_get_markers_too():
 
 @NEEDS_NATIVE
 def test_what_is_recorded():
-    """Datasets written before restart markers existed must still be resumable."""
+    """Datasets written before the introduction of restart markers must still be resumable."""
     assert "restart_markers" not in ImagePolicy().options()
     marked = ImagePolicy(restart_markers="auto")
     assert marked.options() == {**ImagePolicy().options(), "restart_markers": "auto"}
@@ -405,7 +405,7 @@ def test_without_the_native_part_there_are_none(monkeypatch):
 
 @NEEDS_NATIVE
 def test_a_data_set_with_restart_markers(tmp_path, capsys):
-    """Sidecars, card and info must agree, and runs with different options are rejected."""
+    """Sidecars, card and info must agree, and runs with different options must be rejected."""
     for number in range(6):
         for name in ("cat", "dog"):
             path = tmp_path / "images" / name / f"{number}.jpg"

@@ -1,4 +1,4 @@
-"""Test the writer: any interrupted run must resume to the same bytes, leave no partial file and
+"""Test the writer: an interrupted run must resume to the same bytes, leave no partial file and
 overwrite nothing."""
 
 import errno
@@ -237,7 +237,7 @@ def test_a_process_that_finds_the_set_completed_by_another_leaves_nothing(
         (builder.spool / "first").touch()
         write(small, root, FOUR)  # another process, which removes the spool folder
         (builder.spool / "second").touch()
-        (root / "train-00001.rows.npy").touch()  # belongs to a shard that was published late
+        (root / "train-00001.rows.npy").touch()  # the rows of a shard that was published late
         (builder.spool / "first").read_bytes()
 
     write(replace(small, fill=fill), root, FOUR)

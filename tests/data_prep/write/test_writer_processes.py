@@ -1,4 +1,5 @@
-"""Test the writer in real processes that are killed, interrupted, run together or fill the disk."""
+"""Test the writer in real processes that are killed, are interrupted, run at the same time or fill
+the disk."""
 
 import filecmp
 import json
@@ -18,7 +19,7 @@ from small_shards import image_bytes
 
 
 BEHIND_US = ["nice", "-n", "5"]
-"""A prefix that lowers the priority of a command, so that a test can stop it midway."""
+"""A prefix that lowers the priority of a command, so that a test can stop the command midway."""
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +146,8 @@ def wait_for_end_of_group(group: int) -> None:
 def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
-    """The signal is sent while workers start. It goes to the parent only, as from a batch system,
-    or to all processes, as from a terminal."""
+    """The signal is sent while the workers start. As from a batch system, only the parent gets the
+    signal. As from a terminal, all processes get it."""
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],

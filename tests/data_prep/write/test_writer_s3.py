@@ -59,7 +59,7 @@ def local(images, tmp_path_factory) -> dict[str, str]:
 
 
 def found(s3: S3Server, bucket: str) -> dict[str, str]:
-    """Return the objects in the store, with the same names as in `local`."""
+    """Return the objects in the store, by the names that they have in `local`."""
     objects = s3.objects(bucket).items()
     return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
@@ -90,7 +90,7 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
         capture_output=True,
         text=True,
     )
-    # A fast machine may be done before the second kill.
+    # A fast machine may finish before the second kill.
     assert re.search("complete, 10 classes|already complete", done.stdout)
     there = found(s3, bucket).items()
     assert {name: told for name, told in there if not name.startswith(".writable")} == local
