@@ -141,7 +141,9 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
     val = open_split(tmp_path / "out", "val")
     assert (train.num_samples, val.num_samples) == (500, 100)
     assert train.class_names == CLASSES[classes]
-    assert np.bincount(train.index["label"]).tolist() == [500 // classes] * classes, "fine labels"
+    assert np.bincount(train.index["label"]).tolist() == [500 // classes] * classes, (
+        "all labels must be equally frequent"
+    )
     assert {
         split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)
     } == everything[0][1]
@@ -194,7 +196,7 @@ def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, packed):
+def test_wrong_files_give_one_line(small, tmp_path, capsys, change, message, packed):
     files = small[10]
     change(files)
     source = pack(tmp_path / "source.tar.gz", files) if packed else put(tmp_path / "source", files)
@@ -205,7 +207,7 @@ def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, pack
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_hostile_and_damaged_archives(small, tmp_path):
+def test_hostile_and_damaged_archives_are_refused(small, tmp_path):
     whole = pack(tmp_path / "whole.tar.gz", small[10]).read_bytes()
     plain = gzip.decompress(whole)
     for content, message in (
@@ -290,7 +292,7 @@ def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
     assert open_split(tmp_path / "out", "train").num_samples == 500
 
 
-def test_a_path_that_is_not_there(tmp_path):
+def test_a_missing_path_is_reported(tmp_path):
     with pytest.raises(
         PrepError,
         match=r"nowhere: no such file or folder; expected cifar-100-binary.tar.gz or its train",

@@ -55,7 +55,7 @@ def original_of(key: str) -> int:
     return int(key.removeprefix("digit").split("_")[0])
 
 
-def test_originals_are_in_one_split_only(root):
+def test_each_original_is_in_a_single_split(root):
     from sklearn.datasets import load_digits
 
     labels = load_digits().target
@@ -85,7 +85,7 @@ def test_default_counts_and_balance(tmp_path):
     }
 
 
-def test_same_options_same_bytes(root, tmp_path):
+def test_the_same_options_give_the_same_bytes(root, tmp_path):
     main(
         [
             "--out",
@@ -110,7 +110,7 @@ def test_same_options_same_bytes(root, tmp_path):
     assert options["seed"] == 0
 
 
-def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
+def test_renderings_depend_only_on_copy_and_seed(tmp_path):
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 8)
 
@@ -153,7 +153,7 @@ def test_uniform_numbers_are_splitmix64():
 
 
 @pytest.mark.parametrize("kind", TEXTURES)
-def test_textures_are_calm(kind):
+def test_textures_have_no_hard_edges(kind):
     for n in range(20):
         pattern = texture(kind, 48, Uniform(n.to_bytes(8, "little")))
         assert pattern.shape == (48, 48)

@@ -110,7 +110,7 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_column_is_named_where_it_is_unclear(tmp_path, capsys):
+def test_an_ambiguous_column_is_named(tmp_path, capsys):
     write_images(tmp_path / "in", list(CLASSES))
     listed = [{"file_name": name, "breed": kind, "age": "1"} for name, kind in CLASSES.items()]
     write_csv(tmp_path / "in" / "metadata.csv", listed)
@@ -120,7 +120,7 @@ def test_the_column_is_named_where_it_is_unclear(tmp_path, capsys):
     assert info["class_names"] == ["a", "a/b", "c"]
 
 
-def test_a_table_that_is_none(tmp_path, capsys):
+def test_an_invalid_table_is_reported(tmp_path, capsys):
     write_images(tmp_path / "in", ["0.jpg"])
     (tmp_path / "in" / "metadata.jsonl").write_text("<html>\n")
     assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2

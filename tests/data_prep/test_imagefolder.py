@@ -40,7 +40,7 @@ def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sa
         }
 
 
-def test_train_and_val(tmp_path, capsys):
+def test_train_and_val_folders_become_splits(tmp_path, capsys):
     source = tmp_path / "source"
     for name in (
         "train/b/x.jpg",
@@ -70,7 +70,7 @@ def test_train_and_val(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["validation", "test"])
-def test_other_names_of_val(tmp_path, name):
+def test_other_names_of_val_are_recognized(tmp_path, name):
     for path in ("train/a/1.jpg", "train/b/1.jpg", f"{name}/a/2.jpg"):
         add(tmp_path / path)
     assert {split: len(samples) for split, samples in listed(tmp_path).items()} == {
@@ -79,7 +79,7 @@ def test_other_names_of_val(tmp_path, name):
     }
 
 
-def test_classes_alone_are_split_by_class(flat):
+def test_class_folders_without_splits_are_split_by_class(flat):
     found = listed(flat, 0.2)
     counts = {
         split: [sum(s.label == label for s in samples) for label in (0, 1)]
@@ -112,7 +112,7 @@ def test_awkward_names_give_safe_and_different_keys(tmp_path):
     assert all(key == safe_key(key) for key in keys)
 
 
-def test_keys_that_two_classes_share_differ(tmp_path):
+def test_equal_keys_in_two_classes_are_distinguished(tmp_path):
     paths = (
         "a/b_c.jpg",
         "a_b/c.jpg",
@@ -134,7 +134,7 @@ def test_keys_that_two_classes_share_differ(tmp_path):
     }
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path):
+def test_links_are_followed_but_not_circular_ones(tmp_path):
     for path in ("flat/a/1.jpg", "flat/b/1.jpg", "elsewhere/deep/2.jpg"):
         add(tmp_path / path)
     (tmp_path / "flat/b/more").symlink_to(tmp_path / "elsewhere")
@@ -238,7 +238,7 @@ def test_irregular_files_are_skipped_and_listed(tmp_path):
         (["a/1.jpg"], "a/1.jpg", "1.jpg: not a folder; expected"),
     ],
 )
-def test_errors_are_one_line_and_status_2(tmp_path, paths, argument, message, capsys):
+def test_errors_give_one_line_and_status_2(tmp_path, paths, argument, message, capsys):
     folder = tmp_path / "source"
     folder.mkdir()
     for path in paths:
@@ -299,11 +299,11 @@ def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, ca
         ]
     numbered(tmp_path / "ten", 10)
     assert main([str(tmp_path / "ten"), "--out", str(tmp_path / "plain"), *options]) == 0, (
-        "both orders are equal"
+        "these names have the same order as text and as numbers"
     )
 
 
-def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
+def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path, capsys):
     """macOS stores letters and accents separately, so the same name has different bytes."""
     apart = "cafe\u0301"
     together = "caf\u00e9"

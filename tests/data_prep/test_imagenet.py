@@ -70,7 +70,7 @@ def reference(fake, tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_all_layouts_give_the_same(
+def test_all_layouts_give_the_same_catalog(
     tmp_path, fake, reference, layout: Callable[[Fake, Path], list[Path]]
 ):
     found = catalogue(tmp_path, *layout(fake, tmp_path))
@@ -97,7 +97,7 @@ def test_the_layout_is_reported(tmp_path, fake, capsys):
     assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in found.notes
 
 
-def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
+def test_labels_equal_those_of_torchvision(tmp_path, fake, monkeypatch):
     """The test reads the same archives and the same development kit with torchvision, whose labels
     published weights use."""
     from torchvision.datasets import ImageNet
@@ -122,7 +122,7 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
         source([folder], allow_partial=True)  # now archives and folders are side by side
 
 
-def test_the_kits_ids_are_not_the_labels(tmp_path, fake):
+def test_the_ids_of_the_kit_are_not_the_labels(tmp_path, fake):
     """ILSVRC2012_ID - 1 looks like a label, but gives an accuracy of 0.1 %."""
     found = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
     by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
@@ -232,7 +232,7 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
 # ---- counts of images ----------------------------------------------------------------------------
 
 
-def test_whole_counts_differ_in_nothing():
+def test_complete_counts_have_no_differences():
     train = np.full(1000, 1300)
     train[0] = 732
     # With 1,300 images in each class, the total would be too high by 18,833.
@@ -262,7 +262,7 @@ def test_all_differences_are_reported():
     ]
 
 
-def test_less_needs_partial(tmp_path, fake, capsys):
+def test_missing_images_need_partial(tmp_path, fake, capsys):
     folder = as_official(fake, tmp_path)[0]
     (folder / "train").mkdir()
     small = make_fake(3, 2, 1)
@@ -284,7 +284,7 @@ def test_less_needs_partial(tmp_path, fake, capsys):
     assert any("27 images of unknown classes" in note for note in found.notes)
 
 
-def test_one_split_alone(tmp_path, fake):
+def test_a_single_split_is_accepted(tmp_path, fake):
     folder = as_official(fake, tmp_path)[0]
     with pytest.raises(
         PrepError, match=r"no images of train found; expected one of ILSVRC2012_img_train\.tar"
@@ -322,14 +322,14 @@ def _spooled(folder: Path, parquets: Path, seed: int) -> list[Path]:
     return sorted((folder / "_spool").iterdir())
 
 
-def test_no_pyarrow(tmp_path, fake, monkeypatch):
+def test_a_missing_pyarrow_is_reported(tmp_path, fake, monkeypatch):
     folder = as_parquet(fake, tmp_path)[0]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(PrepError, match="pip install pyarrow"):
         catalogue(tmp_path, folder)
 
 
-def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):
+def test_md5s_are_compared_on_request(tmp_path, fake, monkeypatch, capsys):
     folder = as_official(fake, tmp_path)[0]
     with pytest.raises(PrepError) as error:
         source([folder], allow_partial=True, md5=True)

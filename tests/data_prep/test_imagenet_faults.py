@@ -307,7 +307,7 @@ def _other_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_one_clear_error(tmp_path, fake, wrong):
+def test_each_fault_gives_one_clear_error(tmp_path, fake, wrong):
     make, message = WRONG[wrong]
     (tmp_path / "s").mkdir()
     paths = make(fake, tmp_path / "s")
@@ -325,7 +325,7 @@ def test_source_and_out_must_differ(tmp_path, fake, capsys):
     assert "contains finished shards" in capsys.readouterr().err
 
 
-def test_a_listed_parquet_that_is_missing(tmp_path, fake):
+def test_a_missing_parquet_file_is_reported(tmp_path, fake):
     folder = as_parquet(fake, tmp_path)[0]
     (folder / "data" / "train-00001-of-00003.parquet").unlink()
     with pytest.raises(PrepError, match="1 of 3 parquet files of train are missing"):

@@ -75,7 +75,7 @@ def test_the_layout_is_reported_and_odd_images_are_counted(undisturbed, fake):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path):
+def test_a_command_killed_at_random_moments_continues(archives, undisturbed, tmp_path):
     expected, _, seconds = undisturbed
     out = tmp_path / "imagenet"
     moments = random.Random(0)
@@ -146,7 +146,7 @@ def labels(undisturbed, fake) -> dict[str, int]:
     return {key: label for key, label in fake.labels("train").items() if key != left_out}
 
 
-def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, fake, labels):
+def test_the_reader_of_this_project_reads_the_same_labels_and_bytes(undisturbed, fake, labels):
     root, _, _ = undisturbed
     split = open_split(root, "train")
     images = fake.images("train")
@@ -161,7 +161,7 @@ def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, 
     )
 
 
-def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
+def test_plain_tar_and_webdataset_read_the_same_labels(undisturbed, labels):
     root, _, _ = undisturbed
     by_tar = {}
     by_webdataset = {}
@@ -177,7 +177,7 @@ def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
     assert by_tar == by_webdataset == labels
 
 
-def test_timm_sees_the_same_labels(undisturbed, fake):
+def test_timm_reads_the_same_labels(undisturbed, fake):
     from timm.data import create_dataset
 
     root, _, _ = undisturbed
@@ -191,7 +191,7 @@ def test_timm_sees_the_same_labels(undisturbed, fake):
     assert all(by_pixels[image.tobytes()] == label for image, label in dataset)
 
 
-def test_hugging_face_datasets_sees_the_same_labels(undisturbed, labels, tmp_path):
+def test_hugging_face_datasets_reads_the_same_labels(undisturbed, labels, tmp_path):
     import datasets
 
     root, _, _ = undisturbed

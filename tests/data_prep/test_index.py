@@ -62,7 +62,7 @@ def test_timm_reads_them_too(foreign):
     assert [label for _, label in dataset] == [0, 1, 2, 0]
 
 
-def test_info_of_others_is_kept(foreign, capsys):
+def test_the_info_of_another_tool_is_kept(foreign, capsys):
     names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted shard
     theirs = {
         "splits": {
@@ -86,7 +86,7 @@ def test_info_of_others_is_kept(foreign, capsys):
     assert "imagenet1k-train-0000.tar has 4 valid samples" in capsys.readouterr().err
 
 
-def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
+def test_the_info_of_another_tool_does_not_lead_out_of_its_folder(foreign, capsys):
     shutil.copy(foreign / "imagenet1k-train-0000.tar", foreign.parent / "train-0.tar")
     before = digests(foreign.parent)
     split = {"filenames": ["../train-0.tar"], "shard_lengths": [4], "num_samples": 4}
@@ -97,7 +97,7 @@ def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
     assert digests(foreign.parent) == before
 
 
-def test_replaced_tar_gets_a_new_sidecar(foreign):
+def test_a_replaced_tar_gets_a_new_sidecar(foreign):
     assert main([str(foreign), "--workers", "1"]) == 0
     (foreign / "_info.json").unlink()
     tar = foreign / "imagenet1k-train-0001.tar"
@@ -130,7 +130,7 @@ def test_our_own_shards_do_not_change(tmp_path):
     assert digests(root) == whole
 
 
-def test_a_wrong_idx_is_made_again(foreign, capsys):
+def test_a_wrong_idx_is_rewritten(foreign, capsys):
     assert main([str(foreign), "--workers", "1"]) == 0
     whole = digests(foreign)
     idx = foreign / "imagenet1k-train-0001.idx"
@@ -298,7 +298,7 @@ def test_a_shard_without_samples_that_fit_can_be_moved_away(members, told, tmp_p
     assert main([str(root), "--workers", "1"]) == 0
 
 
-def test_what_belongs_to_no_sample_is_reported(tmp_path, capsys):
+def test_members_outside_samples_are_reported(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("README", b"x"), ("LICENSE", b"y")])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     assert (
@@ -336,7 +336,7 @@ def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
     assert info["splits"]["train"]["shard_sha256"] == [hashlib.sha256(tar.read_bytes()).hexdigest()]
 
 
-def test_split_from_the_command_line(foreign, capsys):
+def test_the_split_may_be_named_on_the_command_line(foreign, capsys):
     for n, tar in enumerate(sorted(foreign.glob("*train*.tar"))):
         tar.rename(foreign / f"{n:05d}.tar")  # the names that img2dataset gives to shards
     (foreign / "imagenet1k-validation-0000.tar").unlink()
@@ -352,7 +352,7 @@ def test_split_from_the_command_line(foreign, capsys):
     assert "--split val, but its _info.json has train" in capsys.readouterr().err
 
 
-def test_split_against_the_names(foreign, capsys):
+def test_a_split_that_contradicts_the_names_is_refused(foreign, capsys):
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 2
     assert (
         "--split train, but these names contain another split: imagenet1k-validation-0000.tar"
@@ -360,7 +360,7 @@ def test_split_against_the_names(foreign, capsys):
     )
 
 
-def test_shards_without_labels(tmp_path, capsys):
+def test_shards_without_labels_are_reported(tmp_path, capsys):
     # These members are those that img2dataset writes.
     with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:
         for n in range(8):
@@ -403,7 +403,7 @@ def test_shards_without_labels(tmp_path, capsys):
         ),
     ],
 )
-def test_errors_are_one_line_and_status_2(foreign, prepare, message, capsys):
+def test_errors_give_one_line_and_status_2(foreign, prepare, message, capsys):
     prepare(foreign)
     assert main([str(foreign), "--workers", "1"]) == 2
     error = capsys.readouterr().err
@@ -413,7 +413,7 @@ def test_errors_are_one_line_and_status_2(foreign, prepare, message, capsys):
     assert not (foreign / "_info.json").exists()
 
 
-def test_split_names():
+def test_splits_are_named_by_their_shards():
     names = {
         "train-00000.tar": "train",
         "imagenet1k-train-0000.tar": "train",

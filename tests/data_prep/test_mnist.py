@@ -74,7 +74,7 @@ def put(folder: Path, files: dict[str, bytes], compressed: bool = False) -> Path
     return folder
 
 
-def test_all_images_and_labels_are_torchvisions(torchvision_root, tmp_path):
+def test_all_images_and_labels_equal_those_of_torchvision(torchvision_root, tmp_path):
     found = mnist.source(torchvision_root)
     catalogue = new_catalogue(found, tmp_path, seed=0)
     assert catalogue.splits == {"train": 60_000, "val": 10_000}
@@ -96,7 +96,7 @@ def test_all_images_and_labels_are_torchvisions(torchvision_root, tmp_path):
 
 
 @pytest.mark.parametrize("variant", list(mnist.VARIANTS))
-def test_variants_are_as_in_torchvision(variant):
+def test_variants_equal_those_of_torchvision(variant):
     described = mnist.VARIANTS[variant]
     reader = getattr(torchvision.datasets, described.torchvision_folder)
     assert {f"{name}.gz": md5 for name, md5 in described.md5.items()} == dict(reader.resources)
@@ -197,7 +197,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])
-def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, compressed):
+def test_wrong_files_give_one_line(small, tmp_path, capsys, change, message, compressed):
     change(small)
     put(tmp_path / "source", small, compressed)
     assert (
@@ -237,7 +237,7 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
         mnist.read_idx(plain, "images", 200)
 
 
-def test_folders_that_are_ambiguous_or_another_variants(small, tmp_path, monkeypatch):
+def test_ambiguous_folders_and_other_variants_are_refused(small, tmp_path, monkeypatch):
     with pytest.raises(
         PrepError, match="nowhere: no such folder; expected a folder with the four idx files"
     ):

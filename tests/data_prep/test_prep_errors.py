@@ -519,7 +519,7 @@ def place(
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in ROWS])
-def test_the_row_is_what_happens(row: Row, place: Place):
+def test_the_command_prints_the_row(row: Row, place: Place):
     assert row.what in SCENARIOS, "this row has no scenario"
     SCENARIOS[row.what](place)
     is_error = row.printed.startswith("error: ")

@@ -91,7 +91,7 @@ def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int],
 
 @pytest.mark.parametrize("reader", ["Hugging Face", "webdataset", "timm"])
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
-def test_others_read_the_shards(reader, whose, tmp_path, request, monkeypatch):
+def test_other_programs_read_the_shards(reader, whose, tmp_path, request, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     root = request.getfixturevalue(whose)
     assert sorted(read(reader, root, tmp_path)) == expected(root)
@@ -124,7 +124,7 @@ def test_an_existing_readme_is_kept(ours, tmp_path):
         }
     }
     assert '    - "x-train-0.tar"\n    - "x-train-1.tar"\n' in readme(info), (
-        "a pattern would also match the val shards"
+        "the page must list the files, because a pattern would match val shards, too"
     )
     (tmp_path / "README.md").write_text("mine")
     write_readme(Output(tmp_path), info)

@@ -20,7 +20,7 @@ from data_prep.write.output import Output
 # ---- intact datasets -----------------------------------------------------------------------------
 
 
-def test_a_sound_data_set_passes(root, capsys):
+def test_an_intact_dataset_passes(root, capsys):
     before = digests(root)
     assert verify(root) == 0
     told = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
     assert subprocess.run(command, capture_output=True, check=False).returncode == 1
 
 
-def test_shards_of_others_pass(tmp_path, capsys):
+def test_shards_of_other_tools_pass(tmp_path, capsys):
     shards = [
         [member for n in range(3) for member in pair(f"{s}_{n}", image_bytes(10 * s + n), n)]
         for s in range(2)
@@ -100,7 +100,7 @@ def web(root, monkeypatch):
         yield server
 
 
-def test_a_data_set_on_the_web(web, root, capsys):
+def test_a_dataset_on_a_web_server_is_verified(web, root, capsys):
     url = f"{web.url}/set"
     assert main([url, "--workers", "2"]) == 0
     assert "every byte of 8 of 8 shards against its sha256" in (told := capsys.readouterr().out)
@@ -116,7 +116,7 @@ def test_a_data_set_on_the_web(web, root, capsys):
     assert "every byte of 7 of 8 shards against its sha256" in told
 
 
-def test_a_quick_look_at_the_web_reads_ranges_of_shards_only(web, capsys):
+def test_a_quick_check_of_a_web_server_reads_only_ranges_of_shards(web, capsys):
     assert main([f"{web.url}/set", "--workers", "1", "--quick", "--sample", "8"]) == 0
     assert "no problems in the checked part" in capsys.readouterr().out
     asked = [
@@ -126,7 +126,7 @@ def test_a_quick_look_at_the_web_reads_ranges_of_shards_only(web, capsys):
     assert all(asked)
 
 
-def test_an_index_of_shards_on_the_web(web, root, tmp_path, capsys):
+def test_an_index_of_shards_on_a_web_server_is_verified(web, root, tmp_path, capsys):
     assert (
         index.main(
             [
@@ -143,7 +143,7 @@ def test_an_index_of_shards_on_the_web(web, root, tmp_path, capsys):
     assert "every byte of 8 of 8 shards against its sha256" in capsys.readouterr().out
 
 
-def test_a_data_set_in_a_store(root, capsys):
+def test_a_dataset_in_a_store_is_verified(root, capsys):
     with S3Server() as server:
         output = Output(f"{server.new_bucket()}/set")
         for path in list(root.iterdir()):
@@ -179,7 +179,9 @@ def test_a_data_set_in_a_store(root, capsys):
         ),
     ],
 )
-def test_what_cannot_be_checked_is_one_line_and_status_2(root, prepare, message, capsys):
+def test_a_dataset_that_cannot_be_checked_gives_one_line_and_status_2(
+    root, prepare, message, capsys
+):
     prepare(root)
     assert verify(root) == 2
     out, error = capsys.readouterr()

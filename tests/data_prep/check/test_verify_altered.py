@@ -177,7 +177,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 
 
 @pytest.mark.parametrize("kind", BY_HAND)
-def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
+def test_manual_changes_are_detected(kind, root, capsys):
     alter, text, even_quickly = BY_HAND[kind]
     alter(root)
     # A full check must find everything that a quick check finds.
@@ -185,7 +185,7 @@ def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
     assert f"    {text}" in capsys.readouterr().out
 
 
-def test_what_is_printed_was_compared(root, capsys):
+def test_the_printed_checks_are_made(root, capsys):
     assert verify(root) == 0
     assert "every byte of 8 of 8 shards against its sha256\n" in (told := capsys.readouterr().out)
     assert "class names, keys and labels against the hash recorded before writing\n" in told
@@ -255,7 +255,7 @@ def test_values_of_a_different_type_in_a_sidecar_are_reported(entries, told, roo
     assert index.main([str(root), "--workers", "1"]) == 2
 
 
-def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
+def test_every_flipped_bit_beside_the_tars_is_detected(root):
     """The test flips one bit at a time, at random positions in all files that describe the shards,
     including index headers."""
     rng = np.random.default_rng(3)

@@ -237,7 +237,7 @@ DAMAGES = [TARS, BESIDE, NO_INDEX, TORN_INDEX, TOO_FEW_CLASSES, TOO_MANY_CLASSES
     DAMAGES,
     ids=["tars", "beside", "no index", "torn index", "too few classes", "too many classes"],
 )
-def test_every_damage_is_named_and_nothing_else(root, damages, capsys):
+def test_exactly_the_damaged_files_are_named(root, damages, capsys):
     for break_it, _ in damages:
         break_it(root)
     assert verify(root) == 1
@@ -251,7 +251,7 @@ def test_every_damage_is_named_and_nothing_else(root, damages, capsys):
 
 
 @pytest.mark.parametrize("damages", [TARS, BESIDE, NO_INDEX], ids=["tars", "beside", "no index"])
-def test_a_quick_check_names_most_of_it(root, damages, capsys):
+def test_a_quick_check_names_most_damaged_files(root, damages, capsys):
     for break_it, _ in damages:
         break_it(root)
     assert verify(root, "--quick") == 1
@@ -261,7 +261,7 @@ def test_a_quick_check_names_most_of_it(root, damages, capsys):
     assert [name for name in named if f"    {name}: " not in told] == []
 
 
-def test_a_shard_of_which_only_a_header_is_damaged(root, capsys):
+def test_a_shard_with_a_damaged_header_is_named(root, capsys):
     second = members_of(root / "train-00002.tar")[2].offset
     edit(
         root / "train-00002.tar",
@@ -271,7 +271,7 @@ def test_a_shard_of_which_only_a_header_is_damaged(root, capsys):
     assert "train-00002.tar: damaged: zeros instead of a header" in capsys.readouterr().out
 
 
-def test_many_lines_about_one_shard_are_cut(tmp_path, capsys):
+def test_many_lines_about_one_shard_are_shortened(tmp_path, capsys):
     members = [
         member for n in range(15) for member in pair(f"k{n:02d}", image_bytes(n)[:-200], n % 2)
     ]
@@ -282,7 +282,7 @@ def test_many_lines_about_one_shard_are_cut(tmp_path, capsys):
     assert "train-000.tar: and 5 more in this shard" in told
 
 
-def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
+def test_samples_in_neither_shard_nor_quarantine_are_reported(root, capsys):
     tar = root / "train-00000.tar"
     kept = [
         member
@@ -312,7 +312,7 @@ def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
     assert "class names, keys or labels have changed" in capsys.readouterr().out
 
 
-def test_leftovers_are_notes(root, capsys):
+def test_leftover_files_are_notes(root, capsys):
     for name in (".train-00001.tar.host.1.tmp", "_writing.json"):
         (root / name).write_text("{}")
     assert verify(root) == 0

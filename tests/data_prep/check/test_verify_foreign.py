@@ -17,7 +17,7 @@ from data_prep.check.shard_checks import SEEN_DTYPE
 # ---- cases that occur only in foreign shards -----------------------------------------------------
 
 
-def test_broken_tars_of_others(tmp_path, capsys):
+def test_broken_tars_of_other_tools_are_reported(tmp_path, capsys):
     root = foreign(
         tmp_path / "foreign",
         *(
@@ -82,7 +82,9 @@ def test_a_key_in_two_shards_is_a_problem(tmp_path, capsys):
     )
 
 
-def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_path, capsys):
+def test_images_that_the_loader_converts_are_a_note_but_a_problem_in_our_own_shards(
+    tmp_path, capsys
+):
     members = [
         *pair("cmyk", image_bytes(0, mode="CMYK"), 0),
         *pair("png", image_bytes(1, "PNG"), 1),

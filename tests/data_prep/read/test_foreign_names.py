@@ -13,7 +13,7 @@ from vit.system.files import ShardError
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def test_the_words_for_image_and_json(tmp_path, capsys):
+def test_the_error_suggests_options_for_image_and_label(tmp_path, capsys):
     root = tmp_path / "root"
     root.mkdir()
     samples = [
@@ -101,7 +101,7 @@ def test_unsupported_members_are_reported(members, flags, told, tmp_path):
         ),
     ],
 )
-def test_flags_that_cannot_be(flags, told, tmp_path, capsys):
+def test_impossible_flags_are_refused(flags, told, tmp_path, capsys):
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
     write_tar(tmp_path / "train-0.tar", [("a", {"jpg": image(1), "cls": b"7"})])
     assert index(tmp_path, flags) == 2
@@ -207,7 +207,7 @@ def test_class_names(text, tmp_path):
         ('[\n  "a",\n  "b"\n]', "not JSON"),
     ],
 )
-def test_class_names_that_are_none(text, told, tmp_path):
+def test_invalid_class_names_are_refused(text, told, tmp_path):
     (tmp_path / "names").write_text(text)
     with pytest.raises(PrepError, match=told):
         read_class_names(tmp_path / "names")

@@ -201,7 +201,7 @@ def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys
 
 
 @pytest.mark.parametrize("form", ["json, nested", "names in json"])
-def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
+def test_indexed_shards_are_read_at_random_and_verified(form, tmp_path, capsys):
     flags, _, label_of = FORMS[form]
     root = foreign(tmp_path / "root", form)
     assert index(root, flags) == 0, capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_streamed_as_indexed(form, tmp_path, capsys):
+def test_a_stream_equals_the_index(form, tmp_path, capsys):
     """The stream must have the same keys and labels as the index. Its settings must have the same
     meaning as the flags."""
     reader = pytest.importorskip("vit.extras.stream.batches")
@@ -284,7 +284,7 @@ def dotted(root: Path) -> Path:
     return root
 
 
-def test_keys_with_dots(tmp_path, capsys):
+def test_keys_with_dots_are_read(tmp_path, capsys):
     root = dotted(tmp_path / "root")
     assert index(root) == 2
     error = capsys.readouterr().err
@@ -306,7 +306,7 @@ def test_keys_with_dots(tmp_path, capsys):
     assert np.array_equal(open_split(root, "train").index, split.index)
 
 
-def test_streamed_keys_with_dots(tmp_path):
+def test_keys_with_dots_are_streamed(tmp_path):
     reader = pytest.importorskip("vit.extras.stream.batches")
     root = dotted(tmp_path / "root")
     stream = reader.open_stream(f"{root}/train-0.tar", 10, 2, [], SampleLayout(keys_with_dots=True))
@@ -329,7 +329,7 @@ def test_streamed_keys_with_dots(tmp_path):
 # ---- `_info.json` --------------------------------------------------------------------------------
 
 
-def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
+def test_indexing_again_gives_the_same_index(tmp_path, capsys):
     root = foreign(tmp_path / "root", "names in json")
     flags = FORMS["names in json"][0]
     assert index(root, flags) == 0
@@ -352,7 +352,7 @@ def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
     )
 
 
-def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
+def test_sidecars_take_precedence_over_the_info_of_another_tool(tmp_path):
     root = foreign(tmp_path / "root", "json")
     theirs = {
         "splits": {
@@ -375,7 +375,7 @@ def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
     assert open_split(root, "train").index["label"].tolist() == labels
 
 
-def test_another_layout_takes_the_place_of_an_earlier_one(tmp_path):
+def test_another_layout_replaces_an_earlier_one(tmp_path):
     """Sidecars from an earlier layout may remain after an interrupted command, or after a command
     that moved `_info.json` away."""
     root = tmp_path / "root"

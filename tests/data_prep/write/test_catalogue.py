@@ -50,7 +50,7 @@ def dealt(keys: list[str], seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
-def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
+def test_every_sample_occurs_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
     monkeypatch.setattr(
         "data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory
     )  # forces several parts
@@ -96,7 +96,9 @@ def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.99])
-def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in_memory, fraction):
+def test_samples_are_held_out_by_class_and_hash_of_the_key(
+    tmp_path, monkeypatch, rows_in_memory, fraction
+):
     monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
@@ -121,7 +123,7 @@ def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in
     )
 
 
-def test_nothing_to_hold_out(tmp_path):
+def test_too_few_samples_are_not_split(tmp_path):
     found = new_catalogue(
         listed(["a.jpg", "b.jpg"], [0, 1]),
         tmp_path / "c",
@@ -179,7 +181,7 @@ def test_any_name_becomes_a_key(tmp_path, name):
     assert len(f"{sample.key}.json".encode()) <= 100
 
 
-def test_a_file_that_ends_too_early(tmp_path):
+def test_a_truncated_file_is_reported(tmp_path):
     path = tmp_path / "short"
     path.write_bytes(b"12345")
     with pytest.raises(OSError, match=r"ends at byte 5, inside k.jpg.*/short"):
@@ -207,7 +209,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         for n in (5_000, 500_000)
     ]
     assert peak_kib[1] - peak_kib[0] < 20_000, (
-        "500,000 rows take 200 MB as Python objects and 45 MB as arrays"
+        "the rows must stay on disk: 500,000 rows take 45 MB as arrays"
     )
 
 

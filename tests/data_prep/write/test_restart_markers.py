@@ -129,13 +129,13 @@ SCAN = 0xDA
 def check_same_image(marked: bytes, original: bytes) -> None:
     """Check that the image is unchanged, and that the markers are in the right positions."""
     decoded = [simplejpeg.decode_jpeg(data, "RGB", strict=True) for data in (marked, original)]
-    assert np.array_equal(*decoded), "other pixels"
+    assert np.array_equal(*decoded), "the pixels differ"
     replaced = (TABLES, INTERVAL, SCAN)
     kept = [
         [segment for segment in segments(data) if segment[0] not in replaced]
         for data in (marked, original)
     ]
-    assert kept[0] == kept[1], "other headers"
+    assert kept[0] == kept[1], "the headers differ"
     header = read_header(marked)
     mcus_wide = -(-header.width // header.mcu_size[0])
     mcus_high = -(-header.height // header.mcu_size[1])
@@ -146,12 +146,12 @@ def check_same_image(marked: bytes, original: bytes) -> None:
     ]
     assert numbers == [
         k % 8 for k in range(mcus_high * mcus_wide // header.restart_interval - 1)
-    ], "segments are missing or in another order"
+    ], "segments are missing or in the wrong order"
 
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("name", FILES)
-def test_pixels_and_headers_stay(name: str):
+def test_pixels_and_headers_are_unchanged(name: str):
     marked, reason = with_restart_markers(FILES[name])
     assert reason is None
     check_same_image(marked, FILES[name])
@@ -161,7 +161,7 @@ def test_pixels_and_headers_stay(name: str):
 @NEEDS_NATIVE
 @NEEDS_JPEGTRAN
 @pytest.mark.parametrize("name", FILES)
-def test_codes_are_those_of_jpegtran(name: str):
+def test_codes_equal_those_of_jpegtran(name: str):
     """jpegtran uses libjpeg-turbo's decoder, optimal Huffman tables and encoder."""
     header = read_header(FILES[name])
     interval = interval_for(-(-header.width // header.mcu_size[0]))
@@ -174,7 +174,7 @@ def test_codes_are_those_of_jpegtran(name: str):
 @NEEDS_NATIVE
 @pytest.mark.parametrize("size", [(333, 97), (640, 48), (248, 160)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"mode": "L"}, {"subsampling": 0, "quality": 97}], ids=str)
-def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dict):
+def test_bytes_equal_those_of_libjpegs_encoder(size: tuple[int, int], options: dict):
     """Pillow's libjpeg writes the same file if it optimizes the tables and uses the same marker
     interval."""
     plain = encode(*size, **options)
@@ -240,7 +240,7 @@ KEPT = {
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("reason", restart_markers.REASONS.values())
-def test_what_is_not_ordinary_keeps_its_bytes(reason: str):
+def test_unusual_jpegs_keep_their_bytes(reason: str):
     data = KEPT[reason]()
     assert with_restart_markers(data) == (data, reason)
 
@@ -291,7 +291,7 @@ BETWEEN_HEADERS = {
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("name", BETWEEN_HEADERS)
-def test_strange_things_between_the_headers(name: str):
+def test_unusual_data_between_headers_never_change_the_image(name: str):
     strange, expected = BETWEEN_HEADERS[name]
     for place in (FRAME, PLAIN.index(b"\xff\xda")):
         data = PLAIN[:place] + strange + PLAIN[place:]
@@ -304,7 +304,7 @@ def test_strange_things_between_the_headers(name: str):
 
 
 @NEEDS_NATIVE
-def test_an_image_of_next_to_nothing():
+def test_an_almost_empty_image_is_transcoded():
     """The file has two bits per block, and a 16-bit marker for every two blocks, so the first
     output buffer is too small."""
     encoded = io.BytesIO()
@@ -353,7 +353,7 @@ def test_damage_never_changes_an_image():
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("check", ["decode", "headers"])
-def test_policy(check: str):
+def test_the_policy_controls_restart_markers(check: str):
     policy = ImagePolicy(check, restart_markers="auto")
     original = encode(200, 120)
     prepared = prepare(original, policy)
@@ -385,7 +385,7 @@ def test_converted_images_get_markers_too():
 
 
 @NEEDS_NATIVE
-def test_what_is_recorded():
+def test_the_option_is_recorded():
     """Datasets written before the introduction of restart markers must still be resumable."""
     assert "restart_markers" not in ImagePolicy().options()
     marked = ImagePolicy(restart_markers="auto")
@@ -393,7 +393,7 @@ def test_what_is_recorded():
     assert ImagePolicy(**json.loads(json.dumps(marked.options()))) == marked
 
 
-def test_without_the_native_part_there_are_none(monkeypatch):
+def test_without_the_c_library_no_markers_are_written(monkeypatch):
     monkeypatch.setattr(native, "AVAILABLE", False)
     monkeypatch.setattr(native, "UNAVAILABLE_REASON", "it was not built")
     with pytest.raises(
@@ -404,7 +404,7 @@ def test_without_the_native_part_there_are_none(monkeypatch):
 
 
 @NEEDS_NATIVE
-def test_a_data_set_with_restart_markers(tmp_path, capsys):
+def test_a_dataset_with_restart_markers_is_consistent(tmp_path, capsys):
     """Sidecars, card and info must agree, and runs with different options must be rejected."""
     for number in range(6):
         for name in ("cat", "dog"):
@@ -438,5 +438,5 @@ def test_a_data_set_with_restart_markers(tmp_path, capsys):
 
 
 @NEEDS_NATIVE
-def test_what_is_not_a_jpeg_stays():
+def test_files_that_are_not_jpegs_stay_unchanged():
     assert with_restart_markers(b"no JPEG") == Marked(b"no JPEG", "damaged")

@@ -41,7 +41,7 @@ def test_workers_and_order_have_no_effect(written, tmp_path):
     ]
 
 
-def test_every_sample_once_with_its_label(written):
+def test_every_sample_occurs_once_with_its_label(written):
     for split, num in (("train", 23), ("val", 7)):
         opened = open_split(written, split)
         found = {
@@ -220,7 +220,7 @@ def test_the_file_of_a_writer_that_outlives_its_command_is_removed_by_the_next(
     fcntl.flock(left, fcntl.LOCK_EX)
 
     def fill(builder: Builder) -> None:
-        assert Path(left.name).exists(), "the file was locked when the next command looked"
+        assert Path(left.name).exists(), "the next command must not remove a locked file"
         left.close()
         small.fill(builder)
 
@@ -254,7 +254,7 @@ def no_memory(*_: int) -> None:
 
 
 @pytest.mark.parametrize(("advise", "error"), [(refused_advice, None), (no_memory, MemoryError)])
-def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypatch, advise, error):
+def test_an_error_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypatch, advise, error):
     monkeypatch.setattr(os, "posix_fadvise", advise)
     data = os.urandom(1 << 20)
     with open(tmp_path / "a.tar", "wb") as file, ThreadPoolExecutor(1) as pool:
@@ -309,7 +309,7 @@ def test_ranges_include_both_ends():
         ("all", "expected A-B"),
     ],
 )
-def test_bad_parts(part, message, tmp_path):
+def test_invalid_parts_are_refused(part, message, tmp_path):
     with pytest.raises(PrepError, match=f"^--shards {part}: .*{message}"):
         choose_part(part, {"train": 8, "val": 2})
 
@@ -363,12 +363,12 @@ def test_a_refused_command_keeps_the_files_of_another(small, tmp_path):
         (0.5, {"val": small_splits()["val"]}, "the source has no training split to divide"),
     ],
 )
-def test_a_minival_of_nothing_is_an_error(tmp_path, fraction, splits, message):
+def test_an_empty_minival_is_an_error(tmp_path, fraction, splits, message):
     with pytest.raises(PrepError, match=message):
         write(source_of(tmp_path, splits), tmp_path / "root", Settings(minival=fraction))
 
 
-def test_names_in_any_encoding(tmp_path, capsys):
+def test_names_in_any_encoding_are_accepted(tmp_path, capsys):
     splits = {
         "train": [
             ("gut.jpg", 0, image_bytes()),
@@ -395,7 +395,7 @@ def test_names_in_any_encoding(tmp_path, capsys):
         ([("a.jpg", 3, b"x")], r"1 labels are outside \[0, 3\), the first is 3"),
     ],
 )
-def test_bad_catalogues(tmp_path, samples, message):
+def test_invalid_catalogs_are_refused(tmp_path, samples, message):
     with pytest.raises(PrepError, match=message):
         write(source_of(tmp_path, {"train": samples}), tmp_path / "root")
     assert not (tmp_path / "root").exists()

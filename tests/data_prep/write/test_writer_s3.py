@@ -81,7 +81,7 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
         for name, told in found(s3, bucket).items():
             until_the_end = name == "_writing.json" or name.endswith(".rows.npy")
             assert until_the_end or name.startswith(".writable") or told == local[name], (
-                f"{name}: a partial or a different object"
+                f"{name}: the object is partial or has different content"
             )
     done = subprocess.run(
         prepare(images, f"{bucket}/root"),
@@ -97,7 +97,7 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes remain"
 
 
-def test_parts_meet_in_a_store(s3, images, local, tmp_path):
+def test_parts_written_to_a_store_form_one_dataset(s3, images, local, tmp_path):
     bucket = s3.new_bucket()
     parts = [
         subprocess.Popen(

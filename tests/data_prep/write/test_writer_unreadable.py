@@ -37,7 +37,7 @@ def test_skipped_images_are_tried_again_even_after_a_kill(written, tmp_path):
         assert digests(root) == digests(written), lost
 
 
-def test_the_number_of_shards_stays_when_unreadable_images_are_mended(tmp_path):
+def test_repairing_unreadable_images_does_not_change_the_number_of_shards(tmp_path):
     splits = {
         "train": [
             (f"{n}.jpg", 0, image_bytes(n, size=(300, 300) if n == 5 else (8, 8)))
