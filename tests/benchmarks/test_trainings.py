@@ -163,7 +163,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
 
 
 @pytest.mark.slow
-def test_both_benchmarks_run_continue_and_draw(tmp_path, digits):
+def test_both_benchmarks_run_resume_and_plot(tmp_path, digits):
     small = ["model.embed_dim=32", "model.depth=1", "train.epochs=2"]
     for name, count in (("convergence", 2 * 2), ("pairs", 3 * 4 + 4 * 2)):
         line = [sys.executable, BENCHMARKS / f"{name}.py", "--data", digits]

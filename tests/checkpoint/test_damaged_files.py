@@ -180,7 +180,9 @@ def test_a_run_at_a_url_does_not_start_over_if_all_checkpoints_are_damaged(prist
         store.close()
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that gives EIO")
+@pytest.mark.skipif(
+    not Path("/proc/self/mem").exists(), reason="needs a file whose reading fails with EIO"
+)
 def test_an_unreadable_checkpoint_is_not_treated_as_damaged(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     info = folder / "checkpoints" / f"step_{NEWEST:08d}" / "checkpoint.json"

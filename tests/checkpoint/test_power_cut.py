@@ -69,7 +69,9 @@ class Disk:
             assert self.is_forced(path)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux for a file's name")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/fd"), reason="needs /proc for the names of open files"
+)
 def test_files_that_a_checkpoint_refers_to_are_on_the_disk_first(tmp_path, config, monkeypatch):
     disk = Disk(monkeypatch, tmp_path / "run")
     run_here(

@@ -138,7 +138,7 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
             batches.check(position, batch)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
+@pytest.mark.skipif(sys.platform != "linux", reason="forking is safe only on Linux")
 def test_workers_are_forked_regardless_of_the_default_of_python():
     """Python 3.14 uses forkserver by default, which costs 340 MiB per worker, reopens every shard,
     and delays the first batch by seconds."""
@@ -223,7 +223,7 @@ def test_buffers_do_not_share_pages():
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(),
-    reason="only Linux tells the memory of its processes",
+    reason="only Linux reports the memory of processes",
 )
 
 

@@ -206,7 +206,9 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     wait_until_gone([int(pid) for pid in pids.split()])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime locks the memory")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CUDA runtime of this machine locks the memory"
+)
 def test_a_failure_to_page_lock_memory_is_only_a_note(capsys):
     """gVisor, WSL, some virtual machines and machines without a driver cannot lock memory."""
     memory = torch.zeros(4096, dtype=torch.uint8)

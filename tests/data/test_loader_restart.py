@@ -20,7 +20,7 @@ from vit.data.loader import Loader
 from vit.data.worker_pool import WorkerError
 from vit.system.stages import Stage
 
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def crew_of(loader: Loader) -> list[int]:

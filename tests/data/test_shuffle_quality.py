@@ -67,7 +67,7 @@ def test_blocks_of_class_sorted_shards_are_reported_and_the_remedy_helps(aug_rep
         assert good.classes_per_batch == pytest.approx(good.perfect_classes_per_batch, rel=0.02)
         assert good.distance == pytest.approx(PERFECT_DISTANCE, abs=0.02)
         assert str(good).endswith("samples moved by 33 % of the data set (33 %)"), (
-            "a good shuffle needs no remedy"
+            "the report on a good shuffle must contain no remedy"
         )
 
 

@@ -33,7 +33,7 @@ from vit.system import stages
 from vit.system.retry import RetryableError, RetryPolicy, num_retries
 from vit.system.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 

@@ -26,7 +26,7 @@ def isolated_cluster(tmp_path) -> Iterator[Cluster]:
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vtprobe", "type", "bridge"], capture_output=True)
     if probe.returncode:
-        pytest.skip(f"no network namespaces here: {probe.stderr.decode().strip()}")
+        pytest.skip(f"network namespaces are not available: {probe.stderr.decode().strip()}")
     ip("link", "delete", "vtprobe")
     cluster = Cluster(tmp_path, isolated=True)
     yield cluster

@@ -441,4 +441,6 @@ def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     process_group.join_world("cpu")
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own setting must win"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", (
+        "the setting of the user must take precedence"
+    )

@@ -129,7 +129,7 @@ class TwoHosts:
             limit = ["tbf", "rate", rate, "burst", "8kb", "latency", "400ms"]
             made = subprocess.run(["tc", "qdisc", "add", "dev", network, "root", *limit])
             if made.returncode:
-                pytest.skip("this kernel has no slow links (tc tbf)")
+                pytest.skip("this kernel cannot slow down links (tc tbf)")
 
     def train(
         self, config: Path, run_dir: Path, *overrides: str, launcher: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ def two_hosts(tmp_path: Path) -> Iterator[TwoHosts]:
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vhprobe", "type", "bridge"], capture_output=True)
     if probe.returncode:
-        pytest.skip(f"no network namespaces here: {probe.stderr.decode().strip()}")
+        pytest.skip(f"network namespaces are not available: {probe.stderr.decode().strip()}")
     ip("link", "delete", "vhprobe")
     hosts = TwoHosts(tmp_path)
     yield hosts

@@ -216,7 +216,7 @@ def line_of(write: Callable[[Path], object], folder: Path) -> str:
         write(folder)
     except Exception as error:
         return problem_of(error)
-    raise AssertionError("it was written")
+    raise AssertionError("the write must fail")
 
 
 REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
@@ -352,7 +352,7 @@ def test_wandb_ends_with_one_line(disk):
     assert message.startswith("wandb: stopped (No space left on device); metrics.jsonl has every")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_stderr_does_not_end_a_run_but_a_full_stdout_fails_a_command(config, tmp_path):
     python = warm_python.python(environment())
     arguments = command("launch/train.py", "--config", config, *TINY, "train.steps=3", ranks=0)

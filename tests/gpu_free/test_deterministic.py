@@ -58,14 +58,14 @@ def settings(deterministic: bool, **variables: str) -> list[object]:
     return json.loads(done.stdout)
 
 
-def test_it_configures_the_libraries_before_cuda_starts():
+def test_libraries_are_configured_before_cuda_starts():
     assert settings(True) == [True, True, True, False, ":4096:8", "^NVLS", False]
     assert settings(True, CUBLAS_WORKSPACE_CONFIG=":16:8", NCCL_ALGO="Ring")[4:6] == [
         ":16:8",
         "Ring",
     ]
     assert settings(True, CUBLAS_WORKSPACE_CONFIG=":0:0")[4] == ":4096:8", (
-        "torch must not reject this operation"
+        "a value that torch would reject must be replaced"
     )
     assert settings(False)[:3] == [False, False, False]
 

@@ -69,7 +69,7 @@ def kill(mark: str, name: str = "") -> None:
             except ProcessLookupError:
                 continue
         if time.monotonic() > deadline:
-            raise AssertionError(f"not to be killed: {processes}")
+            raise AssertionError(f"these processes cannot be killed: {processes}")
         time.sleep(0.01)
 
 
@@ -104,7 +104,7 @@ class Family:
     ) -> None:
         orphans = left_over(self.mark) if kind is None and self.process.poll() is not None else {}
         self.kill()
-        assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
+        assert not orphans, f"{self.process.args!r} has exited but left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
         """Wait until the process exits, and return its stdout and stderr.
@@ -123,7 +123,7 @@ class Family:
                 # exited.
                 if had_ended:
                     raise AssertionError(
-                        f"{self.process.args!r} has ended and left {bearing(self.mark)}"
+                        f"{self.process.args!r} has exited but left {bearing(self.mark)}"
                     ) from None
                 if time.monotonic() > deadline:
                     raise

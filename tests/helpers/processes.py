@@ -357,7 +357,7 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
     runs bit for bit."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
-    assert losses, "a run must keep the losses of images by default"
+    assert losses, "a run must save the losses of images by default"
     return {**{name: digest(bytes_of(tensor)) for name, tensor in tensors.items()}, **losses}
 
 

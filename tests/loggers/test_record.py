@@ -90,7 +90,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path, value):
     record.write("norms", 1, grad_norm={"embed": value, "head": 2.0})
     record.close()
     text = (tmp_path / METRICS_FILE).read_text()
-    refuse = partial(json.loads, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    refuse = partial(json.loads, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     line, norms = map(refuse, text.splitlines())
     assert (line["loss"], line["lr"]) == (None, 0.1)
     assert norms["grad_norm"] == {"embed": None, "head": 2.0}
@@ -108,7 +108,9 @@ def test_reopening_removes_a_line_truncated_by_a_kill(tmp_path_factory, cut):
     whole = path.read_bytes()
     os.truncate(path, max(len(whole) - cut, 0))
     survivors = [json.loads(line) for line in whole[: max(len(whole) - cut, 0)].split(b"\n")[:-1]]
-    assert read_metrics(path) == survivors, "a killed run can be plotted without a restart"
+    assert read_metrics(path) == survivors, (
+        "the file of a killed run must be readable without a restart"
+    )
 
     second = record_in(folder)
     second.write("train", 7)
@@ -142,7 +144,7 @@ def test_a_restart_replaces_lines_after_its_checkpoint(tmp_path):
         ("start", 4, 2),
         *(("train", step, 2) for step in (5, 6, 7)),
     ]
-    assert written(tmp_path)[:9] == everything, "the file itself only grows"
+    assert written(tmp_path)[:9] == everything, "the file must only grow"
 
 
 def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
@@ -159,7 +161,7 @@ def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
         (3, 3),
     ]
     assert [line["attempt"] for line in lines if line["kind"] == "start"] == [1, 2, 3], (
-        "every start stays on record"
+        "every start must stay in the file"
     )
 
 

@@ -56,7 +56,7 @@ def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
     return dict(events)
 
 
-def test_numbers_and_pictures(tmp_path):
+def test_numbers_and_images_are_shown(tmp_path):
     record = started(tmp_path, 0)
     for step in (1, 2, 3):
         record.write("train", step, loss=0.1 * step, lr=1e-3, mfu=None, data_wait_host="vm")
@@ -97,7 +97,7 @@ def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
         *((step, float(step)) for step in range(1, 5)),
         *((step, 10.0 * step) for step in range(5, 8)),
     ]
-    assert path.read_bytes() == b"", "one file holds all"
+    assert path.read_bytes() == b"", "one file must contain all events"
     looks_on.Reload()
     assert [event.step for event in looks_on.Scalars("train/loss")] == list(range(1, 8))
 
@@ -172,7 +172,7 @@ def test_reports_a_missing_picture_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("moment", ["at the start", "in the middle"])
-def test_an_error_ends_only_the_view(moment, tmp_path, capsys):
+def test_an_error_ends_only_tensorboard(moment, tmp_path, capsys):
     if moment == "at the start":
         (tmp_path / "tensorboard").write_text("in the way")
     record = started(tmp_path, 0)

@@ -216,7 +216,7 @@ class Server:
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
             if lines := [json.loads(line) for line in sent.get("content", [])]:
                 at = sent["offset"]
-                assert at <= len(self.history), "a row would be missing"
+                assert at <= len(self.history), "a row is missing"
                 self.history[at : at + len(lines)] = lines
         elif path == "/graphql":
             query = json.loads(body)

@@ -16,7 +16,7 @@ from proc import is_alive
 from processes import REPOSITORY, environment, run
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="only Linux tells the environment of processes"
+    not Path("/proc/self/environ").exists(), reason="only Linux shows the environment of processes"
 )
 
 SESSIONS = '''
@@ -86,7 +86,7 @@ def test_a_process_that_outlives_its_command_is_reported(sessions, tmp_path, mon
     monkeypatch.setattr(families, "ENDS_WITHIN_S", 0.2)
     with pytest.raises(
         AssertionError,
-        match=r"has ended and left .*time.sleep\(600\).*test_a_process_that_outlives",
+        match=r"has exited but left .*time.sleep\(600\).*test_a_process_that_outlives",
     ):
         run(sessions, tmp_path / "pids", "end", cold=True)
     assert not any(map(is_alive, pids_in(tmp_path / "pids")))

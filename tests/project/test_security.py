@@ -283,7 +283,7 @@ def test_a_predictable_temporary_path_is_private(tmp_path):
             private_folder(path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change the owner of a folder")
 def test_ignores_a_cache_made_by_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "is_shared", lambda kind: False)
     monkeypatch.setattr(host, "file_system", lambda path, root: "ext4")

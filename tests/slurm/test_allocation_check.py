@@ -66,6 +66,6 @@ def test_a_node_without_the_data_is_named_and_the_job_fails(cluster, shards, tmp
     assert re.match(r"n2 \(rank [01]\): ", finding), (
         "the message must name the node without the data"
     )
-    assert rows(job)["step"][0] == "-", "training must not be tried"
+    assert rows(job)["step"][0] == "-", "the check must not try a step"
     assert re.search(r"checked, and nothing was started; exit status [1-9]", job.log)
     assert not (tmp_path / "run").exists()

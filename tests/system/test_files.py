@@ -30,7 +30,7 @@ def test_no_two_temporary_names_are_equal(tmp_path):
     assert len({temporary_beside(tmp_path / "a.tar") for _ in range(1000)}) == 1000
 
 
-@pytest.mark.skipif(not can_unshare(), reason="needs the right to make a process-id namespace")
+@pytest.mark.skipif(not can_unshare(), reason="needs permission to create a process-id namespace")
 def test_containers_with_equal_host_names_and_process_ids_leave_each_other_alone(tmp_path):
     writer = f"""
 import sys

@@ -136,7 +136,7 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
         assert notes == []
         assert again.keys() == weights.keys()
         assert all(torch.equal(again[name], weights[name]) for name in weights), (
-            "not equal bit for bit"
+            "the weights must be equal bit for bit"
         )
         weights = sent
     if program == "npz":

@@ -24,7 +24,7 @@ from vit.data.storage.file_lock import locked_part
 from vit.system.files import ShardError
 from vit.system.host import default_folder, file_system, is_shared
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_the_default_limit_is_50_gib_or_half_of_the_free_disk(folder):
 
 # ---- users ---------------------------------------------------------------------------------------
 
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="takes other users' ids")
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as other users")
 
 
 def as_user(user: int, group: int, function: Callable[[], None]) -> str:

@@ -31,7 +31,7 @@ from vit.data.storage import cached_tars
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, preloads a library")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and LD_PRELOAD")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 SHIM = r"""
 #define _GNU_SOURCE
