@@ -247,8 +247,8 @@ def ip(*arguments: str) -> None:
 
 
 def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
-    """Return the environment variables of the container, without secrets, for the pod with this
-    completion index."""
+    """Return the environment variables of the container, without secrets, for the pod with the
+    given completion index."""
     variables = {"JOB_COMPLETION_INDEX": str(index)}
     for variable in container.get("env", ()):
         source = variable.get("valueFrom")
@@ -259,7 +259,7 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
             variables[variable["name"]] = str(index)
         else:
             assert source["secretKeyRef"]["optional"] is True
-    variables.pop("TMPDIR", None)  # omit this path, which is in the volume
+    variables.pop("TMPDIR", None)  # TMPDIR is a path in the volume
     return variables
 
 

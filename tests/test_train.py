@@ -200,8 +200,8 @@ def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stop
 
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
-    """Slurm does not requeue such a run, but the project's script requeues it if the mark
-    exists."""
+    """If a run is preempted before its first step, Slurm does not requeue it. The project's script
+    requeues the run if the mark exists."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:

@@ -128,8 +128,7 @@ def count_operations(run: Run) -> int:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
-    """The run gets SIGKILL just before it writes, renames or removes a file, once for each such
-    operation."""
+    """SIGKILL ends the run just before each operation that writes, renames or removes a file."""
     first = built(config, tmp_path / "counted")
     first.record.close()
     total = count_operations(first)
@@ -339,8 +338,8 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """The run must not save to the path of its removed folder, because another run may have created
-    a new folder at this path."""
+    """If the folder of a run was removed, the run must not save to the same path, because another
+    run may have created a new folder there."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()

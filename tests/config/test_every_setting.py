@@ -65,7 +65,7 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.report": "where the record is shown",
 }
 REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
-"""Maps each setting that these runs reject to the expected error message."""
+"""Maps each setting that the runs in this file reject to the expected error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},
     "eval.best_by": {"train.steps": 4},
@@ -177,7 +177,8 @@ def judged(config: Config, record: Record) -> list[str]:
 
 
 def of_hook(run: Run, kind: str, name: str) -> Any:
-    """Return an attribute of the hook of class `kind`, or None if the run has no such hook."""
+    """Return an attribute of the run's hook of class `kind`, or None if the run has no hook of this
+    class."""
     hooks = [hook for hook in run.hooks if type(hook).__name__ == kind]
     return getattr(hooks[0], name) if hooks else None
 
@@ -226,8 +227,7 @@ def trained(config: Config) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread, because more threads slow down operations on such small
-    tensors."""
+    """Limit torch to one thread, because more threads slow down operations on small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -51,7 +51,7 @@ def test_each_pass_begins_with_the_first_batch_even_after_an_incomplete_pass(wor
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [1, 2, 9])
 def test_held_batches_outlive_the_pass(num_batches, workers):
-    """A pass of a single batch needs only one buffer, but the caller may keep this batch."""
+    """A pass of a single batch needs only one buffer, but the caller may keep the batch."""
     batches = Numbered()
     held: list[Batch] = []
     with Loader(batches, 0, num_batches, num_workers=workers, max_ready=0) as loader:

@@ -175,7 +175,7 @@ def test_without_weights_each_sample_is_drawn_once_and_with_weights_a_block_has_
 
 
 def test_the_rows_of_a_mixture_equal_the_golden_rows():
-    """If these rows changed, existing runs on several sources could not resume."""
+    """If the golden rows changed, existing runs on several sources could not resume."""
     shares = (
         Share(300_032, 100_003),
         Share(99_968, 500_000, 100_003, np.arange(0, 1_000_000, 2, dtype=np.uint32)),

@@ -396,8 +396,8 @@ run_command(main)
 
 
 def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
-    """Without this check, some ranks would use NCCL and others gloo, and all ranks would wait for
-    ten minutes."""
+    """If ranks used different devices, some would use NCCL and others gloo, and all ranks would
+    wait for ten minutes."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "the exit status must be torchrun's own"
     message = (

@@ -19,8 +19,8 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on each of these numbers of ranks, and return the faults. In all attempts
-    except the last, one rank or all ranks are killed at regular intervals.
+    """Train in `folder` on one number of ranks after another, and return the faults. In all
+    attempts except the last, one rank or all ranks are killed at regular intervals.
 
     If `whole` is exact over ranks, the bits are compared. Otherwise, only the batches are compared.
     """

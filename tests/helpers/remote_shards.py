@@ -38,7 +38,7 @@ def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
 
 
 def claim_encoding(web: WebServer, encoding: str) -> None:
-    """Declare this Content-Encoding in all later responses, but do not encode their bytes."""
+    """Declare a Content-Encoding in all later responses, but do not encode the bytes."""
     handler: Any = web._server.RequestHandlerClass
     original = handler.end_headers
     handler.end_headers = lambda self: (

@@ -423,8 +423,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Use credentials that have only these permissions, until the block ends. The server checks
-        the permissions."""
+        """Use credentials that have only the given permissions, until the block ends. The server
+        checks the permissions."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {

@@ -154,7 +154,8 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
     in_order.write_text(json.dumps([rows[i] for i in ordered]))
     sets = {"real": {"labels": str(in_order)}, "keyed": {"labels": str(by_key)}}
     results, opened_sets = evaluated(shards, sets, [*NAMES, *map(str, range(9))])
-    # the three classes of the shards are the first of twelve, and only these three are compared
+    # The model has twelve classes, but only the first three, which are those of the shards, are
+    # compared.
     scored = [i for i, row in enumerate(rows) if row]
     best = logits[:, :3].argmax(1).tolist()
     right = sum(best[i] in rows[i] for i in scored)

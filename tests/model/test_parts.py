@@ -351,8 +351,7 @@ def test_drops_each_patch_equally_often():
 
 @pytest.mark.parametrize("patch_drop_rate", [0.0, 0.5])
 def test_subsets_of_samples_keep_the_rotations_of_their_samples(patch_drop_rate):
-    """Drop path at this rate drops no sample, so a subset contains all samples in a different
-    order."""
+    """The drop rate is so low that a subset contains all samples, but in a different order."""
     fields = {"rope_type": "axial", "reg_tokens": 1, "patch_drop_rate": patch_drop_rate}
     plain = randomise(VisionTransformer(SIZE, **TINY, **fields)).train()
     form = {"drop_path_rate": 0.01, "drop_path_form": "subset"}

@@ -225,8 +225,8 @@ def write_digits(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
-    """The code runs on real digits, which are easier than those of the demo. Four epochs are enough
-    and take only seconds."""
+    """The code runs on real digits, which are easier than the digits of the demo. Four epochs are
+    enough and take only seconds."""
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
     write_digits(tmp_path / "data")

@@ -194,8 +194,8 @@ def test_half_precision_of_every_kind_is_read(tmp_path):
 
 
 def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
-    """The test reads the names that MAE uses and those that Hugging Face uses. The decoder and the
-    mask token must be dropped, and the norm must be new."""
+    """The test covers the parameter names of MAE and of Hugging Face. The decoder and the mask
+    token must be dropped, and the norm must be new."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}
     encoder = randomised(create_model("vit_ti8", 32, 5, **shape)).state_dict()

@@ -1,6 +1,6 @@
 """Compare augmentation on the device with loops over samples, torchvision and timm.
 
-torchvision and timm get our random numbers.
+In both libraries, our random numbers replace the generated ones.
 """
 
 import numpy as np
@@ -208,8 +208,8 @@ def test_boxes_of_normalized_images_are_erased(mode, channels):
 
 
 def test_a_compiled_erasing_graph_computes_nothing_on_the_host():
-    """Without this property, the host would recompute a table in each step, and the GPU would wait
-    for the copy of the table."""
+    """If the graph computed a table on the host, the GPU would wait for the copy of the table in
+    each step."""
     operators = []
 
     def note(graph, inputs):
@@ -346,8 +346,8 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # The sample after each of these rows must be in another mixing group, because a group has four
-    # rows.
+    # Rows 2, 11 and 20 and the rows after them must be in different mixing groups, because a group
+    # has four rows.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26

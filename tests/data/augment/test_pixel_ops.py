@@ -91,7 +91,7 @@ def test_policies_have_the_operations_of_their_sources_in_order():
         ]
 
 
-# Maps each policy to those of its operations that earlier policies do not have.
+# Maps each policy to the operations that it adds to the earlier policies.
 TIMM_OPS = [("timm", op, name) for op, name in enumerate(TIMM_NAMES)]
 TIMM_OPS += [
     ("timm_inc0", op, name)

@@ -179,7 +179,8 @@ LYING = {
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
 def test_wrong_restart_markers_give_the_same_pixels_as_pillow(data, tmp_path, decoder):
-    """Pillow decodes such images, and all published results are based on Pillow."""
+    """Pillow decodes images with wrong restart markers, and all published results are based on
+    Pillow."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})

@@ -72,8 +72,8 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels):
-    """For such a window, simplejpeg reports a warning about bytes below the window before it has
-    written any pixels."""
+    """For a CMYK window without restart markers, simplejpeg reports a warning about bytes below the
+    window before it has written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]
@@ -260,7 +260,7 @@ def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, 
 def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        # The limit is 43,030 pixels more than this image has, so one more row exceeds the limit.
+        # The limit exceeds the pixels of this image by 43,030, so one more row is too much.
         wide = 59_652
         high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)

@@ -168,8 +168,8 @@ def handmade(
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
 def test_images_with_random_huffman_codes_equal_simplejpeg(long):
-    """No encoder writes these tables. Codes have any length up to 16 bits, and 15-bit values
-    overflow when multiplied by the quantization step."""
+    """No encoder writes random Huffman tables. Codes have any length up to 16 bits, and 15-bit
+    values overflow when multiplied by the quantization step."""
     rng = random.Random(int(long))
     for k in range(150):
         lengths = (
@@ -311,8 +311,8 @@ def test_a_refused_file_has_the_status_of_its_reason():
 )
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
 def test_a_first_component_coarser_than_another_is_refused(factors, names):
-    """libjpeg can decode chroma with a higher resolution than luma, but no encoder writes such
-    files. The test declares 96 gray blocks as 16 MCUs of six blocks."""
+    """libjpeg can decode chroma with a higher resolution than luma, but encoders never write it.
+    The test declares 96 gray blocks as 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")

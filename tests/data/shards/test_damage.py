@@ -96,8 +96,8 @@ def test_invalid_samples_are_named(tmp_path, members, message):
 
 @pytest.mark.parametrize("num_neighbours", [0, 1])
 def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
-    """`tar cf train-00000.tar *.jpg *.cls` writes such a shard, in which the last image and the
-    first label may look like one sample."""
+    """`tar cf train-00000.tar *.jpg *.cls` groups members by suffix. The last image and the first
+    label may then look like one sample."""
     pairs = [pair(key, number) for number, key in enumerate("abc")]
     images, labels = ([both[column] for both in pairs] for column in (0, 1))
     order = [*images, *labels] if not num_neighbours else [*images, *labels[::-1]]

@@ -141,7 +141,7 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
 
 class Growing(dict):
-    """The files of a server that, after each request, replaces those whose names end with
+    """The files of a server. After each request, the server replaces the files whose names end with
     `ending`."""
 
     ending = ""
