@@ -83,15 +83,15 @@ def test_control_characters_are_shown_as_escapes(root):
 
 def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
     """Return (image, its bytes, label) for all samples, read with tarfile."""
-    found = []
+    results = []
     for path in sorted(root.glob(f"{split}-*.tar")):
         with tarfile.open(path) as tar:
             contents = [tar.extractfile(member).read() for member in tar.getmembers()]
-        found += [
+        results += [
             (Image.open(io.BytesIO(data)), len(data), int(label))
             for data, label in zip(contents[::2], contents[1::2], strict=True)
         ]
-    return found
+    return results
 
 
 def table(text: str, heading: str) -> list[list[str]]:
@@ -114,8 +114,8 @@ def test_the_card_describes_the_shards(made):
     )
 
     counts = {
-        name: Counter(label for _, _, label in found)
-        for name, found in (("train", train), ("val", val))
+        name: Counter(label for _, _, label in samples_of_split)
+        for name, samples_of_split in (("train", train), ("val", val))
     }
     rows = table(text, "Splits")
     assert [row[:2] + row[5:] for row in rows] == [
@@ -161,7 +161,7 @@ def test_colors_equal_those_of_the_pixels(made):
     std = np.sqrt(np.mean([((image - mean) ** 2).mean(0) for image in pixels], 0))
     rows = table((made / "dataset.md").read_text(), "Colors")
     assert [[float(cell) for cell in row[1:]] for row in rows] == [
-        [pytest.approx(x, abs=6e-4) for x in found] for found in (mean, std)
+        [pytest.approx(x, abs=6e-4) for x in values] for values in (mean, std)
     ]
 
 

@@ -84,8 +84,8 @@ def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str 
 
 
 def test_all_records_are_read_with_their_labels(full10, tmp_path):
-    found = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
-    catalogue = new_catalogue(found, tmp_path, seed=0)
+    archive = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
+    catalogue = new_catalogue(archive, tmp_path, seed=0)
     assert catalogue.splits == {"train": 50_000, "val": 10_000}
     assert catalogue.class_names == CLASSES[10]
     for split in ("train", "val"):
@@ -98,7 +98,7 @@ def test_all_records_are_read_with_their_labels(full10, tmp_path):
                 [record[1 + 1024 * channel + 32 * row :][:32] for row in range(32)]
                 for channel in range(3)
             ]
-            image = Image.open(io.BytesIO(found.read(sample)))
+            image = Image.open(io.BytesIO(archive.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
             assert isinstance(image, JpegImageFile)
             assert [(h, v) for _, h, v, _ in image.layer] == [(1, 1)] * 3, (
@@ -130,7 +130,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
         images_of(cifar.source(source, classes), tmp_path / f"c{number}")
         for number, source in enumerate(sources)
     ]
-    assert all(found == everything[0] for found in everything)
+    assert all(content == everything[0] for content in everything)
     assert (
         cifar.main(
             [str(sources[2]), "--out", str(tmp_path / "out"), "--num-shards", "2", "--workers", "1"]

@@ -170,9 +170,9 @@ def luminance_of(data: bytes) -> np.ndarray:
 def test_digits_contrast_with_the_background_and_do_not_touch_the_border(tmp_path):
     """The luminance of digit and background must differ clearly for any colors and texture. The
     border must show only background."""
-    found = source(seed=3)
-    for sample in listed(found, tmp_path, 3)["val"][::20]:
-        luminance = luminance_of(found.read(sample))
+    digits = source(seed=3)
+    for sample in listed(digits, tmp_path, 3)["val"][::20]:
+        luminance = luminance_of(digits.read(sample))
         border = np.concatenate([luminance[0], luminance[-1], luminance[:, 0], luminance[:, -1]])
         assert np.ptp(border) < 0.35, f"{sample}: the digit or a strong texture touches the border"
         ink = np.abs(luminance - np.median(border)) > 0.35

@@ -34,9 +34,10 @@ HELD_OUT = [
 
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
     with tempfile.TemporaryDirectory() as temporary:
-        found = new_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
+        catalogue = new_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
         return {
-            split: found.table(split).samples(range(total)) for split, total in found.splits.items()
+            split: catalogue.table(split).samples(range(total))
+            for split, total in catalogue.splits.items()
         }
 
 
@@ -80,13 +81,13 @@ def test_other_names_of_val_are_recognized(tmp_path, name):
 
 
 def test_class_folders_without_splits_are_split_by_class(flat):
-    found = listed(flat, 0.2)
+    splits = listed(flat, 0.2)
     counts = {
         split: [sum(s.label == label for s in samples) for label in (0, 1)]
-        for split, samples in found.items()
+        for split, samples in splits.items()
     }
     assert counts == {"train": [25, 16], "val": [6, 4]}
-    keys = {split: {s.key for s in samples} for split, samples in found.items()}
+    keys = {split: {s.key for s in samples} for split, samples in splits.items()}
     assert not keys["train"] & keys["val"]
     assert len(keys["train"] | keys["val"]) == 51
     add(flat / "ape" / "another.jpg")  # adding an image may move at most one other image

@@ -98,13 +98,15 @@ def test_an_archive_may_have_only_class_folders_and_other_files(tmp_path):
     files = {name.removeprefix("train/"): data for name, data in SPLIT.items() if "train" in name}
     files |= {"pizza/notes/names.txt": b"x", "pizza/a.txt": b"x", "pizza/deep/1.JPG": jpeg(1)}
     archive = as_zip(tmp_path / "flat.zip", files, "images/")
-    asked = imagefolder.Asked(val_fraction=0.5)
-    found = new_catalogue(imagefolder.source(archive, asked), tmp_path / "c", seed=0)
+    options = imagefolder.Asked(val_fraction=0.5)
+    catalogue = new_catalogue(imagefolder.source(archive, options), tmp_path / "c", seed=0)
     keys = {
-        s.key for split, n in found.splits.items() for s in found.table(split).samples(range(n))
+        s.key
+        for split, n in catalogue.splits.items()
+        for s in catalogue.table(split).samples(range(n))
     }
     assert keys == {safe(name) for name in files if name.lower().endswith(".jpg")}
-    assert found.notes == ["2 other files, no images: 2 .txt"]
+    assert catalogue.notes == ["2 other files, no images: 2 .txt"]
     assert str(open_archive(archive)) == f"{archive}/images"
 
 
@@ -161,11 +163,11 @@ def test_a_download_is_continued_verified_and_kept(web, unpacked, tmp_path, caps
     assert prepare(folder, tmp_path / "out", "--download", url) == unpacked
     ranges = [wanted for _, _, wanted in web.requests]
     assert ranges == ["bytes=1000-", f"bytes=3000-{len(whole) - 1}"]
-    said = capsys.readouterr().err
-    assert "not compared with any checksum" in said
-    (found,) = re.findall(r"--sha256 (\w{64}) to verify it", said)
-    assert found == hashlib.sha256(whole).hexdigest()
-    words = ("--download", url, "--sha256", found)
+    output = capsys.readouterr().err
+    assert "not compared with any checksum" in output
+    (sha256,) = re.findall(r"--sha256 (\w{64}) to verify it", output)
+    assert sha256 == hashlib.sha256(whole).hexdigest()
+    words = ("--download", url, "--sha256", sha256)
     assert prepare(folder, tmp_path / "again", *words) == unpacked
     assert "sha256 verified" in capsys.readouterr().err
     assert len(web.requests) == 2
@@ -221,7 +223,7 @@ def test_a_download_with_another_checksum_is_not_kept(web, tmp_path, capsys):
     line = ["--download", f"{web.url}/a/food.zip", "--sha256", "0" * 64]
     assert imagefolder.main([str(tmp_path / "d"), "--out", str(tmp_path / "out"), *line]) == 2
     error = capsys.readouterr().err
-    found = hashlib.sha256(web.files["/a/food.zip"]).hexdigest()
-    assert f"sha256 is {found} (" in error
+    sha256 = hashlib.sha256(web.files["/a/food.zip"]).hexdigest()
+    assert f"sha256 is {sha256} (" in error
     assert f"expected {'0' * 64}" in error
     assert not list(tmp_path.glob("d/*"))

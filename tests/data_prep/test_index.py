@@ -199,8 +199,8 @@ def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(fore
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """Write a tar with these members. A content of None writes a hard link to the first member with
-    the same suffix."""
+    """Write a tar with the given members. A content of None writes a hard link to the first member
+    with the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -239,10 +239,10 @@ def shard_with(
 def test_an_unsuitable_sample_is_skipped_and_listed(kind, tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD[kind])
     assert main([str(tar.parent), "--workers", "1"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         f"skipped 1 invalid sample, listed in {tar.parent}/quarantine.jsonl; the first:"
-        " train-0000.tar: sample 'bad' " in told
+        " train-0000.tar: sample 'bad' " in output
     )
     assert [
         json.loads(line)["key"]
@@ -276,7 +276,7 @@ def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("members", "told"),
+    ("members", "message"),
     [
         (BAD["empty image"], "Repair such samples, move the shard away, or describe .*"),
         (
@@ -289,11 +289,11 @@ def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
     ],
     ids=["all unfit", "none"],
 )
-def test_a_shard_without_samples_that_fit_can_be_moved_away(members, told, tmp_path, capsys):
+def test_a_shard_without_samples_that_fit_can_be_moved_away(members, message, tmp_path, capsys):
     root = shard_with(tmp_path / "root", []).parent
     write_members(root / "train-0001.tar", members)
     assert main([str(root), "--workers", "1", "--max-unreadable", "0.9"]) == 2
-    assert re.search(f"train-0001.tar: .*{told}$", capsys.readouterr().err)
+    assert re.search(f"train-0001.tar: .*{message}$", capsys.readouterr().err)
     (root / "train-0001.tar").rename(tmp_path / "away.tar")
     assert main([str(root), "--workers", "1"]) == 0
 
@@ -361,7 +361,7 @@ def test_a_split_that_contradicts_the_names_is_refused(foreign, capsys):
 
 
 def test_shards_without_labels_are_reported(tmp_path, capsys):
-    # These members are those that img2dataset writes.
+    # img2dataset writes shards with these members.
     with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:
         for n in range(8):
             tar.write(

@@ -66,9 +66,9 @@ def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
     same = [name for name in remote if name.endswith((".idx", ".npy"))]
     assert {name: remote[name] for name in same} == {name: local[name] for name in same}
     for path in out.glob("*.json"):
-        there = json.loads(path.read_text())
-        assert there["shards_at"] == url
-        assert without(there, "shards_at", "info_sha256") == without(
+        content = json.loads(path.read_text())
+        assert content["shards_at"] == url
+        assert without(content, "shards_at", "info_sha256") == without(
             json.loads((foreign / path.name).read_text()), "mtime_ns", "info_sha256"
         )
     for tar in foreign.glob("*.tar"):
@@ -197,12 +197,12 @@ def test_shards_in_a_writable_store_are_indexed(foreign, bucket):
     local = {path.name: path.read_bytes() for path in foreign.iterdir()}
     assert output.sizes().keys() == local.keys()
     for name, content in local.items():
-        there = output.fetch(name, foreign.parent).read_bytes()
+        stored_bytes = output.fetch(name, foreign.parent).read_bytes()
         # A sidecar gets the modification time of its tar if the time is known.
         if name.startswith("imagenet1k") and name.endswith(".json"):
-            assert json.loads(there) == without(json.loads(content), "mtime_ns")
+            assert json.loads(stored_bytes) == without(json.loads(content), "mtime_ns")
         else:
-            assert digest(there) == digest(content), name
+            assert digest(stored_bytes) == digest(content), name
     assert main([f"{bucket}/{BRACES}", "--workers", "1"]) == 0
     assert output.sizes().keys() == local.keys()
 

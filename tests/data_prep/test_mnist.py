@@ -75,8 +75,8 @@ def put(folder: Path, files: dict[str, bytes], compressed: bool = False) -> Path
 
 
 def test_all_images_and_labels_equal_those_of_torchvision(torchvision_root, tmp_path):
-    found = mnist.source(torchvision_root)
-    catalogue = new_catalogue(found, tmp_path, seed=0)
+    images = mnist.source(torchvision_root)
+    catalogue = new_catalogue(images, tmp_path, seed=0)
     assert catalogue.splits == {"train": 60_000, "val": 10_000}
     assert catalogue.class_names == list("0123456789")
     for split, train in (("train", True), ("val", False)):
@@ -89,7 +89,7 @@ def test_all_images_and_labels_equal_those_of_torchvision(torchvision_root, tmp_
             f"{'train' if train else 't10k'}-{number:05d}" for number in numbers[:9]
         ]
         for sample, number in list(zip(samples, numbers, strict=True))[::2000]:
-            image = Image.open(io.BytesIO(found.read(sample)))
+            image = Image.open(io.BytesIO(images.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "L", (28, 28))
             error = np.asarray(image, np.int64) - np.asarray(expected[number][0], np.int64)
             assert np.abs(error).max() <= 3
@@ -117,8 +117,8 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     put(tmp_path / "plain", dict.fromkeys(dotted, b"not looked at"))
     everything = []
     for number, source in enumerate(sources):
-        found = mnist.source(source, "fashion")
-        catalogue = new_catalogue(found, tmp_path / f"c{number}", seed=0)
+        images = mnist.source(source, "fashion")
+        catalogue = new_catalogue(images, tmp_path / f"c{number}", seed=0)
         tables = [
             catalogue.table(split).samples(range(total))
             for split, total in catalogue.splits.items()
@@ -126,10 +126,10 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
         everything.append(
             (
                 catalogue.sha256,
-                {sample.key: found.read(sample) for samples in tables for sample in samples},
+                {sample.key: images.read(sample) for samples in tables for sample in samples},
             )
         )
-    assert all(found == everything[0] for found in everything)
+    assert all(images == everything[0] for images in everything)
     assert (
         mnist.main(
             [

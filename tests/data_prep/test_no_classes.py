@@ -39,14 +39,14 @@ def prepare(source: Path, out: Path, *flags: str) -> None:
 
 
 def members(root: Path) -> dict[str, bytes]:
-    found = {}
+    contents = {}
     for path in root.glob("*.tar"):
         with tarfile.open(path) as tar:
             for member in tar:
                 file = tar.extractfile(member)
                 assert file is not None
-                found[member.name] = file.read()
-    return found
+                contents[member.name] = file.read()
+    return contents
 
 
 def test_every_image_is_stored_once_without_a_label(root):

@@ -59,10 +59,11 @@ def prepared(source: Path, out: Path, *flags: str) -> dict[str, Any]:
 
 
 def assert_rows(root: Path, split: str, listed: list[dict], labels: dict[Any, int]) -> None:
-    """Assert that the shards contain each of these rows once, with the row number as the key."""
-    found = stored(root, split)
-    assert len(found) == len(listed)
-    by_row = {int(key.partition("_")[0]): sample for key, sample in found.items()}
+    """Assert that the shards contain each of the given rows once, with the row number as the
+    key."""
+    samples = stored(root, split)
+    assert len(samples) == len(listed)
+    by_row = {int(key.partition("_")[0]): sample for key, sample in samples.items()}
     assert [by_row[n] for n in range(len(listed))] == [
         Stored(row["image"]["bytes"], labels[row["label"]]) for row in listed
     ]
@@ -103,7 +104,7 @@ def test_without_val_a_fraction_of_each_class_is_held_out(tmp_path):
 def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
     folder = by_datasets(tmp_path / "hub", rows(30), test=rows(5, 100, label=lambda _: -1))
     info = prepared(folder, tmp_path / "out")
-    assert {split: found["num_samples"] for split, found in info["splits"].items()} == {
+    assert {split: described["num_samples"] for split, described in info["splits"].items()} == {
         "train": 27,
         "val": 3,
     }

@@ -67,15 +67,15 @@ def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int],
     if reader == "Hugging Face":
         import datasets
 
-        found = eval(
+        samples = eval(
             f"{line.removesuffix(')')}, cache_dir={str(tmp_path)!r})", {"datasets": datasets}
         )
-        assert found.keys() == {"train", "val"}
+        assert samples.keys() == {"train", "val"}
         by_files = datasets.load_dataset(
             "webdataset", data_files={"train": f"{root}/train-*.tar"}, cache_dir=str(tmp_path / "2")
         )
-        assert by_files["train"]["cls"] == found["train"]["cls"]
-        return [(sample["jpg"].size, sample["cls"]) for sample in found["train"]]
+        assert by_files["train"]["cls"] == samples["train"]["cls"]
+        return [(sample["jpg"].size, sample["cls"]) for sample in samples["train"]]
     if reader == "timm":
         import timm.data
 

@@ -156,14 +156,16 @@ def test_layers_are_the_same_as_in_timm(fields):
     )
     for form in ("timm", "beit"):
         config = AdamWConfig(weight_decay=0.05, layer_decay=0.7, layer_decay_form=form)
-        got = scales(parameter_groups(ours, config), ours)
-        assert got.keys() <= expected.keys()
-        differ = {name for name in got if got[name] != pytest.approx(expected[name])}
+        scales_of_ours = scales(parameter_groups(ours, config), ours)
+        assert scales_of_ours.keys() <= expected.keys()
+        differ = {
+            name for name in scales_of_ours if scales_of_ours[name] != pytest.approx(expected[name])
+        }
         # BEiT and MAE treat the last norm as part of the head. MAE's norm after pooling is the same
         # as timm's.
         has_norm = form == "beit" and "avg" not in fields.values()
         assert differ == ({"norm.weight", "norm.bias"} if has_norm else set())
-        assert all(got[name][0] == 1 for name in differ)
+        assert all(scales_of_ours[name][0] == 1 for name in differ)
 
 
 def test_networks_with_stages_have_the_same_layers_as_in_timm():

@@ -241,13 +241,13 @@ def test_exactly_the_damaged_files_are_named(root, damages, capsys):
     for break_it, _ in damages:
         break_it(root)
     assert verify(root) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     expected = [text for _, texts in damages for text in texts]
-    assert [text for text in expected if not re.search(rf"(?m)^    {text}", told)] == []
+    assert [text for text in expected if not re.search(rf"(?m)^    {text}", output)] == []
     assert [
-        line for line in problems_in(told) if not any(re.match(text, line) for text in expected)
+        line for line in problems_in(output) if not any(re.match(text, line) for text in expected)
     ] == []
-    assert f"{len(problems_in(told))} problem" in told.splitlines()[-1]
+    assert f"{len(problems_in(output))} problem" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("damages", [TARS, BESIDE, NO_INDEX], ids=["tars", "beside", "no index"])
@@ -255,10 +255,10 @@ def test_a_quick_check_names_most_damaged_files(root, damages, capsys):
     for break_it, _ in damages:
         break_it(root)
     assert verify(root, "--quick") == 1
-    told = capsys.readouterr().out
-    # Only sha256 detects the flipped bit in this shard.
+    output = capsys.readouterr().out
+    # Only sha256 detects the flipped bit in train-00006.tar.
     named = {texts[0].split(":")[0] for _, texts in damages} - {"train-00006.tar"}
-    assert [name for name in named if f"    {name}: " not in told] == []
+    assert [name for name in named if f"    {name}: " not in output] == []
 
 
 def test_a_shard_with_a_damaged_header_is_named(root, capsys):
@@ -276,10 +276,10 @@ def test_many_lines_about_one_shard_are_shortened(tmp_path, capsys):
         member for n in range(15) for member in pair(f"k{n:02d}", image_bytes(n)[:-200], n % 2)
     ]
     assert verify(foreign(tmp_path / "foreign", members)) == 1
-    told = capsys.readouterr().out
-    assert "train-000.tar: k09: cannot be decoded" in told
-    assert "k10: cannot" not in told
-    assert "train-000.tar: and 5 more in this shard" in told
+    output = capsys.readouterr().out
+    assert "train-000.tar: k09: cannot be decoded" in output
+    assert "k10: cannot" not in output
+    assert "train-000.tar: and 5 more in this shard" in output
 
 
 def test_samples_in_neither_shard_nor_quarantine_are_reported(root, capsys):
@@ -316,8 +316,8 @@ def test_leftover_files_are_notes(root, capsys):
     for name in (".train-00001.tar.host.1.tmp", "_writing.json"):
         (root / name).write_text("{}")
     assert verify(root) == 0
-    told = capsys.readouterr().out
-    assert ".train-00001.tar.host.1.tmp: temporary file" in told
-    assert "_writing.json: temporary file" in told
-    assert "no problems, 2 notes" in told
+    output = capsys.readouterr().out
+    assert ".train-00001.tar.host.1.tmp: temporary file" in output
+    assert "_writing.json: temporary file" in output
+    assert "no problems, 2 notes" in output
     assert verify(root, "--strict") == 1

@@ -120,13 +120,13 @@ def test_a_tar_inside_a_tar_is_listed(tmp_path):
     with tarfile.open(tmp_path / "outer.tar", "w") as outer:
         for name in ("first.tar", "second.tar"):
             outer.add(inner, name)
-    found = listed(tmp_path / "outer.tar")
-    assert [name for name, _, _ in found] == ["first.tar", "second.tar"]
-    for _, start, size in found:
+    members = listed(tmp_path / "outer.tar")
+    assert [name for name, _, _ in members] == ["first.tar", "second.tar"]
+    for _, start, size in members:
         assert listed(tmp_path / "outer.tar", start, start + size) == [
             (n, start + o, s) for n, o, s in listed(inner)
         ]
-    _, start, size = found[1]
+    _, start, size = members[1]
     with pytest.raises(
         PrepError,
         match=rf"outer\.tar: cut off: .* \(in the tar inside it that begins at byte {start}",

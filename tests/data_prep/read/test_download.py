@@ -182,9 +182,9 @@ def test_a_file_with_a_wrong_md5_is_refused(web, path):
     web.files["/data/a.bin"] = b"<html>please log in</html>"
     with pytest.raises(PrepError) as caught:
         download(f"{web.url}/data/a.bin", path, MD5)
-    found = hashlib.md5(b"<html>please log in</html>").hexdigest()
+    md5 = hashlib.md5(b"<html>please log in</html>").hexdigest()
     assert str(caught.value).startswith(
-        f"{web.url}/data/a.bin: md5 is {found} (26 bytes), expected {MD5}: "
+        f"{web.url}/data/a.bin: md5 is {md5} (26 bytes), expected {MD5}: "
     )
     assert f"save it as {path}" in str(caught.value)
     assert list(path.parent.iterdir()) == []

@@ -146,7 +146,7 @@ def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
     samples = webdataset.WebDataset(
         [str(tar) for tar in tars], shardshuffle=False, empty_check=False
     )
-    found = []
+    results = []
     for sample in samples:
         images = [
             suffix
@@ -154,10 +154,10 @@ def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
             if suffix.split(".")[-1] in ("jpg", "jpeg", "png", "webp", "bmp")
             and suffix != "depth.png"
         ]
-        found.append(
+        results.append(
             (sample["__key__"], sample["jpg" if "jpg" in sample else images[0]], label_of(sample))
         )
-    return found
+    return results
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -226,8 +226,13 @@ def test_a_stream_equals_the_index(form, tmp_path, capsys):
     assert index(root, flags) == 0, capsys.readouterr().err
     split = open_split(root, "train")
     expected = of_webdataset([root / "train-0.tar", root / "train-1.tar"], label_of)
-    given = layout_of(flags)
-    layout = SampleLayout(given.image, given.label, given.keys_with_dots, tuple(split.class_names))
+    shard_layout = layout_of(flags)
+    layout = SampleLayout(
+        shard_layout.image,
+        shard_layout.label,
+        shard_layout.keys_with_dots,
+        tuple(split.class_names),
+    )
     stream = reader.open_stream(
         f"{root}/train-{{0..1}}.tar", 18, split.num_classes, split.class_names, layout
     )

@@ -117,9 +117,9 @@ def test_zip64_and_bytes_before_the_zip_are_supported(tmp_path):
         archive.writestr("a.jpg", b"one")
         with archive.open("b.jpg", "w", force_zip64=True) as member:
             member.write(b"two")
-    found = zip_samples(path)
-    assert [sample.offset >= large for sample in found] == [True, True]
-    assert [read_zip_member(sample) for sample in found] == [b"one", b"two"]
+    samples = zip_samples(path)
+    assert [sample.offset >= large for sample in samples] == [True, True]
+    assert [read_zip_member(sample) for sample in samples] == [b"one", b"two"]
     make_zip(tmp_path / "a.zip")
     # The offsets in the zip do not count these bytes.
     (tmp_path / "b.zip").write_bytes(b"#!/bin/sh\n" + (tmp_path / "a.zip").read_bytes())

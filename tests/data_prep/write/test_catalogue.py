@@ -102,7 +102,7 @@ def test_samples_are_held_out_by_class_and_hash_of_the_key(
     monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
-    found = new_catalogue(
+    catalogue = new_catalogue(
         listed(names, labels),
         tmp_path / "c",
         5,
@@ -116,21 +116,23 @@ def test_samples_are_held_out_by_class_and_hash_of_the_key(
         )
         count = min(round(fraction * len(members)), len(members) - 1)
         expected |= dict.fromkeys(members[:count], "val") | dict.fromkeys(members[count:], "train")
-    assert {s.key: split for split in found.splits for s in samples_of(found, split)} == expected
-    assert found.splits == Counter(expected.values())
-    assert [s.key for s in samples_of(found, "val")] == dealt(
+    assert {
+        s.key: split for split in catalogue.splits for s in samples_of(catalogue, split)
+    } == expected
+    assert catalogue.splits == Counter(expected.values())
+    assert [s.key for s in samples_of(catalogue, "val")] == dealt(
         [key for key, split in expected.items() if split == "val"], 5
     )
 
 
 def test_too_few_samples_are_not_split(tmp_path):
-    found = new_catalogue(
+    catalogue = new_catalogue(
         listed(["a.jpg", "b.jpg"], [0, 1]),
         tmp_path / "c",
         0,
         finish=lambda b: b.hold_out("train", "val", 0.3),
     )
-    assert found.splits == {"train": 2}
+    assert catalogue.splits == {"train": 2}
 
 
 def test_files_of_a_killed_process_are_removed(tmp_path):

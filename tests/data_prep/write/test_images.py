@@ -26,7 +26,7 @@ from vit.data.decode.images import decode
 
 DECODE = ImagePolicy("decode")
 HEADERS = ImagePolicy("headers")
-# At this quality, pixels stay close to the original.
+# At quality 100, pixels stay close to the original.
 BEST = ImagePolicy(jpeg_quality=100)
 
 
@@ -219,7 +219,8 @@ def test_an_image_encoded_for_another_reason_keeps_its_orientation():
 
 @pytest.mark.parametrize("orientation", [0, *range(1, 9), 9])
 def test_images_with_a_rotating_orientation_are_recognized(orientation):
-    """Pillow's exif_transpose rotates exactly these images. 0 and 9 are invalid orientations."""
+    """Images must be recognized if and only if Pillow's exif_transpose rotates them. 0 and 9 are
+    invalid orientations."""
     for form in ("JPEG", "PNG", "WEBP"):
         data = encode(picture(), form, exif=oriented(orientation))
         asks = (
@@ -495,14 +496,14 @@ def test_equal_input_gives_equal_bytes_in_any_process(tmp_path):
         " resize_short_side=40)\nprint(hashlib.sha256(prepare(open(sys.argv[1], 'rb').read(),"
         " policy).data).hexdigest())"
     )
-    there = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "cmyk.jpg")],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     here = prepare(CONVERTED["CMYK JPEG"], ImagePolicy(apply_exif=True, resize_short_side=40)).data
-    assert there.strip() == hashlib.sha256(here).hexdigest()
+    assert output.strip() == hashlib.sha256(here).hexdigest()
 
 
 def test_options_are_json_and_differ_between_policies():

@@ -110,14 +110,14 @@ def interval_for(mcus_wide: int) -> int:
 
 def segments(data: bytes) -> list[tuple[int, bytes]]:
     """Return (marker, bytes) for each segment up to the start of scan."""
-    found = []
+    parts = []
     position = 2
     while True:
         marker = data[position + 1]
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        found.append((marker, data[position:end]))
+        parts.append((marker, data[position:end]))
         if marker == 0xDA:
-            return found
+            return parts
         position = end
 
 
@@ -131,11 +131,11 @@ def check_same_image(marked: bytes, original: bytes) -> None:
     decoded = [simplejpeg.decode_jpeg(data, "RGB", strict=True) for data in (marked, original)]
     assert np.array_equal(*decoded), "the pixels differ"
     replaced = (TABLES, INTERVAL, SCAN)
-    kept = [
+    headers = [
         [segment for segment in segments(data) if segment[0] not in replaced]
         for data in (marked, original)
     ]
-    assert kept[0] == kept[1], "the headers differ"
+    assert headers[0] == headers[1], "the headers differ"
     header = read_header(marked)
     mcus_wide = -(-header.width // header.mcu_size[0])
     mcus_high = -(-header.height // header.mcu_size[1])

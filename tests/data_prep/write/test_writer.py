@@ -44,11 +44,11 @@ def test_workers_and_order_have_no_effect(written, tmp_path):
 def test_every_sample_occurs_once_with_its_label(written):
     for split, num in (("train", 23), ("val", 7)):
         opened = open_split(written, split)
-        found = {
+        samples = {
             opened.key(i): (opened.read(i), int(opened.index["label"][i]))
             for i in range(opened.num_samples)
         }
-        assert found == {f"{split}_{n}": (image_bytes(n), n % 3) for n in range(num)}
+        assert samples == {f"{split}_{n}": (image_bytes(n), n % 3) for n in range(num)}
         assert opened.class_names == ["a", "b", "c"]
 
 
@@ -98,16 +98,16 @@ def test_default_number_of_shards():
 
 def test_original_names_and_classes_are_returned_on_request(tmp_path, small):
     write(small, tmp_path / "root", replace(FOUR, with_json=True))
-    found = {}
+    names = {}
     for tar in (tmp_path / "root").glob("*.tar"):
         for sample in webdataset.WebDataset(str(tar), shardshuffle=False).decode():
-            found[sample["__key__"]] = sample["json"]
+            names[sample["__key__"]] = sample["json"]
     expected = {
         f"{split}_{n}": {"name": f"{split}.{n}.JPEG", "label": n % 3, "class": "abc"[n % 3]}
         for split, num in (("train", 23), ("val", 7))
         for n in range(num)
     }
-    assert found == expected
+    assert names == expected
 
 
 def test_minival_is_cut_by_class_and_hash(tmp_path, small):
@@ -128,7 +128,7 @@ def test_minival_is_cut_by_class_and_hash(tmp_path, small):
 def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small, tmp_path, capsys):
     root = tmp_path / "root"
     write(small, root, FOUR)
-    kept = (root / "train-00001.tar").stat().st_mtime_ns
+    modified = (root / "train-00001.tar").stat().st_mtime_ns
     (root / "train-00000.tar").unlink()
     os.truncate(root / "train-00002.tar", 1000)
     (root / "train-00003.json").unlink()
@@ -148,7 +148,7 @@ def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small
     write(small, root, FOUR)
     (root / "mine.rows.npy").unlink()
     assert "keeping 2 of 5 shards that already exist" in capsys.readouterr().out
-    assert (root / "train-00001.tar").stat().st_mtime_ns == kept
+    assert (root / "train-00001.tar").stat().st_mtime_ns == modified
     assert digests(root) == digests(written)
 
 
@@ -264,15 +264,15 @@ def test_an_error_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypatch
             try:
                 for number in range(60):
                     stream.add(f"{number}.jpg", data)
-                came.append(stream.close())
+                outcomes.append(stream.close())
             except BaseException as error:
-                came.append(type(error))
+                outcomes.append(type(error))
 
-        came: list[object] = []
+        outcomes: list[object] = []
         thread = threading.Thread(target=add_all, daemon=True)
         thread.start()
         thread.join(timeout=120)
-    assert came == [error or hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()], (
+    assert outcomes == [error or hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()], (
         "the thread hangs or has a different result"
     )
 
@@ -344,11 +344,11 @@ def test_a_refused_command_keeps_the_files_of_another(small, tmp_path):
     write(source, root, replace(FOUR, part="0-1"))
     (root / "_spool").mkdir()
     before = sorted(path.name for path in root.iterdir())
-    for settings, what in (
+    for settings, message in (
         (replace(FOUR, num_shards=5), "num_shards"),
         (replace(FOUR, seed=3), "seed"),
     ):
-        with pytest.raises(PrepError, match=f"{what} was .* Nothing was changed"):
+        with pytest.raises(PrepError, match=f"{message} was .* Nothing was changed"):
             write(source, root, settings)
     other = source_of(tmp_path / "other", small_splits(22))
     with pytest.raises(PrepError, match=r"catalogue was .* Nothing was changed"):

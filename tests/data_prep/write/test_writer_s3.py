@@ -78,9 +78,9 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
         time.sleep(moments.uniform(0.5, 3))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for name, told in found(s3, bucket).items():
+        for name, content in found(s3, bucket).items():
             until_the_end = name == "_writing.json" or name.endswith(".rows.npy")
-            assert until_the_end or name.startswith(".writable") or told == local[name], (
+            assert until_the_end or name.startswith(".writable") or content == local[name], (
                 f"{name}: the object is partial or has different content"
             )
     done = subprocess.run(
@@ -92,8 +92,8 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
     )
     # A fast machine may finish before the second kill.
     assert re.search("complete, 10 classes|already complete", done.stdout)
-    there = found(s3, bucket).items()
-    assert {name: told for name, told in there if not name.startswith(".writable")} == local
+    objects = found(s3, bucket).items()
+    assert {name: content for name, content in objects if not name.startswith(".writable")} == local
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes remain"
 
 
