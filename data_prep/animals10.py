@@ -44,7 +44,7 @@ ENGLISH = {
     "ragno": "spider",
     "scoiattolo": "squirrel",
 }
-"""The English name of each class folder."""
+"""Maps each class folder's Italian name to the English name."""
 CLASS_OF = {**ENGLISH, **{english: english for english in ENGLISH.values()}}
 CLASS_NAMES = sorted(ENGLISH.values())
 OFFICIAL = {
@@ -59,9 +59,9 @@ OFFICIAL = {
     "chicken": 3098,
     "squirrel": 1862,
 }
-"""The number of images of each class in Kaggle's zip."""
+"""The number of images per class in Kaggle's zip."""
 URL = "https://www.kaggle.com/api/v1/datasets/download/alessiocorrado99/animals10"
-"""The download address of Kaggle's own client, which redirects to the zip."""
+"""The download address that Kaggle's own client uses. It redirects to the zip."""
 FRACTIONS = (0.85, 0.15)
 SPLITS = ("train", "val", "test")
 
@@ -70,14 +70,14 @@ SPLITS = ("train", "val", "test")
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
-    """Return the outermost folder on an image's path that is named after a class."""
+    """Return the outermost folder in an image's path that is named after a class."""
     parts = PurePosixPath(path).parts
     depth = next((depth for depth, part in enumerate(parts[:-1]) if part.lower() in CLASS_OF), None)
     return None if depth is None else PurePosixPath(*parts[: depth + 1])
 
 
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
-    """Return the indices of each class's images, and the paths outside the class folders.
+    """Return the image indices for each class, and the paths that are not in any class folder.
 
     Raises PrepError if a class is missing, a class has two folders, or an unknown folder is next to
     the class folders.
@@ -125,11 +125,11 @@ def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
 
 
 def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int = 0) -> Source:
-    """Return the source of Kaggle's zip or of an unpacked folder.
+    """Return a `Source` for Kaggle's zip or an unpacked folder.
 
-    fractions: the fractions of each class for train and val, or for train, val and test. They sum
-    to 1. split_seed: the seed of the split. Raises PrepError if the path does not exist or the
-    fractions are invalid. Listing the images raises it unless all ten classes exist.
+    fractions: the fractions of each class for train and val, or for train, val and test, which must
+    sum to 1. split_seed: the seed of the split. Raises PrepError if the path does not exist or the
+    fractions are invalid. Listing the images raises PrepError unless all ten classes exist.
     """
     if not path.exists():
         raise PrepError(
@@ -170,7 +170,7 @@ def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Buil
 def _note_differences(
     name: str, counts: dict[str, int], outside: Sequence[str], builder: Builder
 ) -> None:
-    """Print and record how the source `name` differs from Kaggle's zip, without an error."""
+    """Print and record the differences between the source `name` and Kaggle's zip."""
     if counts != OFFICIAL:
         total = f"{sum(counts.values()):,} images, Kaggle's zip has {sum(OFFICIAL.values()):,}"
         differences = [
@@ -180,7 +180,7 @@ def _note_differences(
         ]
         builder.report(f"{name}: {total}: {', '.join(differences)}")
     if outside:
-        builder.report(  # _info.json records this text, so rewording it changes the output bytes
+        builder.report(  # _info.json records this text, so rewording changes the output.
             f"{name}: {len(outside):,} images outside the class folders are left out:"
             f" {some(sorted(outside))}"
         )

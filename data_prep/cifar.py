@@ -37,23 +37,23 @@ PIXEL_BYTES = 3 * SIDE * SIDE
 URL = "https://www.cs.toronto.edu/~kriz/"
 MAX_MEMBERS = 100
 MAX_MEMBER_BYTES = 200_000_000
-"""The largest member, CIFAR-100's train.bin, has 153,700,000 bytes."""
+"""The maximum size of an archive member. CIFAR-100's train.bin has 153,700,000 bytes."""
 
 
 class Kind(NamedTuple):
-    """CIFAR-10 or CIFAR-100, in the format of https://www.cs.toronto.edu/~kriz/cifar.html."""
+    """CIFAR-10 or CIFAR-100 in the format of https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     name: str
     folder: str
     archive: str
     md5: str
-    """The archive's md5, from the web page (CIFAR-10) and torchvision's source (CIFAR-100)."""
+    """The archive's md5, taken from the web page (CIFAR-10) or torchvision's source (CIFAR-100)."""
     num_classes: int
     class_names: str
     label_bytes: int
-    """The number of label bytes before the pixels of a record. The last one is the label."""
+    """The number of label bytes before each record's pixels. The last of these is the label."""
     files: Mapping[str, tuple[str, int]]
-    """The split and the number of records of each file."""
+    """The split and the number of records for each file."""
 
 
 KINDS = {
@@ -85,7 +85,7 @@ KINDS = {
 
 
 def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
-    """Find the data set in `source`, and the folder or archive that contains its files.
+    """Find the data set in `source`. Return it and the folder or archive that contains its files.
 
     Extracted files are preferred over an archive. classes: 10 or 100, if `source` may contain both
     data sets. Raises PrepError unless exactly one data set matches.
@@ -131,7 +131,7 @@ def _members(path: Path, needed: tuple[str, ...] = ()) -> Iterator[tuple[str, by
 
 
 def source(path: Path, classes: int | None = None) -> Source:
-    """Return the source of an archive or a folder. classes: 10 or 100, if `path` may contain both.
+    """Return a `Source` for an archive or a folder. classes: 10 or 100, if `path` may contain both.
 
     Raises PrepError like `find_place`.
     """
@@ -141,7 +141,7 @@ def source(path: Path, classes: int | None = None) -> Source:
 
 
 def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
-    """Yield each file's records: label bytes, then 1,024 bytes each of red, green and blue."""
+    """Yield the records of each file: label bytes, then 1,024 bytes each of red, green and blue."""
     needed = (*kind.files, kind.class_names)
     folder = place
     if not place.is_dir():

@@ -1,4 +1,4 @@
-"""Shared code of all `data_prep` commands: flags, dry-run plan and exit statuses."""
+"""Code shared by all `data_prep` commands: flags, dry runs and exit statuses."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from vit.system.host import num_cores
 from vit.system.meter import duration
 
 Flags = Mapping[str, Mapping[str, Any]]
-"""The keyword arguments of `add_argument` for each flag name."""
+"""Maps each flag to its keyword arguments for `add_argument`."""
 Main = Callable[..., int]
-"""A function that runs a command line, `sys.argv` by default, and returns the exit status."""
+"""A function that runs a command line, by default `sys.argv`, and returns the exit status."""
 VAL_FRACTION = 0.1
 """The default fraction of each class that becomes val if the source has no validation split."""
 
 
 class Parser(OneLineParser):
-    """The project's argument parser, which exits the process on a usage error."""
+    """A variant of the project's argument parser that exits the process on a usage error."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line and exit with status 2."""
@@ -49,14 +49,14 @@ class Parser(OneLineParser):
 
 
 def positive(text: str) -> int:
-    """Parse an integer of at least 1, as an argparse type."""
+    """Parse an integer of at least 1. Used as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def fraction(text: str) -> float:
-    """Parse a number in [0, 1), as an argparse type."""
+    """Parse a number in [0, 1). Used as an argparse type."""
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
@@ -201,7 +201,7 @@ RUNNING_FLAGS: Flags = {
 
 
 EXCLUSIVE = {"--num-shards", "--shard-mib"}
-"""The mutually exclusive flags that choose the number of shards."""
+"""The mutually exclusive flags that set the number of shards."""
 
 
 def command_line(
@@ -213,7 +213,7 @@ def command_line(
 ) -> Main:
     """Return the `main` function of `data_prep.<name>`.
 
-    groups: the flags under each heading of --help; "" has no heading. remedy: see `run`.
+    groups: the flags under each heading of --help; "" means no heading. remedy: see `run`.
     """
 
     def main(argv: list[str] | None = None) -> int:
@@ -223,7 +223,7 @@ def command_line(
 
 
 def make_parser(name: str, doc: str | None, groups: Mapping[str, Flags]) -> Parser:
-    """Return the parser of `data_prep.<name>`; see `command_line`."""
+    """Return the parser of `data_prep.<name>`. The arguments are those of `command_line`."""
     parser = Parser(f"python -m data_prep.{name}", doc)
     for heading, flags in groups.items():
         group = parser.add_argument_group(heading) if heading else parser
@@ -241,10 +241,10 @@ def source_command(
     *,
     apply_exif: bool = False,
 ) -> Main:
-    """Return the `main` function of `data_prep.<name>`, which writes the shards of a source.
+    """Return the `main` function of `data_prep.<name>`, which writes shards from a source.
 
-    flags: the source's own flags, which precede the shared flags. make: creates the source.
-    apply_exif: the default of --apply-exif.
+    flags: the source's own flags, listed before the shared flags. make: a function that creates the
+    source. apply_exif: the default of --apply-exif.
     """
     exif = {**IMAGES_FLAGS["--apply-exif"], "default": apply_exif}
     groups = {
@@ -257,7 +257,7 @@ def source_command(
 
 
 def refuse_val_fraction(value: float | None, *val: object) -> None:
-    """Raise PrepError if --val-fraction was given although the source has `val`."""
+    """Raise PrepError if --val-fraction is given although the source has a val split."""
     if val and value is not None:
         raise PrepError(
             f"--val-fraction {value} was given, but {val[0]} exists: remove one of them"
@@ -265,7 +265,7 @@ def refuse_val_fraction(value: float | None, *val: object) -> None:
 
 
 def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
-    """Write the shards of a source, or print the plan of a dry run."""
+    """Write the shards of a source, or print the plan if --dry-run is given."""
     settings = Settings(
         num_shards=args.num_shards,
         shard_bytes=args.shard_mib and args.shard_mib << 20,
@@ -291,7 +291,7 @@ def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
 
 
 def _summary(plan: WritePlan) -> str:
-    """Return a readable plan: splits, shards, bytes and time."""
+    """Format the plan for the user: splits, shards, bytes and time."""
     catalogue = plan.catalogue
     lines = [f"{plan.source.name}: {len(catalogue.class_names):,} classes"]
     for split, samples in catalogue.splits.items():
@@ -326,14 +326,15 @@ def run(
     args: argparse.Namespace,
     remedy: str = "run the same command again to continue",
 ) -> int:
-    """Run a command and return its exit status: 0, or 2 after a one-line error for the user.
+    """Run a command and return its exit status: 0, or 2 after a one-line error message.
 
-    remedy: how to continue, printed after an interruption. SIGTERM ends the command like Ctrl-C.
-    Incomplete files are removed and complete shards are kept.
+    remedy: advice on continuing, printed after an interruption. SIGTERM interrupts the command
+    like Ctrl-C. Incomplete files are removed, and complete shards are kept.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the cleanup
+        # Ignore a second signal, which would interrupt the cleanup.
+        signal.signal(number, signal.SIG_IGN)
         raise _Terminated
 
     redact.guard_console()
@@ -359,4 +360,4 @@ def run(
 
 
 class _Terminated(BaseException):
-    """The exception raised when SIGTERM arrives."""
+    """The exception that interrupts the command when SIGTERM arrives."""

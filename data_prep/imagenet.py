@@ -51,7 +51,7 @@ from vit.system.meter import Meter
 NUM_CLASSES = 1000
 NUM_IMAGES = {"train": 1_281_167, "val": 50_000}
 PER_CLASS = {"train": (732, 1300), "val": (50, 50)}
-"""The minimum and maximum number of images per class (from the development kit's readme)."""
+"""The minimum and maximum number of images per class (source: the development kit's readme)."""
 MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
     TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e",
     VAL_TAR: "29b22e2961454d5413ddabcf34fc5622",
@@ -71,9 +71,9 @@ FAULTS = {
     "contradicted": ("have another class in the label file", "correct the folder or the file"),
     "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet is so large"),
 }
-"""The faults that --partial does not allow. Each has a problem and a hint."""
+"""Maps each kind of fault that --partial does not allow to a problem text and a hint."""
 Faults = defaultdict[str, list[str]]
-"""Image names by fault. "unknown" contains WNIDs and "ignored" contains files of other types."""
+"""Maps faults to image names. "unknown" lists WNIDs, and "ignored" lists files of other types."""
 
 
 def _take(
@@ -83,14 +83,14 @@ def _take(
     labels: Mapping[str, str],
     faults: Faults,
 ) -> list[tuple[int, str, int]]:
-    """Return (row, key, label) of the valid images in a batch, and add the others to `faults`."""
+    """Return (row, key, label) for each valid image of a batch, and add others to `faults`."""
     valid = []
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
         if match is None or (match[2] is None) == training:
             is_image = name.lower().endswith(IMAGE_EXTENSIONS)
-            if not name.startswith("."):  # macOS writes `._x` next to x
+            if not name.startswith("."):  # macOS adds a metadata file `._x` for x.
                 faults["foreign" if is_image else "ignored"].append(name)
             continue
         key, in_name, appended = match.groups()
@@ -138,9 +138,9 @@ def _add_split(
 
 
 def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> list[str]:
-    """Return the differences between a split and ImageNet, one per line.
+    """Return the differences between a split and ImageNet, one line each.
 
-    counts: (len(class_names),) number of images per class.
+    counts: (len(class_names),) number of images in each class.
     """
     lines = []
     if counts.sum() != NUM_IMAGES[split]:
@@ -158,7 +158,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 
 
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
-    """Add all images to the catalogue. Raises one PrepError that lists all problems."""
+    """Add all images to the catalogue. Raises a single PrepError that lists all problems."""
     labels = read_all(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
     all_wnids = set(labels.values()).union(*wnids.values())
@@ -203,7 +203,7 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
         )
         raise PrepError(f"this source is not ImageNet-1k:\n  {lines}{'' if errors else hint}")
     if len(class_names) < NUM_CLASSES and allow_partial:
-        partial_only.append(  # _info.json records this text, so rewording changes the output bytes
+        partial_only.append(  # _info.json records this text, so rewording changes the output.
             f"labels are positions among {len(class_names):,} classes: not the labels of published"
             f" weights, which know {NUM_CLASSES:,}"
         )
@@ -218,7 +218,7 @@ READERS = {".tar": read_range, ".images": read_range, ".zip": read_zip_member}
 
 
 def read(sample: Sample) -> bytes:
-    """Return the encoded image from a tar, a copied parquet file, a zip or a folder.
+    """Return the encoded image, read from a tar, a copied parquet file, a zip or a folder.
 
     Raises OSError or ValueError.
     """
@@ -229,7 +229,7 @@ def read(sample: Sample) -> bytes:
 
 
 def check_md5(paths: Sequence[Path]) -> None:
-    """Compare archives with their published md5. Raises PrepError that names all wrong files."""
+    """Compare archives with their published md5. Raises a PrepError that names all wrong files."""
     official = {path: MD5[path.name] for path in paths if path.name in MD5}
     if not official:
         print(f"md5: none of these files has a published md5; expected {', '.join(MD5)}")
@@ -247,7 +247,7 @@ def check_md5(paths: Sequence[Path]) -> None:
 
 
 def _check_splits(search: Search, allow_partial: bool) -> None:
-    """Raise PrepError if a split is missing, or if val is flat and has no label file."""
+    """Raise PrepError if a split is missing, or if a flat val folder has no label file."""
     splits = {layout.split for layout in search.layouts}
     expected = {"train": f"{TRAIN_TAR}, <wnid>.tar, train/<wnid>/", "val": f"{VAL_TAR}, val/"}
     problems = [
@@ -265,11 +265,11 @@ def _check_splits(search: Search, allow_partial: bool) -> None:
 
 
 def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False) -> Source:
-    """Find ImageNet-1k in these files and folders, and print the layout.
+    """Find ImageNet-1k in the given files and folders, and print the layout.
 
-    allow_partial: accept missing images, classes or splits, and report what is missing. md5: first
-    check the md5 of the archives. Raises PrepError for problems that are visible without listing
-    the images, which `fill` does.
+    allow_partial: accept and report missing images, classes or splits. md5: check the md5 of the
+    archives first. Raises PrepError for problems that are visible without listing the images.
+    `fill` lists the images.
     """
     search = find_layouts(paths)
     _check_splits(search, allow_partial)

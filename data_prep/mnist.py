@@ -38,12 +38,12 @@ HEADER_BYTES = {"images": 16, "labels": 8}
 
 
 class Variant(NamedTuple):
-    """A data set in MNIST's format."""
+    """One of the data sets in MNIST's format."""
 
     torchvision_folder: str
     url: str
     md5: Mapping[str, str]
-    """The md5 of each compressed file, from torchvision and the data sets' own pages."""
+    """The md5 of each compressed file, from torchvision and from the data sets' web pages."""
     class_names: tuple[str, ...]
 
 
@@ -99,10 +99,10 @@ VARIANTS = {
 
 
 def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
-    """Return the four files by their official names without .gz.
+    """Return the paths of the four files, by official name without .gz.
 
-    Torchvision's folders are also searched, and an uncompressed file precedes a compressed one.
-    Raises PrepError that names all missing files, or both folders if two match.
+    torchvision's folders are searched as well, and uncompressed files are preferred. Raises a
+    PrepError that names all missing files, or both folders if two match.
     """
     if not folder.is_dir():
         raise PrepError(
@@ -144,18 +144,19 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
 
 
 def read_idx(path: Path, kind: str, count: int) -> bytes:
-    """Return the uncompressed content of an idx file of `count` "images" or "labels".
+    """Return the uncompressed content of an idx file with `count` "images" or "labels".
 
     Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: number of dimensions), a four-byte
-    size per dimension, and the data (http://yann.lecun.com/exdb/mnist). Raises PrepError for a file
-    of another kind, size or shape.
+    size for each dimension, and the data (http://yann.lecun.com/exdb/mnist). Raises PrepError for a
+    file of another kind, size or shape.
     """
     shape = (count, SIDE, SIDE) if kind == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))
     opened = gzip.open if path.suffix == ".gz" else open
     with readable(path, DAMAGE, "not a complete gzip file"), opened(path, "rb") as file:
-        content = file.read(num_bytes + 1)  # a hostile file may decompress to any size
+        # Limit the size, because a hostile file may decompress to any size.
+        content = file.read(num_bytes + 1)
     if len(content) != num_bytes or not content.startswith(expected):
         size = f"{len(content):,} bytes" if len(content) <= num_bytes else "more"
         raise PrepError(
@@ -170,13 +171,13 @@ def read_idx(path: Path, kind: str, count: int) -> bytes:
 
 
 def source(folder: Path, variant: str = "mnist") -> Source:
-    """Return the images of the four idx files in `folder`.
+    """Return a `Source` for the four idx files in `folder`.
 
     Raises PrepError if files are missing or are from a different variant.
     """
     files = find_files(folder, variant)
     for name, path in files.items():
-        # only the md5 of the official compressed files distinguishes the variants
+        # Only the md5 of the official compressed files distinguishes the variants.
         variants = {other.md5[name]: key for key, other in VARIANTS.items()}
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
         if (owner := variants.get(md5, variant)) != variant:

@@ -58,7 +58,7 @@ from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import printable, recorded_layout
 
 SAMPLE = 500
-"""The number of images that a quick check decodes, over all splits."""
+"""The total number of images that a quick check decodes."""
 SUBJECTS = {
     "files": "Files",
     "tars": "Tars",
@@ -72,7 +72,7 @@ SUBJECTS = {
 
 @dataclass
 class Report:
-    """The result of `verify`."""
+    """The findings and numbers that `verify` returns."""
 
     data: DataSet
     quick: bool
@@ -80,12 +80,12 @@ class Report:
     elapsed_s: float
 
     def count(self, fails: bool) -> int:
-        """Count the problems if `fails`, otherwise the notes."""
+        """Count the problems if `fails` is True, otherwise the notes."""
         return sum(finding.fails == fails for finding in self.findings)
 
 
 def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Report:
-    """Check the data set at `place`. num_sampled: images for a quick check, or None for all.
+    """Check the data set at `place`. num_sampled: images in a quick check, None to check all.
 
     Raises PrepError or ShardError if the data set cannot be checked.
     """
@@ -102,7 +102,7 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
 def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Finding]:
     """Check the contents of all existing shards in worker processes.
 
-    num_sampled: images for a quick check, or None for all.
+    num_sampled: number of images in a quick check, or None to check all.
     """
     total = sum(part.num_samples for part in data.parts)
     check = check_shard if num_sampled is None else check_shard_quickly
@@ -131,7 +131,7 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
 
 
 def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0) -> Shard:
-    """Return the worker's description of a shard. num_sampled: images for a quick check."""
+    """Return the arguments for checking a shard. num_sampled: number of images in a quick check."""
     name = part.filenames[number]
     return Shard(
         root=data.root,
@@ -153,7 +153,7 @@ def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0)
 
 
 def print_report(report: Report) -> None:
-    """Print problems and notes by subject, a table of the splits, the checks and the verdict."""
+    """Print problems and notes by subject, a table of splits, the checks and the verdict."""
     for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail only with --strict)")):
         if report.count(fails):
             print(f"\n{heading}")
@@ -194,11 +194,11 @@ COMPLETE = (
     "complete decoding of these images, and their sizes in pixels",
     "images per class, repeated keys, equal images (by 64 bits of a hash)",
 )
-"""The lines that list what a quick check and a complete check compared."""
+"""The report lines that describe what a complete check compares."""
 
 
 def _compared(report: Report, images: str) -> list[str]:
-    """Return lines about what was compared, and for a quick check what was not."""
+    """Describe what was compared and, after a quick check, what was not."""
     if report.quick:
         return [images, RECORDS, *QUICK]
     data = report.data
@@ -227,7 +227,7 @@ ROWS: dict[str, Callable[[DataSet, SplitFiles], str]] = {
 
 
 def table(report: Report) -> Table:
-    """Return a table of the data set's numbers with one column per split."""
+    """Return a table of the data set's numbers, with one column per split."""
     result = Table(box=None, padding=(0, 0, 0, 3))
     result.add_column("")
     for part in report.data.parts:
@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
         has_failed = report.count(fails=True) > 0 or (args.strict and bool(report.findings))
         try:
             print_report(report)
-        except BrokenPipeError:  # `verify ... | head`
+        except BrokenPipeError:  # raised by `verify ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return run(command, args, "run the command again") or int(has_failed)

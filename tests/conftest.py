@@ -16,7 +16,7 @@ import torch
 import warm_python
 from processes import make_shards, write_config
 
-# Without a deadline, Hypothesis does not fail an example just because the machine is slow.
+# Disable Hypothesis's deadline, which would fail an example just because the machine is slow.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -48,8 +48,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first. pytest-xdist distributes whole files, so a long file that starts
-    last would run alone."""
+    """Run the longest files first. pytest-xdist distributes whole files, so a long file that
+    started last would run alone."""
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
@@ -61,13 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # torch would load code that was compiled for a CPU with a different vector length, and half of
+    # torch would load code that was compiled for CPUs with a different vector length, and half of
     # the numbers would be uninitialized memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # Two threads sum in a different order than one. The processes that tests start also use one
-    # thread (`processes.environment`), because several multithreaded processes slow each other
+    # Two threads sum in a different order than one thread. The processes that tests start use one
+    # thread, too (`processes.environment`), because several multithreaded processes slow each other
     # down.
     torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """End the processes of a test that failed or timed out before its own cleanup."""
+    """End the processes of a test that has failed or timed out before its own cleanup."""
     try:
         return (yield)
     except BaseException:
@@ -98,7 +98,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def remedy(reasons: list[str]) -> str:
-    """Return one line that lists the missing programs that caused skips, or an empty string."""
+    """Return a line that lists the missing programs that caused skips, or ""."""
     matches = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
     packages = sorted({package for match in matches if match for package in match[1].split()})
     number = sum(match is not None for match in matches)
@@ -110,7 +110,7 @@ def remedy(reasons: list[str]) -> str:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the missing programs after the list of skips that -ra prints."""
+    """Print the missing programs after pytest's list of skips (-ra)."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         skipped = [report.longrepr for report in reporter.stats.get("skipped", [])]

@@ -1,6 +1,6 @@
-"""Run launch/train.py and write the model's inputs to the folder $DUMPED_STEPS.
+"""Run launch/train.py, and write the inputs of the model to the folder $DUMPED_STEPS.
 
-Each step and rank has its own file, such as `step_00007_rank_1.pt`, which contains inputs, targets,
+Each step and rank has a separate file, such as `step_00007_rank_1.pt`, with inputs, targets,
 losses, margins and labels.
 """
 
@@ -23,7 +23,7 @@ from vit.step import TrainStep
 
 @contextmanager
 def dumping(folder: Path) -> Iterator[None]:
-    """Write the inputs of each step in this process to `folder` during the `with` block."""
+    """Write the inputs of each step in this process to `folder` until the block ends."""
     plain: dict[str, Callable[..., Any]] = {
         name: getattr(TrainStep, name) for name in ("_losses", "_queue")
     }

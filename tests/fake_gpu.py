@@ -1,4 +1,5 @@
-"""A fake GPU whose tensors have shapes but no values, to detect where the host waits for the GPU.
+"""Simulate a GPU whose tensors have shapes but no values, to detect where the host waits for the
+GPU.
 
 Under torch's FakeTensorMode, an operation on tensors of "cuda:0" computes the shape of its result
 without a driver. An error is raised if a value is read, if a shape depends on values, or if a
@@ -34,14 +35,14 @@ NO_LAUNCH = {
     "new_empty_strided",
     "_unsafe_view",
 }
-"""Functions that create a tensor without computing it. Views are recognized by their schema."""
+"""Functions that create a tensor but compute nothing. Views are recognized by their schema."""
 
 
 class GpuWithoutMemory(TorchDispatchMode):
     """A mode inside a FakeTensorMode in which GPU tensors have only shapes and host tensors are
     real.
 
-    FakeTensorMode raises an error if a value on the GPU is read. `waits` lists the copies between
+    Reading a value on the GPU raises an error in FakeTensorMode. `waits` lists the copies between
     GPU and host for which the host waits.
     """
 
@@ -77,7 +78,7 @@ class GpuWithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def gpu_without_memory() -> Iterator[GpuWithoutMemory]:
-    """Enter a `GpuWithoutMemory` in its FakeTensorMode. On exit, forget the constants that were
+    """Enter a `GpuWithoutMemory` in its FakeTensorMode. On exit, remove the constants that were
     created inside."""
     _forget_constants()
     with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
@@ -92,8 +93,8 @@ def _forget_constants() -> None:
 
 
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
-    """Replace `model`'s parameters and buffers with tensors of the same shapes on `GPU`. Call this
-    function inside the mode.
+    """Replace the parameters and buffers of `model` with tensors of the same shapes on `GPU`. Call
+    this function inside the mode.
 
     `Module.to` would swap tensors, which fake tensors do not allow.
     """
@@ -111,8 +112,8 @@ def move_to_fake_gpu(model: nn.Module) -> nn.Module:
 class Launches(TorchDispatchMode):
     """A mode that counts the operations launched on a device, by name and by line of code.
 
-    Copies to `device` ("meta", "cuda", "cpu") count, too. A CPU can replace a GPU, because it runs
-    the same operations one by one.
+    Copies to `device` ("meta", "cuda", "cpu") are counted, too. A CPU can replace a GPU, because a
+    CPU runs the same operations one by one.
     """
 
     def __init__(self, device: str = "meta") -> None:

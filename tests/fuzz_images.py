@@ -1,17 +1,16 @@
-"""Compare all ways of decoding an image on files of all kinds, intact and damaged.
+"""Decode intact and damaged files of all kinds in all ways, and compare the results.
 
-All ways must give the same pixels, or all must reject the image.
+All ways must give the same pixels, or all ways must reject the image.
 
     python tests/fuzz_images.py --minutes 10 [--seed 7]
 
 A window is decoded by the C decoder, by pip packages, and by cropping the whole image. The script
-also compares the training and evaluation views from each of these ways, the bytes that preparation
-writes, and the size in the index. For a damaged JPEG, a window may show none of the damage
-elsewhere if all ways agree, but never if the file is truncated. The damage is typical of disks,
-networks and people: flipped, lost, inserted and repeated bytes, truncated files, bytes after the
-end and between headers, and wrong headers.
+also compares the training and evaluation views, the bytes that preparation writes, and the size in
+the index. A window of a damaged JPEG may be intact if all ways agree, but a truncated JPEG must be
+rejected. The damage is typical of disks, networks and users: flipped, lost, inserted and repeated
+bytes, truncated files, bytes after the end and between headers, and wrong headers.
 
-Prints counts. After a difference, the exit status is 1 and the file is kept.
+The script prints counts. If results differ, the script keeps the file and exits with status 1.
 tests/data/decode/test_images.py tests one image of each kind in the same way.
 """
 
@@ -51,7 +50,8 @@ POLICY = ImagePolicy(jpeg_quality=100)
 VIEW = EvalConfig(crop_pct=0.875)
 SIDE = 16
 MOST_PIXELS = 1 << 20
-"""The maximum number of pixels that a header may declare. Larger images are legal but slow."""
+"""The maximum number of pixels that a header may declare. Larger images are legal but slow to
+decode."""
 
 
 # ---- images of all kinds -------------------------------------------------------------------------
@@ -115,7 +115,8 @@ def at_frame(data: bytes) -> int:
 
 
 def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return JPEGs of nearly all kinds. JPEGs with declared samplings have only about this size."""
+    """Return JPEGs of nearly all kinds. Those with declared samplings have only approximately this
+    size."""
     rgb = picture(width, height)
     grey = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
@@ -167,7 +168,8 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return images in other formats, in all modes that Pillow writes and some that it does not."""
+    """Return images in other formats, in all modes that Pillow writes and in some modes that it
+    does not write."""
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         yield f"PNG {mode}", encoded(picture(width, height, mode), "PNG")
     yield (
@@ -261,7 +263,7 @@ def box_of(data: bytes, box: Window, channels: int) -> Pixels:
 
 
 def view_of(data: bytes, box: Window, channels: int) -> Pixels:
-    """Return the training view at the size of the window, so that nothing is resized."""
+    """Return the training view at the size of the window, so that the window is not resized."""
     return (
         decode_views(data, [box], (box[3], box[2]), "bilinear", channels)[0]
         .permute(1, 2, 0)
@@ -274,8 +276,8 @@ def centre_of(data: bytes, channels: int) -> Pixels:
 
 
 def tried(decoder: Callable[..., Pixels], *about: Any) -> Pixels | None:
-    """Return the pixels, or None if the decoder rejects the file. Any error other than ValueError
-    is a bug in the project."""
+    """Return the pixels, or None if the decoder rejects the file with a ValueError. Any other error
+    is a bug."""
     try:
         return decoder(*about)
     except ValueError:
@@ -302,8 +304,7 @@ class Comparison:
         self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
-        """The number of windows without visible corruption in a file that is corrupt elsewhere.
-        Such a file must end like an intact one."""
+        """The number of windows without visible corruption in a file that is corrupt elsewhere."""
         try:
             self.size: tuple[int, int] | None = read_image_size(data)
         except ValueError:

@@ -1,10 +1,10 @@
-"""Run the files of deploy/kube/ as Kubernetes would, as far as processes can notice.
+"""Run the files of deploy/kube/ in processes, which behave as in Kubernetes.
 
 A pod is a process with the command, arguments and variables of its container. With `isolated`, the
-pod has its own network, host name, /etc/hosts (the names of a headless service) and process ids,
-and is process 1 as in a container. The pod is ended as by a kubelet: SIGTERM, the grace period,
-SIGKILL. `podFailurePolicy` decides about a failed pod, and JobSet's `failurePolicy` about a failed
-Job. Both policies are read from the file, and the first matching rule applies
+pod has its own network, host name, /etc/hosts (the names of a headless service) and process ids.
+The pod is then process 1, as in a container. Pods are terminated as a kubelet does it: SIGTERM, the
+grace period, SIGKILL. `podFailurePolicy` applies to a failed pod, and JobSet's `failurePolicy` to a
+failed Job. Both policies are read from the file, and the first matching rule is used
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
 kubernetes-sigs/jobset:keps/262-ConfigurableFailurePolicy).
 """
@@ -34,7 +34,7 @@ SUBNET = "10.213.7"
 
 class Ended(NamedTuple):
     """The result of a JobSet, and the exit codes of its pods in each attempt, in the order in which
-    the pods ended."""
+    the pods exited."""
 
     is_complete: bool
     actions: list[str]
@@ -55,7 +55,7 @@ class Pod:
             )
 
     def _first(self) -> int | None:
-        """Return the process id of the pod's process 1, or None if the pod is not running."""
+        """Return the process id of process 1 in the pod, or None if the pod is not running."""
         pid = self.process.pid
         if not self._is_isolated:
             return pid
@@ -70,8 +70,8 @@ class Pod:
                 os.kill(pid, number)
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL if `poll` finds the pod alive after the grace period, as a
-        kubelet does."""
+        """Send SIGTERM. `poll` then sends SIGKILL if the pod is still alive after the grace
+        period."""
         if self.kill_at is None and self.process.poll() is None:
             self.kill_at = time.monotonic() + grace_s
             self.signal(signal.SIGTERM)
@@ -88,7 +88,7 @@ class Pod:
 
 
 class Cluster:
-    """A cluster that runs the Job in a file of deploy/kube/ and restarts it according to the
+    """A cluster that runs the Job in a file of deploy/kube/, and restarts it according to the
     JobSet's policy."""
 
     def __init__(self, folder: Path, isolated: bool):
@@ -105,10 +105,11 @@ class Cluster:
         timeout_s: float = 300,
         **variables: str,
     ) -> Ended:
-        """Run a JobSet's only Job with the given `arguments` until the Job is complete or has
+        """Run the only Job of a JobSet with the given `arguments` until the Job is complete or has
         failed.
 
-        disturb(attempt, pods) is called repeatedly. `variables` override those in the file.
+        disturb: a function that is called repeatedly with (attempt, pods). variables: override
+        those in the file.
         """
         spec = jobset["spec"]
         [replicated] = spec["replicatedJobs"]
@@ -169,8 +170,8 @@ class Cluster:
         disturb: Callable[[list[Pod]], None],
         deadline: float,
     ) -> tuple[str, str, list[int]]:
-        """Wait until all pods have ended. Return the (reason, message) of the Job's failure, or
-        ("", ""), and the exit codes in the order in which the pods ended."""
+        """Wait until all pods have exited. Return (reason, message) for the failure of the Job, or
+        ("", ""), and the exit codes in the order in which the pods exited."""
         grace_s = job["template"]["spec"]["terminationGracePeriodSeconds"]
         running = list(pods)
         failures = 0
@@ -246,8 +247,8 @@ def ip(*arguments: str) -> None:
 
 
 def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
-    """Return the container's environment variables, without secrets, for the pod with this
-    completion index."""
+    """Return the environment variables of the container, without secrets, for the pod with the
+    given completion index."""
     variables = {"JOB_COMPLETION_INDEX": str(index)}
     for variable in container.get("env", ()):
         source = variable.get("valueFrom")
@@ -258,13 +259,13 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
             variables[variable["name"]] = str(index)
         else:
             assert source["secretKeyRef"]["optional"] is True
-    variables.pop("TMPDIR", None)  # drop the path in the volume
+    variables.pop("TMPDIR", None)  # TMPDIR is a path in the volume
     return variables
 
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
     """Return the action of the first rule in podFailurePolicy that matches a failed pod, or "Count"
-    if no rule matches. If the action fails the Job, also return the Job's message."""
+    if no rule matches. If the action fails the Job, also return the message of the Job."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
@@ -289,8 +290,8 @@ def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
 
 
 def evict(pod: Pod, grace_s: float) -> None:
-    """Evict a pod as a drain or a preemption does: set the condition, then send the kubelet's
-    signal."""
+    """Evict a pod as a drain or a preemption does: set the condition, then send the signal of the
+    kubelet."""
     pod.conditions.add("DisruptionTarget")
     pod.terminate(grace_s)
 

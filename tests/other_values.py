@@ -1,7 +1,7 @@
-"""For each setting, a value other than the default, and the settings required for the value to have
+"""List a value other than the default for each setting, and the settings that it requires to have
 an effect.
 
-A new setting must be added to `VALUES`. Dependencies stated by `OnlyWith` are read from the schema.
+Add each new setting to `VALUES`. Dependencies stated by `OnlyWith` are read from the schema.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Setting(NamedTuple):
     """A field of a config section, such as `momentum` of the optimizer `sgd`."""
 
     key: str
-    """The full name of the setting with dots."""
+    """The full name of the setting, with dots."""
     kind: type[Section]
 
     @property
@@ -237,7 +237,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
-"""Other settings that a setting requires, both with its default and with its other value."""
+"""Other settings that a setting requires, both with its default and with its value in `VALUES`."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "data.reader": {"data.stream": "{shards}/train-00000.tar", "data.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
@@ -257,7 +257,7 @@ def _conditions(needed: OnlyWith, setting: Setting) -> list[tuple[str, str, list
 
 
 def _find(key: str, kind: type[Section]) -> Setting:
-    """Return the setting `key`. `kind` selects the optimizer if the setting is an optimizer's."""
+    """Return the setting `key`. kind: selects the optimizer for a setting of an optimizer."""
     own = [each for each in SETTINGS if each.key == key]
     return next((each for each in own if each.kind is kind), own[0])
 
@@ -293,7 +293,7 @@ def beside(setting: Setting) -> dict[str, Any]:
 
 
 def changed(setting: Setting) -> dict[str, Any]:
-    """Return the other value of `setting`, with null for settings that it excludes."""
+    """Return the value of `setting` in `VALUES`, with null for each setting that it excludes."""
     key = setting.key
     pairs = [[f"{section}.{name}" for name in pair] for section, *pair in EXCLUSIVE]
     excluded = [other for pair in pairs if key in pair for other in pair]

@@ -1,4 +1,5 @@
-"""Random weights that reveal missing parts, and the relative difference between two results."""
+"""Fill models with random weights that reveal missing parts, and compute the relative difference
+between two results."""
 
 from __future__ import annotations
 

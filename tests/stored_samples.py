@@ -1,4 +1,4 @@
-"""Reads the samples of shards using only the standard library."""
+"""Read the samples of shards with the standard library only."""
 
 from __future__ import annotations
 

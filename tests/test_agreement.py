@@ -1,4 +1,4 @@
-"""Test that ranks compare the rows that they trained on, and the checkpoint from which they
+"""Test that ranks compare the rows on which they trained, and the checkpoint from which they
 resume."""
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_rows_of_all_ranks_form_the_batch(repeats):
-    """If the rows of all ranks form the batch, each rank needs to check only its own rows."""
     order = make_order(300_000, 96, num_lanes=8, aug_repeats=repeats)
     for world_size in (1, 2, 3, 8, 32):
         rows = 96 // world_size
@@ -85,7 +84,7 @@ def test_names_a_rank_with_unplanned_rows_and_ends_all(config, tmp_path):
 
 
 def shifted(batch: Batch) -> Batch:
-    """Return the rows with one sample replaced by its neighbor."""
+    """Return the rows with one sample replaced by the next sample."""
     ids = batch.ids.clone()
     ids[-1] = (ids[-1] + 1) % 60
     return replace(batch, ids=ids)

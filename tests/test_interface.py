@@ -31,7 +31,7 @@ SIGNATURES = {
     "load_config": "path overrides used_here",
     "open_split": "root split cache_dir cache_gib retry is_checked versions",
 }
-"""Arguments that users pass by name. Any change must be listed in the release notes."""
+"""Arguments that users pass by name. The release notes must list any change."""
 
 
 def test_the_interface_has_these_names_and_arguments():

@@ -1,5 +1,5 @@
-"""Test the training loop with real processes over gloo that are killed, stopped and resumed, and
-compare the results bit by bit."""
+"""Kill, stop and resume trainings in real processes over gloo, and compare the results bit by
+bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
-    """Return the final state of an uninterrupted run on this number of ranks. The run is trained
+    """Return the final state of an uninterrupted run on this number of ranks. Each run is trained
     only once."""
     made: dict[int, dict[str, str]] = {}
 
@@ -67,7 +67,7 @@ def assert_equal_state(run_dir: Path, expected: dict[str, str]) -> None:
 
 
 def victims_of_ranks() -> list:
-    """Return the sets of ranks to kill. Most of them run only in a full test run."""
+    """Return the sets of ranks to kill. Most of these sets are used only in a full test run."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
     marks = {case: [pytest.mark.full] for case in cases if case[1] != 2}
     return [
@@ -177,7 +177,7 @@ def test_a_resume_repeats_an_interrupted_evaluation(tmp_path):
 def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stopped(
     tmp_path, shards, config
 ):
-    """The data server does not respond. Slurm's script requeues a run that has the mark."""
+    """The data server does not respond. Slurm's script requeues a run that is marked as stopped."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=3")
     more = ("train.steps=6", "--allow-change", "train.steps")
@@ -200,7 +200,8 @@ def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stop
 
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
-    """Slurm does not requeue such a run, but the project's script does if the mark exists."""
+    """If a run is preempted before its first step, Slurm does not requeue it. The project's script
+    requeues the run if the mark exists."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:
@@ -231,7 +232,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
         time.sleep(0.1)
     assert (tmp_path / "run" / "stopped_early").exists(), "the ranks must save a checkpoint"
     output = background.end()
-    # a pending request may print a page of torch's stack
+    # Each pending request may print a page of torch's stack.
     assert output.count("TCPStore.cpp") <= 4, "each request to a dead store must not print a page"
 
 
@@ -314,8 +315,8 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
 
 
 def test_a_resume_repeats_the_random_numbers_of_drop_path_by_subsets(tmp_path, config):
-    """The run has micro-batches and recomputed activations, for which dropout draws its random
-    numbers again."""
+    """The run uses micro-batches and recomputes activations, for which dropout must use the same
+    random numbers twice."""
     settings = [
         "train.steps=6",
         "model.drop_path_form=subset",

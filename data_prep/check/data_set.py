@@ -1,4 +1,4 @@
-"""A finished data set for `verify`: its records and the results of the checks.
+"""Open a finished data set for `verify`, and store the results of its checks.
 
 A data set in a folder is read in place. For a data set at a URL, all files except the shards are
 copied to a temporary folder. (`vit.data.shards.data_set` opens the splits for training.)
@@ -33,19 +33,19 @@ from vit.system.urls import local_path
 
 @dataclass
 class SplitFiles:
-    """The records of a split, and the results of its checks."""
+    """A split's records and the results of checking them."""
 
     name: str
     described: dict[str, Any]
     index: np.ndarray | None = None
-    """The memory-mapped index file, or None if the index does not match."""
+    """The memory-mapped index file, or None if the index does not match the shards."""
     sidecars: dict[str, dict[str, Any]] = field(default_factory=dict)
     present: list[int] = field(default_factory=list)
     """The numbers of the shards that exist with their recorded size."""
     seen: dict[int, np.ndarray] = field(default_factory=dict)
-    """The array of SEEN_DTYPE of each shard that was read."""
+    """An array of SEEN_DTYPE for each shard that was read."""
     num_bytes: int = 0
-    """The total bytes of the existing tars."""
+    """The total size of the existing tars in bytes."""
     num_checked: int = 0
 
     @property
@@ -59,7 +59,7 @@ class SplitFiles:
 
     @property
     def firsts(self) -> list[int]:
-        """The number of the first sample in each shard."""
+        """The index of the first sample of each shard."""
         return first_samples(self.lengths)[:-1]
 
     @property
@@ -75,7 +75,7 @@ class SplitFiles:
 
     @property
     def quarantined(self) -> list[dict[str, Any]]:
-        """The quarantine entries of all sidecars."""
+        """The quarantine entries (skipped images) from all sidecars."""
         return [
             entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])
         ]
@@ -87,7 +87,7 @@ class SplitFiles:
         return sum(changed, Counter[str]())
 
     def labels(self) -> np.ndarray:
-        """Return the labels of all samples read, (n,) int32, or the index's in a quick check."""
+        """Return the labels (n,) int32 of all samples read or, in a quick check, of the index."""
         if self.seen:
             return np.concatenate([rows["label"] for rows in self.seen.values()])
         return np.empty(0, np.int32) if self.index is None else np.asarray(self.index["label"])
@@ -95,11 +95,11 @@ class SplitFiles:
 
 @dataclass
 class DataSet(Classes):
-    """A folder of shards and its `_info.json`, or a copy of all files except the shards."""
+    """A folder with shards and `_info.json`, or a copy of all files except the shards."""
 
     root: Path
     shown: str
-    """The folder or URL that the user gave."""
+    """The folder or URL as the user gave it."""
     tars_at: str | None
     """The URL of the shards, or None if they are in `root`."""
     info: dict[str, Any]
@@ -110,12 +110,12 @@ class DataSet(Classes):
 
     @property
     def ours(self) -> bool:
-        """True if this package wrote the shards, instead of indexing existing ones."""
+        """True if this package wrote the shards, False if it indexed existing shards."""
         return "catalogue" in self.info
 
     @property
     def seed(self) -> int:
-        """The seed of the hashes in the catalogue."""
+        """The seed of the catalogue's hashes."""
         return int((self.info.get("options") or {}).get("seed", 0)) if self.ours else 0
 
     @property
@@ -124,11 +124,11 @@ class DataSet(Classes):
         return f"run `python -m data_prep.index {quote(self.shown)}` to write it"
 
     def class_name(self, label: int) -> str:
-        """Return the name of a class for a message."""
+        """Return the name of a class for messages."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:
-        """Return a sample's shard and key for a message, or its row number without an index."""
+        """Return a sample's shard and key for messages, or its row number if `.idx` is missing."""
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
@@ -167,7 +167,7 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
         names += [f"{stem}.{kind}" for stem in stems for kind in ("idx", "json")]
 
         def fetch(name: str, version: Version | str) -> None:
-            if isinstance(version, Version):  # the checks report a missing file
+            if isinstance(version, Version):  # The checks report a missing file.
                 remote.fetch(name, version, folder / name)
 
         with ThreadPoolExecutor(16) as threads:

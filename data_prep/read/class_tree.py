@@ -1,8 +1,8 @@
-"""Class folders on disk, or inside a zip or tar that is read in place.
+"""Read class folders from disk, or in place from a zip or tar.
 
-`data_prep.imagefolder` lists the folders and images of a tree and adds images to a catalogue by
-path. An image is a file or a byte range of an archive. The tree gives the catalogue the location
-of each image and the function that reads it.
+`data_prep.imagefolder` lists the folders and images of a tree, and adds the images to a catalogue.
+An image is a file or a byte range of an archive. The tree provides each image's location and the
+function that reads the image.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from vit.data.decode.image_files import EXTENSIONS
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
-"""The path column of these tables, relative to the table's folder."""
+"""The table column that contains file paths, relative to the table's folder."""
 
 
 class FolderTree:
-    """A folder on disk that contains folders of images. `str` gives its path for messages."""
+    """A folder on disk that contains class folders. `str` returns its path for messages."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
-        """The file or folder under which the catalogue lists the images."""
+        """The archive or folder that contains the images."""
         self.label_column = label_column
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
-        """The function that reads the bytes of an image in any process."""
+        """The function that reads the bytes of an image. It works in any process."""
         self.inputs: Sequence[Path] | None = None
         """The `Source.inputs` of the images."""
 
@@ -56,29 +56,29 @@ class FolderTree:
         return self.file.is_dir()
 
     def folders(self) -> list[str]:
-        """Return the sorted names of the visible subfolders."""
+        """Return the sorted names of all subfolders that are not hidden."""
         return listed(self.file)[0]
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        """Yield the paths of the images below `folder`, relative to `folder`.
+        """Yield the paths of images below `folder`, relative to `folder`.
 
         ignored: counts all other files.
         """
         return images_below(self.file / folder, ignored)
 
     def count_stray(self, ignored: Ignored) -> None:
-        """Count the files directly in this folder, next to the class folders."""
+        """Count the files that are next to the class folders instead of inside them."""
         ignored.count_stray(self.file)
 
     def places(self, paths: Sequence[str]) -> Members:
-        """Return the locations of images, given their paths below this folder."""
-        # files are read completely, so offset and size are not needed
+        """Return the locations of images, given by their paths below this folder."""
+        # Files are read completely, so offsets and sizes are not needed.
         nothing = np.zeros(len(paths), np.int64)
         return Members(list(paths), nothing, nothing)
 
 
 class TableTree(FolderTree):
-    """A folder with a table that gives the class of each image, instead of class folders."""
+    """A folder of images with a table that lists the class of each image."""
 
     def __init__(self, path: Path, label_column: str | None, by_class: dict[str, list[str]]):
         super().__init__(path, label_column)
@@ -116,10 +116,10 @@ class TableTree(FolderTree):
 
 
 def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
-    """Open a folder, with the classes in Hugging Face's metadata.csv or .jsonl if it has one.
+    """Open a folder. If it contains Hugging Face's metadata.csv or .jsonl, read classes from there.
 
-    If class folders also exist, only a column with a usual name gives the classes. Raises PrepError
-    for a table that cannot be read, is ambiguous, or names files that do not exist.
+    If the folder also contains class folders, the table's column is used only if it has a usual
+    name. Raises PrepError for a table that cannot be read, is ambiguous, or names missing files.
     """
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
     if table is None:
@@ -158,13 +158,13 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
 
 
 class _Archive:
-    """The visible files of an archive by folder path, with "" for the root."""
+    """The visible files of an archive, by folder path. The path of the root is ""."""
 
     def __init__(self, path: Path):
         self.path = path
         members, self.read = walk_archive(path)
         self.at: dict[str, tuple[str, int, int]] = {}
-        """The name in the archive, offset and size for each path."""
+        """Maps each path to its name in the archive, its offset and its size."""
         self.folders: dict[str, set[str]] = {"": set()}
         self.files: dict[str, list[str]] = {"": []}
         for batch in members:
@@ -196,7 +196,7 @@ class _Archive:
 
 
 class ArchiveTree:
-    """A folder inside a zip or tar, with the methods of FolderTree."""
+    """A folder inside a zip or tar, with the same methods as FolderTree."""
 
     def __init__(self, archive: _Archive, folder: str = ""):
         self._archive = archive
@@ -243,16 +243,16 @@ Tree = FolderTree | ArchiveTree
 
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
-    """Open a folder, a zip or a tar. Raises PrepError like `walk_archive`."""
+    """Open a folder, zip or tar. Raises PrepError like `walk_archive`."""
     return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Archive(path))
 
 
 def open_archive(path: Path) -> ArchiveTree:
-    """Return the folder of a zip or tar that contains class folders, or train/ and val/.
+    """Return the folder in a zip or tar that contains class folders, or train/ and val/.
 
-    Many archives wrap everything in a folder of their own name, so this is the outermost folder
-    with `train` or with images in several subfolders. Raises PrepError for a file that is not a zip
-    or tar, is damaged, or has no images in folders.
+    Many archives contain a single outer folder named like the archive. This function returns the
+    outermost folder that contains `train`, or images in several subfolders. Raises PrepError for a
+    file that is not a zip or tar, is damaged, or has no images in folders.
     """
     tree = ArchiveTree(_Archive(path))
     while True:
@@ -274,11 +274,11 @@ def open_archive(path: Path) -> ArchiveTree:
 def split_by_hash(
     keys: Sequence[str], fractions: Mapping[str, float], *seed: int
 ) -> dict[str, list[str]]:
-    """Divide the keys of a class among splits, by fractions and in the order of a hash.
+    """Split the keys of a class by the given fractions, in the order of their hashes.
 
-    Other splits get a rounded number of keys with the smallest hashes. The first split gets the
-    rest, at least one key. The hash is of seed and key, so adding images does not move an image to
-    another split, and a third split does not change the second.
+    Every split but the first gets a rounded number of keys with the smallest hashes. The first
+    split gets the rest, at least one key. The hash depends only on the seed and key, so adding a
+    third split does not change the second.
     """
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)
@@ -298,7 +298,7 @@ def add_images(
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add the images of a class. paths: key -> path below `tree`. shares: split -> keys."""
+    """Add the images of a class. paths: key -> path below `tree`. shares: split -> list of keys."""
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])

@@ -1,7 +1,8 @@
-"""The images in a tree of folders, and a count of all other files, so none is dropped silently.
+"""List the images in a tree of folders, and count all other files, so none is skipped silently.
 
-An image is recognized by its suffix, or by its first bytes if it has no suffix. All other files are
-counted by suffix, and images in unsupported formats separately. Links are followed.
+An image is recognized by its suffix, or by its first bytes if the file has no suffix. All other
+files are counted by suffix. Images in unsupported formats are counted separately. Links are
+followed.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read
 
 @dataclass
 class Ignored:
-    """The skipped files of a tree."""
+    """The skipped files in a tree."""
 
     images: Counter[str] = field(default_factory=Counter)
-    """Images in unsupported formats, by suffix."""
+    """The number of images in unsupported formats, by suffix."""
     others: Counter[str] = field(default_factory=Counter)
-    """All other files, by suffix."""
+    """The number of other files, by suffix."""
     stray: list[str] = field(default_factory=list)
-    """Images next to the class folders."""
+    """The images that are next to the class folders instead of inside them."""
     without_row: list[str] = field(default_factory=list)
-    """Images that a table of classes does not list."""
+    """The images that are missing from the table of classes."""
 
     @property
     def num_images(self) -> int:
@@ -42,7 +43,7 @@ class Ignored:
         kind[suffix or "without a suffix"] += 1
 
     def count_stray(self, folder: Path) -> None:
-        """Count the files directly in `folder`, next to its class folders."""
+        """Count the files in `folder` that are next to its class folders."""
         for name in listed(folder)[1]:
             path = os.path.join(folder, name)
             if is_image(path):
@@ -51,9 +52,9 @@ class Ignored:
                 self.count(path)
 
     def summary(self) -> list[str]:
-        """Return lines about the skipped files, for the console and the card."""
+        """Describe the skipped files in lines for the console and the card."""
         lines = [self.images_summary()] if self.images else []
-        for paths, place in (  # _info.json records this text, so rewording changes the output bytes
+        for paths, place in (  # _info.json records this text, so rewording changes the output.
             (self.stray, "beside the class folders, of no class"),
             (self.without_row, "without a row in metadata.csv"),
         ):
@@ -66,11 +67,11 @@ class Ignored:
         return lines
 
     def images_in_brackets(self) -> str:
-        """Return ` (N files not read as images ...)` for an error message, or ""."""
+        """Return ` (N files not read as images ...)` to append to an error message, or ""."""
         return f" ({self.images_summary()})" if self.images else ""
 
     def images_summary(self) -> str:
-        """Return a line about images in unsupported formats."""
+        """Describe the images in unsupported formats in one line."""
         first = self.images.most_common(1)[0][0].lower()
         return (
             f"{counted(self.images.total(), 'file')} not read as images:"
@@ -86,7 +87,7 @@ def _by_number(counts: Counter[str]) -> str:
 
 
 def listed(folder: Path | str) -> tuple[list[str], list[str]]:
-    """Return the sorted names of the visible folders and of the visible files in `folder`.
+    """Return the sorted names of the folders and of the files in `folder`, without hidden ones.
 
     Raises PrepError if the folder cannot be listed.
     """
@@ -109,11 +110,11 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
 def images_below(
     folder: Path, ignored: Ignored | None = None, takes: Callable[[str], bool] = is_image
 ) -> Iterator[str]:
-    """Yield the paths of the images below `folder`, or of the files that `takes` accepts.
+    """Yield the paths of all images below `folder`, or of all files that `takes` accepts.
 
-    The paths are relative to `folder`, and hidden files and folders are skipped. ignored: counts
-    all other files. Raises PrepError for a folder that cannot be listed, and for a link to one of
-    its parent folders.
+    Paths are relative to `folder`. Hidden files and folders are skipped. ignored: counts all other
+    files. Raises PrepError for a folder that cannot be listed, and for a link to one of its parent
+    folders.
     """
     waiting = [("", frozenset[str]())]
     while waiting:
@@ -133,7 +134,7 @@ def images_below(
 
 
 def unique_keys(paths: Sequence[str]) -> list[str]:
-    """Return each path without extension. Equal results (a.jpg and a.png) get a hash suffix."""
+    """Return each path without its extension. Equal results (a.jpg and a.png) get a hash suffix."""
     keys = [os.path.splitext(path)[0] for path in paths]
     safe = [safe_key(key) for key in keys]
     times = Counter(safe)
@@ -144,7 +145,7 @@ def unique_keys(paths: Sequence[str]) -> list[str]:
 
 
 def read(sample: Sample) -> bytes:
-    """Return the bytes of the image at `name` below the folder `file`.
+    """Return the bytes of the image with path `name` below the folder `file`.
 
     Raises OSError, and ValueError unless the file is a regular file of at most 256 MiB.
     """

@@ -1,8 +1,9 @@
-"""The class of each image in ImageNet's flat validation set.
+"""Read the class of each image in ImageNet's flat validation set.
 
-The development kit or Kaggle's table gives the classes. Both become a mapping from the image name
-without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID, from 1) only serve
-to look up WNIDs. Labels of published weights are positions in the sorted list of WNIDs instead.
+The classes come from the development kit or Kaggle's table. Both readers return a mapping from the
+image name without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID,
+starting at 1) are used only to look up WNIDs, because labels in published weights are positions in
+the sorted list of WNIDs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KAGGLE_TABLE = "LOC_val_solution.csv"
 LABEL_FILES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}"
 MAX_MEMBERS = 1000
 MAX_BYTES = 1 << 26
-"""The size limit for files in the development kit, whose largest file has a few MB."""
+"""The size limit for files in the development kit. The largest file has a few MB."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def read_devkit(path: Path) -> dict[str, str]:
 
 
 def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
-    """Return {ILSVRC2012_ID: WNID} of the classes in `meta.mat`, which also has 860 groups."""
-    from scipy.io import loadmat  # slow to import, and needed only for the kit
+    """Return {ILSVRC2012_ID: WNID} for the classes in `meta.mat`, skipping its 860 class groups."""
+    from scipy.io import loadmat  # scipy loads slowly, and only the kit needs it.
 
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"].reshape(-1)
@@ -88,7 +89,7 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
         ids = [int(number) for number in classes["ILSVRC2012_ID"]]
         wnids = dict(zip(ids, map(str, classes["WNID"]), strict=True))
     except Exception as error:
-        # scipy raises many types of errors for a file that is not a MATLAB file
+        # scipy raises many kinds of errors for a file that is not a MATLAB file.
         raise PrepError(
             f"{place}: not the kit's table of classes ({type(error).__name__}: {error}); download"
             " the kit again"
@@ -102,13 +103,13 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
 
 
 def read_kaggle_table(path: Path) -> dict[str, str]:
-    """Read labels from Kaggle's table, by its column ImageId."""
+    """Read the labels in Kaggle's table, whose column ImageId contains the image names."""
     with readable(path):
         return _labels_in_table(path.read_bytes(), str(path))
 
 
 def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
-    """Read labels from the table inside Kaggle's zip."""
+    """Read the labels in the table inside Kaggle's zip."""
     place = f"{member.file}: {member.name}"
     try:
         content = read_zip_member(member)
@@ -144,7 +145,7 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
 
 
 def read_all(files: Sequence[ValLabels]) -> Mapping[str, str]:
-    """Read the labels in all files. Raises PrepError if two files disagree."""
+    """Read the labels in all files. Raises PrepError if two files contradict each other."""
     labels: dict[str, str] = {}
     for file in files:
         more = file.read()

@@ -1,4 +1,4 @@
-"""The supported layouts of ImageNet's images, and how to list their images.
+"""Describe the supported layouts of ImageNet, and list their images.
 
     train   ILSVRC2012_img_train.tar            a tar of 1,000 tars
             <wnid>.tar ...                      these 1,000 tars
@@ -8,8 +8,8 @@
     both    *.zip                               Kaggle's zip, or a zip of train/ and val/
             data/train-*.parquet, data/validation-*.parquet     Hugging Face's files
 
-A layout lists the archive or folder, name, WNID, offset and size of each image. Listing reads only
-headers and folders. data_prep/read/imagenet_search.py finds the layouts.
+A layout lists each image with its archive or folder, name, WNID, offset and size. Listing reads
+only headers and folders. `data_prep/read/imagenet_search.py` finds the layouts.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ IMAGE = re.compile(
     r"((?:(n\d{8})_\d+|ILSVRC2012_val_\d{8}))(?:_(n\d{8}))?\.(?:jpe?g|png|webp)",
     re.IGNORECASE | re.ASCII,
 )
-"""The parts of an image name: key, WNID of a training image, WNID appended by Hugging Face."""
+"""Matches an image name. Groups: key, WNID of a training image, WNID added by Hugging Face."""
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 VAL_FOLDERS = ("val", "validation")
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 READERS = 4
-"""The number of archives or folders that threads list at once, to hide disk or network latency."""
+"""The number of archives or folders to list in parallel, to hide disk or network latency."""
 
 
 class Images(NamedTuple):
-    """Some images of a layout. `wnid` is "" if the location does not give it; `wnids` may."""
+    """A batch of images in a layout. If their location does not determine the class, `wnid` is "",
+    and `wnids` contains each image's WNID if known."""
 
     file: Path
     wnid: str
@@ -59,29 +60,29 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One split in a recognized layout."""
+    """One split of ImageNet in a supported layout."""
 
     split: str
     title: str
     path: Path
     images: Callable[[Builder], Iterator[Images]]
     wnids: Callable[[Builder], Collection[str]]
-    """A function that returns the WNIDs of the classes, or none if only a label file has them."""
+    """Returns the WNIDs of the classes, or nothing if only a label file lists them."""
     inputs: tuple[Path, ...]
-    """Archives and folders whose modification times show whether the split has changed."""
+    """The archives and folders whose modification times show whether the split has changed."""
     flat: bool = False
     lacking: str = ""
-    """A line about missing files, inferred from the names of the others, or ""."""
+    """A line about missing files, inferred from the names of the existing files, or ""."""
 
 
 # ---- tars and folders ----------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """A folder of images, or a tar of images: the bytes [start, stop) of a file."""
+    """A folder of images, or a tar of images in the bytes [start, stop) of a file."""
 
     wnid: str
-    """The WNID of all images, or "" for mixed classes."""
+    """The WNID of all images, or "" for images of several classes."""
     path: Path
     start: int = 0
     stop: int | None = None
@@ -94,7 +95,7 @@ class Place(NamedTuple):
 
 
 def members_of(folder: Path) -> Members:
-    """List the images of a folder with offset 0, ignoring subfolders."""
+    """List the images directly in a folder. Their offsets are 0."""
     names = [name for name in listed(folder)[1] if name.lower().endswith(IMAGE_EXTENSIONS)]
     sizes = [os.stat(folder / name).st_size for name in names]
     return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
@@ -116,7 +117,7 @@ def _layout_of(
     places: Callable[[], Sequence[Place]],
     inputs: Iterable[Path] = (),
 ) -> Layout:
-    """Return the layout of tars or folders. inputs: see `Layout`; the default is `path`."""
+    """Return the layout for tars or folders. inputs: see `Layout`; the default is `path`."""
     return Layout(
         split,
         title,
@@ -128,7 +129,7 @@ def _layout_of(
 
 
 def nested_tar(path: Path) -> Layout:
-    """Return the layout of the official training tar, which contains one tar per class."""
+    """Return the layout for the official training tar, which contains one tar per class."""
     return _layout_of("train", "a tar of tars, read in place", path, partial(_inner_tars, path))
 
 
@@ -137,7 +138,7 @@ def _inner_tars(path: Path) -> list[Place]:
     for members in walk_tar(path):
         for name, offset, size in zip(*members, strict=True):
             base = name.rpartition("/")[2]
-            if base.startswith("."):  # macOS writes `._x` next to x
+            if base.startswith("."):  # macOS writes a file `._x` next to x.
                 continue
             wnid, _, extension = base.rpartition(".")
             if not WNID.fullmatch(wnid) or extension != "tar":
@@ -149,21 +150,21 @@ def _inner_tars(path: Path) -> list[Place]:
 
 
 def folder_of_tars(paths: Sequence[Path]) -> Layout:
-    """Return the layout of a folder with one tar per class."""
+    """Return the layout for a folder with one tar per class."""
     title = f"{len(paths):,} tars, one a class, read in place"
     tars = [Place(path.stem, path) for path in paths]
     return _layout_of("train", title, paths[0].parent, lambda: tars, paths)
 
 
 def tree(split: str, folder: Path, wnids: Sequence[str]) -> Layout:
-    """Return the layout of a folder with one subfolder per class."""
+    """Return the layout for a folder with one subfolder per class."""
     classes = [Place(wnid, folder / wnid) for wnid in wnids]
     inputs = (folder, *(place.path for place in classes))
     return _layout_of(split, f"{len(wnids):,} class folders", folder, lambda: classes, inputs)
 
 
 def flat(path: Path) -> Layout:
-    """Return the layout of validation images of all classes in one tar or folder."""
+    """Return the layout for validation images of all classes in a single tar or folder."""
     title = "a flat folder" if path.is_dir() else "a flat tar, read in place"
     return replace(_layout_of("val", title, path, lambda: [Place("", path)]), flat=True)
 
@@ -176,7 +177,7 @@ IN_ZIP = re.compile(
 
 
 def place_in_zip(name: str) -> tuple[str, str, str] | None:
-    """Return (split, WNID or "", file name) of an ImageNet image, or None for other members."""
+    """Return (split, WNID or "", file name) for an ImageNet image, or None for other members."""
     match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
     if match is None or name.startswith("__MACOSX/"):
         return None
@@ -198,7 +199,7 @@ def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:
 
 
 def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
-    """Return the layout of a split in a zip. wnids: its class folders, or "" for a flat folder."""
+    """Return the layout for a split in a zip. wnids: its class folders, or "" for a flat folder."""
     flat = "" in wnids
     title = (
         f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
@@ -208,9 +209,9 @@ def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
 
 
 def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]:
-    """Yield the images, and check that labels are positions in the sorted list of WNIDs.
+    """Yield the images. Check that labels are positions in the sorted list of WNIDs.
 
-    Some mirrors number the classes differently.
+    Some mirrors number the classes in another way.
     """
     wnid_of: dict[int, str] = {}
     for rows in parquet.spool(files, builder):
@@ -236,7 +237,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
 
 
 def parquet_layout(split: str, files: Sequence[Path]) -> Layout:
-    """Return the layout of a split in Hugging Face's parquet files."""
+    """Return the layout for a split in Hugging Face's parquet files."""
     images = partial(_parquet_images, files)
     return Layout(
         split,

@@ -1,6 +1,6 @@
 """Find ImageNet's layouts and label files in the given files and folders.
 
-The name or the first image identifies each given archive or folder. The usual subfolders of
+Each given archive or folder is identified by its name or its first image. The usual subfolders of
 downloads are searched as well.
 """
 
@@ -38,7 +38,7 @@ from data_prep.write.samples import Sample
 FOLDERS = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {
     f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")
 }
-"""The names of searched folders, in lower case."""
+"""The names of subfolders to search, in lower case."""
 VAL_IMAGE = "ILSVRC2012_val_"
 KIT = "the development kit"
 
@@ -50,12 +50,12 @@ class Search:
     layouts: list[Layout] = field(default_factory=list)
     labels: list[ValLabels] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Notes for error messages about files that were not used."""
+    """Notes about unused files, for error messages."""
     inner_tars: set[Path] = field(default_factory=set)
     parquets: set[Path] = field(default_factory=set)
 
     def add_labels(self, title: str, read: Callable[[Path], dict[str, str]], path: Path) -> None:
-        """Add a label file."""
+        """Add a label file, to be read by `read`."""
         self.labels.append(ValLabels(path, title, partial(read, path), (path,)))
 
 
@@ -63,7 +63,8 @@ class Search:
 
 
 def _look_at_file(path: Path, search: Search, named: bool) -> None:
-    """Identify a file. named: the user gave its path, so other files are an error."""
+    """Identify a file. named: whether the user gave its path, which makes an unknown file an
+    error."""
     name = path.name.lower()
     if DEVKIT.fullmatch(name):
         search.add_labels(KIT, imagenet_labels.read_devkit, path)
@@ -91,7 +92,7 @@ def _look_at_file(path: Path, search: Search, named: bool) -> None:
 
 
 def _look_into_tar(path: Path, search: Search, named: bool) -> None:
-    """Identify a renamed tar by its first member."""
+    """Identify a tar by its first member."""
     first = ""
     try:
         first = next(walk_tar(path)).names[0].rpartition("/")[2]
@@ -101,7 +102,7 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
         )
     except (PrepError, StopIteration) as error:
         problem = str(error) or f"{path}: an empty tar; download it again"
-    is_task_3 = "_t3" in path.name.lower()  # 120 dog breeds
+    is_task_3 = "_t3" in path.name.lower()  # the tar of 120 dog breeds
     if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and not is_task_3:
         search.layouts.append(nested_tar(path))
     elif first.startswith(VAL_IMAGE):
@@ -134,7 +135,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
 
 
 def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
-    """Return the split of class folders, from the first image or from the folder name."""
+    """Return the split that the class folders contain, from the first image or the folder name."""
     for wnid in wnids:
         if names := members_of(folder / wnid).names:
             return "val" if names[0].startswith(VAL_IMAGE) else "train"

@@ -1,9 +1,9 @@
-"""Images in parquet files (Hugging Face's layout), which have no random access.
+"""Copy images out of parquet files (Hugging Face's layout), which have no random access.
 
-A row has an image, `{bytes, path}` or only bytes, and a label. Row groups are compressed, so each
-file is copied once. The images go into `<name>.images`, and their names, labels and sizes into
-`<name>.json`, which is written last. Each image is then a byte range, as in a tar. One row group is
-in memory at a time.
+A row has an image, `{bytes, path}` or only bytes, and a label. Row groups are compressed, so the
+images of each file are copied once into `<name>.images`. Their names, labels and sizes are then
+written to `<name>.json`. In the copy, each image is a byte range, as in a tar. Only one row group
+is in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from data_prep.write.samples import stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64
-"""The rows in memory in addition to their row group, 7 MB for ImageNet."""
+"""The number of rows to hold in memory in addition to their row group: 7 MB for ImageNet."""
 
 
 class Columns(NamedTuple):
-    """The image column, the label column, and the recorded class names."""
+    """The names of the image and label columns, and the recorded class names."""
 
     image: str = "image"
     label: str = "label"
@@ -42,19 +42,19 @@ IMAGENET_COLUMNS = Columns()
 
 
 class Spooled(NamedTuple):
-    """The rows of one parquet file. `file` contains a copy of the images."""
+    """The rows of one parquet file whose images were copied to `file`."""
 
     parquet: Path
     file: Path
     names: list[str]
-    """The image names, "" for an image without a path."""
+    """The image names; "" for images without a path."""
     labels: list[Any]
     offsets: np.ndarray
     sizes: np.ndarray
 
 
 def missing_files(split: str, files: Sequence[Path]) -> str:
-    """Return a line about missing files, inferred from the names of the others, or ""."""
+    """Return a line about missing files, inferred from the names of the existing files, or ""."""
     totals = {int(match[1]) for file in files if (match := re.search(r"-of-(\d+)", file.name))}
     missing = max(totals, default=len(files)) - len(files)
     return f"{missing} of {max(totals)} parquet files of {split} are missing" if missing > 0 else ""
@@ -64,7 +64,7 @@ def missing_files(split: str, files: Sequence[Path]) -> str:
 def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     """Open the pyarrow ParquetFile at `path`.
 
-    Raises PrepError if the file is not parquet, is damaged or lacks `columns`.
+    Raises PrepError if the file is not a parquet file, is damaged or lacks `columns`.
     """
     try:
         import pyarrow
@@ -90,7 +90,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
 
 
 def image_fields(schema: Any, name: str) -> set[str]:
-    """Return the fields of an image column (bytes, perhaps path), or none for other columns."""
+    """Return the fields of an image column (bytes and possibly path); empty for other columns."""
     import pyarrow
 
     kind = schema.field(name).type
@@ -101,7 +101,7 @@ def image_fields(schema: Any, name: str) -> set[str]:
 
 
 def _place(path: Path, columns: Columns, spool: Path) -> Path:
-    """Return a unique path for the copied images of a parquet file."""
+    """Return a unique path for the copy of a parquet file's images."""
     status = path.stat()
     parts = (os.path.abspath(path), status.st_size, status.st_mtime_ns, *columns[:2])
     return spool / f"{path.stem}-{stable_hash(*parts).hex()}.images"
@@ -113,7 +113,7 @@ def _is_copied(images: Path) -> bool:
 
 
 class _Copy(NamedTuple):
-    """A parquet file, and the path for the copy of its images."""
+    """A parquet file, and the path to copy its images to."""
 
     path: Path
     columns: Columns
@@ -121,8 +121,8 @@ class _Copy(NamedTuple):
 
 
 def spool_file(copy: _Copy) -> None:
-    """Copy the images of a parquet file in a worker process."""
-    if _is_copied(copy.images):  # another process copied them for the same catalogue
+    """Copy the images of a parquet file. Runs in a worker process."""
+    if _is_copied(copy.images):  # Another process has already copied the images.
         return
     remove_leftovers(copy.images.parent, copy.images.name)
     names: list[str] = []
@@ -141,7 +141,7 @@ def spool_file(copy: _Copy) -> None:
 
 
 class _Batch(NamedTuple):
-    """Some rows. `images` is empty if only names and labels are read."""
+    """A batch of rows. `images` is empty if only names and labels are read."""
 
     names: list[str]
     labels: list[Any]
@@ -149,7 +149,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator[_Batch]:
-    """Yield the rows of a file. A null image becomes 0 bytes, which is unreadable."""
+    """Yield the rows of a file in batches. A null image becomes 0 bytes, which is unreadable."""
     with open_parquet(path, columns) as file:
         has_path = "path" in image_fields(file.schema_arrow, columns.image)
         read = [columns.label]
@@ -170,7 +170,7 @@ def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator
 
 
 def count_labels(path: Path, columns: Columns) -> Counter[Any]:
-    """Count the rows of each label in a parquet file, reading only the label column."""
+    """Count the rows of a parquet file by label, reading only the label column."""
     counts = Counter[Any]()
     with open_parquet(path, columns) as file:
         for batch in file.iter_batches(columns=[columns.label], use_threads=False):
@@ -179,7 +179,7 @@ def count_labels(path: Path, columns: Columns) -> Counter[Any]:
 
 
 def _listed(path: Path, columns: Columns) -> Spooled:
-    """Return the rows of a parquet file without reading its images."""
+    """Return the rows of a parquet file without reading the images."""
     names: list[str] = []
     labels: list[Any] = []
     for batch in _batches(path, columns, with_images=False):
@@ -192,11 +192,11 @@ def _listed(path: Path, columns: Columns) -> Spooled:
 def spool(
     files: Sequence[Path], builder: Builder, columns: Columns = IMAGENET_COLUMNS
 ) -> Iterator[Spooled]:
-    """Copy the images of all parquet files to `builder.spool`, and yield the rows of each file.
+    """Copy the images of all parquet files to `builder.spool`, and yield the rows file by file.
 
-    Existing copies are kept. A dry run copies nothing and uses mean sizes. Processes that divide
-    the work start at different files. Raises PrepError if pyarrow is missing, the disk has too
-    little space, or a file is invalid.
+    Existing copies are reused. A dry run copies nothing and estimates sizes by their mean.
+    Processes that share the work start with different files. Raises PrepError if pyarrow is
+    missing, the disk has too little space, or a file is invalid.
     """
     if builder.dry:
         for path in files:

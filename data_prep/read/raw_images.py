@@ -1,4 +1,4 @@
-"""Data sets of small raw images in a few files: the shared code of MNIST and CIFAR."""
+"""Read small raw images from a few large files. MNIST and CIFAR share this code."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from data_prep.write.samples import Sample, read_range
 
 
 class Records(NamedTuple):
-    """The images of one uncompressed file, at a constant distance from each other."""
+    """The images of one uncompressed file, stored at equal distances."""
 
     split: str
     file: int
-    """The number of the file in the catalogue."""
+    """The index of the file in the catalogue."""
     labels: np.ndarray
     labels_from: object
-    """The label file, for messages."""
+    """The path of the label file, used in messages."""
     first: int
-    """The byte position of the first image in the file."""
+    """The offset of the first image in bytes."""
     step: int
-    """The number of bytes from one image to the next."""
+    """The distance between the starts of two images in bytes."""
     name_stem: str
     key_stem: str
 
@@ -42,7 +42,8 @@ def array_source(
     shape: tuple[int, ...],
     records: Callable[[Builder], Iterable[Records]],
 ) -> Source:
-    """Return a source of raw images. shape: (H, W) or (3, H, W). records: also sets the classes."""
+    """Return a `Source` of raw images. shape: (H, W) or (3, H, W). records: also sets the
+    classes."""
     fill = partial(_fill, records, math.prod(shape))
     return Source(name, options, fill, partial(read_jpeg, shape=shape))
 
@@ -71,7 +72,7 @@ def _fill(
 
 
 def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
-    """Return a raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without subsampling."""
+    """Encode a raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without subsampling."""
     pixels = np.frombuffer(read_range(sample), np.uint8).reshape(shape)
     if pixels.ndim == 3:
         pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0))
@@ -81,7 +82,7 @@ def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
 
 
 def download_flags(files: str, size: str) -> Flags:
-    """Return the flags `--download` and `--url` for `files`, such as "the archive"."""
+    """Return the `--download` and `--url` flags for `files`, such as "the archive"."""
     return {
         "--download": {
             "action": "store_true",
@@ -95,7 +96,7 @@ def download_flags(files: str, size: str) -> Flags:
 
 
 def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: str) -> None:
-    """Download the files that SOURCE lacks, if --download or --url was given."""
+    """Download the files missing from SOURCE if --download or --url was given."""
     if args.download or args.url:
         for name, expected in md5.items():
             url = f"{(args.url or base).rstrip('/')}/{name}"

@@ -1,6 +1,6 @@
-"""Run jobs in several processes, show their progress, and stop them.
+"""Run jobs in worker processes, show their progress, and stop them on errors.
 
-A job is a module-level function with one argument. Results are returned by name.
+A job is a module-level function with one argument. Results are collected by name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
-"""Queued jobs per worker: enough to keep it busy, but few enough that a million jobs need little
-memory."""
+"""The number of queued jobs per worker: enough to keep it busy, but few enough that a million jobs
+need little memory."""
 
 
 def run_jobs(
@@ -35,11 +35,11 @@ def run_jobs(
     """Run (function, argument, name) jobs in worker processes and return {name: result}.
 
     Shows progress under `title`, in images if `num_images` is given and otherwise in `unit`. Jobs
-    count images with `count_one`. If given, `on_result(name, result)` receives each result
-    immediately, and nothing is returned. The first error stops all jobs and is raised. Jobs that
-    count images stop within one image.
+    count images with `count_one`. If `on_result(name, result)` is given, it receives each result
+    when the job finishes, and nothing is returned. The first error stops all jobs and is raised.
+    Jobs that count images stop after at most one more image.
     """
-    # Spawn, because threads of the caller (torch, rich) do not survive a fork.
+    # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)
@@ -56,7 +56,7 @@ def run_jobs(
         try:
             with Meter(title, num_images or num_jobs, "images" if num_images else unit) as meter:
                 while True:
-                    with signals_blocked():  # the first submission starts the workers
+                    with signals_blocked():  # The first submission starts the workers.
                         for function, argument, name in itertools.islice(
                             waiting, JOBS_WAITING * workers - len(names)
                         ):
@@ -80,11 +80,11 @@ def run_jobs(
                     else:
                         meter.update(finished_jobs)
         except BrokenProcessPool as error:
-            # the dead worker may have held a lock that other workers wait for
+            # The dead worker may have held a lock that other workers are waiting for.
             for worker in set(multiprocessing.active_children()) - children_before:
                 worker.kill()
             unguarded = ""
-            if sys.modules["__main__"].__spec__ is None:  # a script, which each worker imports
+            if sys.modules["__main__"].__spec__ is None:  # workers import the script
                 unguarded = (
                     ", or ended at its start, because a script calls this function outside"
                     ' `if __name__ == "__main__":`'
@@ -94,7 +94,7 @@ def run_jobs(
                 " again to continue, perhaps with fewer --workers"
             ) from error
         except BaseException:
-            stopping.value = 1  # lets the workers clean up before the pool joins them
+            stopping.value = 1  # Let the workers clean up before the pool joins them.
             for future in names:
                 future.cancel()
             raise
@@ -103,17 +103,18 @@ def run_jobs(
 
 # ---- in a worker process -------------------------------------------------------------------------
 
-_counters: Any = None  # three multiprocessing.Value, in worker processes
+_counters: Any = None  # three multiprocessing.Value objects, set in worker processes
 
 
 class _Stopped(Exception):
-    """Another job failed, or the command was interrupted, so incomplete files are removed."""
+    """An exception that stops a job after another job failed or the user interrupted the
+    command."""
 
 
 def count_one(num_bytes: int = 0) -> None:
-    """Report one finished image to the main process, from a function that `run_jobs` runs.
+    """Report a finished image to the main process. Call this in a function run by `run_jobs`.
 
-    Ends the job if all jobs are stopping.
+    Stops the job if all jobs are being stopped.
     """
     images_done, bytes_done, stopping = _counters
     if stopping.value:
@@ -124,7 +125,7 @@ def count_one(num_bytes: int = 0) -> None:
 
 
 def _start_worker(*counters: Any) -> None:
-    """Store the shared counters in a worker."""
+    """Store the shared counters in a worker process."""
     global _counters
     _counters = counters
     follow_parent()

@@ -1,4 +1,4 @@
-"""Test the `make gpu-check` program at a small size on a CPU."""
+"""Test the program of `make gpu-check` at a small size on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
     assert lines[2].startswith("  -   no step waits for the GPU: ")
     assert lines[-1].startswith("1 guarantees hold, 0 do not, in ")
     [path] = tmp_path.glob("*.json")
-    assert "-gpu-" not in path.name, "the planner reads files with gpu in their names"
+    assert "-gpu-" not in path.name, (
+        "the name must not contain -gpu-, because the planner reads such files"
+    )
     document = json.loads(path.read_text())
     assert [line["passed"] for line in document["promises"]] == [True, None]
     assert "| the loader's slots | kept |" in path.with_suffix(".md").read_text()

@@ -1,5 +1,5 @@
-"""Test that benchmarks/loader.py runs every installed library and pauses each one while another
-library is measured."""
+"""Test that benchmarks/loader.py runs every installed library, and pauses each library while
+another is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE = "limit: whole JPEGs"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Run the benchmark. Return its output folder, which contains found.json, .md, .png and
+    """Run the benchmark, and return its output folder, which contains found.json, .md, .png and
     data/."""
     folder = tmp_path_factory.mktemp("loader")
     command = [

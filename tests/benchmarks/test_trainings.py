@@ -31,7 +31,8 @@ def module(monkeypatch):
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Simulate results of two programs that are equally good on average over seeds and images."""
+    """Simulate the results of two programs that are equally good on average over seeds and
+    images."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
     for _ in range(2):
@@ -55,8 +56,8 @@ def test_the_interval_covers_the_true_difference_over_seeds_and_images(module):
         covered += difference.low <= 0 <= difference.high
         gaps = (second.astype(float) - first).ravel()
         by_images_alone += abs(gaps.mean()) <= 1.96 * gaps.std() / gaps.size**0.5
-    # If the true coverage is 95 %, 79 of 80 cases with 600 draws each exceed 93 %. The interval is
-    # the larger of two intervals, so its coverage may be higher.
+    # If the true coverage is 95 %, 79 of 80 tests with 600 simulations each exceed 93 %. The
+    # interval is the larger of two intervals, so the coverage may be higher.
     assert covered / draws >= 0.93
     # Intervals that treat images as independent across seeds have a much lower coverage.
     assert by_images_alone / draws < 0.85
@@ -162,7 +163,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
 
 
 @pytest.mark.slow
-def test_both_benchmarks_run_continue_and_draw(tmp_path, digits):
+def test_both_benchmarks_run_resume_and_plot(tmp_path, digits):
     small = ["model.embed_dim=32", "model.depth=1", "train.epochs=2"]
     for name, count in (("convergence", 2 * 2), ("pairs", 3 * 4 + 4 * 2)):
         line = [sys.executable, BENCHMARKS / f"{name}.py", "--data", digits]

@@ -1,6 +1,6 @@
 """Test that corrupt checkpoints and weights are never loaded.
 
-The tests truncate, alter or remove each file. The run must then load the previous checkpoint or
+The tests truncate, alter or remove each file. The run must then load the previous checkpoint, or
 raise an error that names the file.
 """
 
@@ -101,7 +101,7 @@ def is_equal(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def weights_at(place: Path) -> tuple[LoadedWeights | None, str]:
-    """Return the weights at `path`, or the error that was raised when reading them."""
+    """Return the weights at `path`, or the error raised when reading them."""
     try:
         return read_weights(place), ""
     except WeightsError as error:
@@ -124,7 +124,7 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
         else:
             (folder / file).write_bytes(content)
 
-        # Evaluation, export and new runs read weights this way.
+        # Evaluation, export and new runs read weights with this function.
         for place in (folder, *([(folder / file).parent] if "step_" in file else [])):
             loaded, problem = weights_at(place)
             if loaded is None:
@@ -180,12 +180,14 @@ def test_a_run_at_a_url_does_not_start_over_if_all_checkpoints_are_damaged(prist
         store.close()
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that gives EIO")
+@pytest.mark.skipif(
+    not Path("/proc/self/mem").exists(), reason="needs a file whose reading fails with EIO"
+)
 def test_an_unreadable_checkpoint_is_not_treated_as_damaged(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     info = folder / "checkpoints" / f"step_{NEWEST:08d}" / "checkpoint.json"
     whole = info.rename(tmp_path / "whole")
-    # Reading this link starts at the first page of memory, which is unmapped.
+    # A read of this link starts at the first page of memory, which is not mapped, and fails.
     info.symlink_to("/proc/self/mem")
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)") as error:
         newest_checkpoint(folder, verify=True)

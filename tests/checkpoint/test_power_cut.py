@@ -1,6 +1,6 @@
 """Test that after a power cut no file refers to lost data.
 
-A power cut loses all data that has not been flushed to disk, so each file must be flushed before
+A power cut loses all data that has not been flushed to disk, so a file must be flushed before
 another file refers to it.
 """
 
@@ -17,8 +17,8 @@ from processes import TINY, run_here
 class Disk:
     """The contents of a disk after a power cut.
 
-    A file has the bytes of its last fsync. A folder contains an entry only if the folder was
-    flushed after the entry last changed.
+    A file contains the bytes of its last fsync. A folder contains an entry only if the folder was
+    flushed after the last change of the entry.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):
@@ -69,7 +69,9 @@ class Disk:
             assert self.is_forced(path)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux for a file's name")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/fd"), reason="needs /proc for the names of open files"
+)
 def test_files_that_a_checkpoint_refers_to_are_on_the_disk_first(tmp_path, config, monkeypatch):
     disk = Disk(monkeypatch, tmp_path / "run")
     run_here(

@@ -1,4 +1,4 @@
-"""Test which weight files a resumed run keeps, and that its metrics continue without a gap."""
+"""Test which weights files a resumed run keeps, and that its metrics continue without a gap."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_metrics_of_intervals_and_epochs_split_by_a_kill_equal_the_uninterrupted
 
 @pytest.mark.parametrize("present", ["discarded", "gone"])
 def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, capfd, present):
-    """The first attempt loses its checkpoint of step 6 but keeps its weights, as after a kill. The
+    """As after a kill, the first attempt loses its checkpoint of step 6 but keeps the weights. The
     second attempt uses a different learning rate, so its weights differ."""
     folder = tmp_path / "run"
     settings_of_run = (
@@ -72,7 +72,7 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
     shutil.rmtree(folder / "checkpoints" / "step_00000006")
     if present == "gone":
         (folder / "weights" / "best.safetensors").unlink()
-    # The evaluation at step 6 only ties with the one at step 3, so step 6 is not a new best.
+    # The evaluation at step 6 ties with the one at step 3, so step 6 is not a new best.
     go_on("optim.lr=1e-30")
     assert "resumed at step 3 of 6" in (messages := capfd.readouterr().err)
     step, best = weights_of("best")

@@ -1,6 +1,6 @@
 """Test that a thread saves while training continues.
 
-Each file must be complete and hold the state of a single step.
+Each file must be complete and contain the state of a single step.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ def count_operations(run: Run) -> int:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
-    """The run gets SIGKILL just before it writes, renames or removes a file, once for each such
-    operation."""
+    """SIGKILL ends the run just before each operation that writes, renames or removes a file."""
     first = built(config, tmp_path / "counted")
     first.record.close()
     total = count_operations(first)
@@ -158,7 +157,7 @@ def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, 
 
 
 def assert_whole(folder: Path) -> int:
-    """Check a run folder after a kill, and return the step of its newest checkpoint."""
+    """Check the run folder after a kill, and return the step of the newest checkpoint."""
     checkpoint = newest_checkpoint(folder, verify=True)
     assert checkpoint is not None, (
         "the previous checkpoint may be removed only when a newer one exists"
@@ -216,7 +215,7 @@ def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, conf
 
 
 def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
-    """Either file of a checkpoint may be removed first. The file that remains may take up
+    """Either file of a checkpoint may be removed first. The remaining file may take up
     gigabytes."""
     run = built(config, tmp_path / "run")
     run.record.close()
@@ -246,7 +245,7 @@ def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
 
 def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
     """Evaluation workers live as long as the run. If a worker inherited a file that is later
-    removed, the file's disk space would not be freed."""
+    removed, the disk space of the file would not be freed."""
     run = built(config, tmp_path / "run")
     observations = list[tuple[list[str], int]]()
 
@@ -339,8 +338,8 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """The run must not save to the path of its removed folder, because a second run may have
-    created a new folder at that path."""
+    """If the folder of a run was removed, the run must not save to the same path, because another
+    run may have created a new folder there."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()
@@ -386,7 +385,7 @@ def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config)
 @pytest.mark.slow
 def test_a_signal_during_a_save_waits_for_the_save_and_then_saves_again(tmp_path, config):
     """Training continues while the saver thread is blocked. After the signal, the run must wait for
-    the thread and then save a checkpoint from which training can resume."""
+    the thread, and then save a checkpoint from which training can resume."""
     overrides = ("train.steps=18", "eval.every_steps=100", "checkpoint.every_steps=6")
     train(config, tmp_path / "whole", *overrides)
     run = built(config, tmp_path / "run", *overrides, "checkpoint.keep_last=9")
@@ -432,7 +431,7 @@ def _functions(thread: int | None) -> set[str]:
 
 
 def test_weights_are_read_from_a_newer_checkpoint(tmp_path, config):
-    """Weight files are written only at evaluations, so a checkpoint of a killed run can be
+    """Weights files are written only at evaluations, so a checkpoint of a killed run can be
     newer."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=9", "eval.every_steps=6", "checkpoint.every_steps=3")

@@ -1,7 +1,7 @@
-"""Test that the saver thread's copy holds the state of a single step.
+"""Test that the saver thread's copy contains the state of a single step.
 
-The tests use a CPU and a simulated GPU, whose streams run in any order that the waits between them
-allow.
+The tests use a CPU and a simulated GPU. The streams of this GPU run in any order that the waits
+between them allow.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FakeStream:
 class FakeCuda(TorchDispatchMode):
     """A replacement for torch.cuda that queues tensor operations and runs them one at a time.
 
-    choose: picks the stream that runs next. without: the wait to omit.
+    choose: a function that picks the stream that runs next. without: the wait to omit.
     """
 
     def __init__(self, choose: Callable[[list[FakeStream]], FakeStream], without: str = ""):
@@ -104,8 +104,8 @@ class FakeCuda(TorchDispatchMode):
         return nullcontext()
 
     def run_one(self) -> bool:
-        """Run the next operation of a stream that is not waiting. Return False if all streams
-        wait."""
+        """Run the next operation of a stream that is not waiting. Return False if all streams are
+        waiting."""
         ready = []
         for stream in self._streams:
             while stream.queue and isinstance(stream.queue[0], FakeEvent):
@@ -123,8 +123,8 @@ class FakeCuda(TorchDispatchMode):
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
     """Train a parameter with optimizer state and a buffer for `steps` steps, and copy the state
-    after every second step. Return each copy's step and the values that the thread reads from
-    it."""
+    after every second step. Return the step of each copy and the values that the thread reads from
+    the copy."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
     copies = []
@@ -152,7 +152,8 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
 
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
-    """Yield stream schedules: compute first, copies first, and a hundred random ones."""
+    """Yield orders in which streams run: compute first, copies first, and a hundred random
+    orders."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 
@@ -174,7 +175,7 @@ def test_each_wait_is_needed_in_some_order(wait):
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """The fake GPU makes progress only while the host waits for it, and it runs the training step
+    """The fake GPU makes progress only while the host waits for it, and runs the training step
     first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
@@ -185,7 +186,8 @@ def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
     run.saver._snapshot = snapshot
-    is_queued = threading.Event()  # while it waits, the saver thread runs the fake GPU's operations
+    # Set when the update is queued. Until then, the saver thread must not run the fake GPU.
+    is_queued = threading.Event()
     snapshot.wait = lambda: is_queued.wait(60) and Snapshot.wait(snapshot)
     expected = {name: tensor.clone() for name, tensor in named_tensors(run.train_step).items()}
     with cuda:

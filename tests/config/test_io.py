@@ -240,8 +240,7 @@ def test_an_unknown_key_is_reported_with_the_nearest(problems, text, expected):
 
 @pytest.mark.parametrize("section", ["data", "train", "optim", "model"])
 def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section):
-    """If the error suggested eval.batch_size first, the user would train with an unintended batch
-    size."""
+    """If the error suggested eval.batch_size first, users would train with the wrong batch size."""
     (line,) = problems(BASE, f"{section}.batch_size=64")
     assert (
         line == f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "

@@ -1,4 +1,4 @@
-"""Test that a setting with `OnlyWith` is rejected if the setting that it requires is missing."""
+"""Test that a setting marked with `OnlyWith` is rejected without the setting that it requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a dumped config loads unchanged and can be compared with configs of older runs."""
+"""Test that a saved config loads unchanged, and can be compared with the configs of older runs."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Test that a run path that looks like a mistyped URL is rejected."""
+"""Test that a run path that looks like a misspelled URL is rejected."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def global_batches(
 
 @pytest.fixture(scope="module")
 def reference(shards):
-    # The run has six epochs of two batches. Each epoch drops 12 of the 60 samples.
+    # The run has six epochs of two batches. Each epoch omits 12 of the 60 samples.
     return global_batches(shards, 1, 0, 0, 12)
 
 
@@ -99,7 +99,7 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
     # The order within the first batch varies, because requested blocks are fetched before
-    # prefetched ones.
+    # prefetched blocks.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 
@@ -135,7 +135,8 @@ def test_evaluation_batches_contain_every_sample_once_and_have_equal_shapes(
 
 
 def corrupted(shards, tmp_path, label_of=4):
-    """Return a copy of the shards in which the JPEG data of one training sample is all zeros."""
+    """Return a copy of the shards in which the JPEG data of one training sample consists of
+    zeros."""
     import shutil
 
     shutil.copytree(shards, tmp_path / "shards")

@@ -1,5 +1,5 @@
-"""Test runs on selected samples and on several sources: reports, resumes after kills, and rejected
-changes."""
+"""Test runs on selected samples and on several sources: their reports, resumes after kills, and
+rejected changes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test image sizes that change between epochs.
 
-Samples and random numbers must not change. Each crop must have the size set for its epoch, whatever
-the number of ranks and workers.
+Samples and random numbers must not change with the image size. Each crop must have the size set for
+its epoch, whatever the number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def tensors(loader: Loader) -> list[list[torch.Tensor]]:
 def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
     ranks, workers, start, augment, shards, monkeypatch
 ):
-    """Workers may prepare batches of two sizes at the same time, in buffers of one size."""
+    """Workers may prepare batches of two image sizes at the same time, in buffers of one size."""
     monkeypatch.setattr(slots, "PART_ROWS", 5)  # make workers share each batch
     expected = []
     for step in range(start, len(SIZES)):
@@ -77,7 +77,7 @@ def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
 
 
 def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
-    """Only parameters in pixels may differ, because of rounding."""
+    """Only parameters in pixels may differ, because they are rounded."""
     staged, plain = (
         [
             batches[:2] + batches[3:]
@@ -96,12 +96,12 @@ def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
         num_cut += int(is_cut.sum())
         assert torch.equal(table[~is_cut, LAMBDA], plain_table[~is_cut, LAMBDA])
         sides = torch.tensor([size[0], size[0], size[1], size[1]])
-        # Centers and half widths are whole pixels at both sizes, so the boxes differ by at most two
-        # pixels at the smaller size.
+        # Centers and half widths are whole pixels at both image sizes, so boxes differ by at most
+        # two pixels at the smaller size.
         apart = (table[:, in_pixels] / sides - plain_table[:, in_pixels] / 16).abs()
         assert apart.max() <= 2 / 8
         columns = [n for n in range(table.shape[1]) if n not in (*in_pixels, LAMBDA)]
-        # The last columns contain the box's four borders and the noise seed.
+        # The last columns contain the four borders of the box and the noise seed.
         erased = range(table.shape[1] - 5, table.shape[1])
         for column in columns:
             if column not in erased or column == erased[-1]:
@@ -110,8 +110,8 @@ def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
 
 
 def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
-    """Pillow and torchvision cut out the random box and resize it, so the box must not depend on
-    the image size."""
+    """Pillow and torchvision cut out and resize the random box, which must not depend on the image
+    size."""
     augment = AugmentConfig(hflip_prob=0.0)
     batches = create(shards, augment, STAGED)
     split = batches.split

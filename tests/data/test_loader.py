@@ -1,5 +1,5 @@
 """Test that workers return the same batches as a single process, and that shared memory is
-bounded."""
+limited."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Held(Numbered):
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
 def test_waiting_parts_fit_into_the_smallest_pipe():
-    """Linux gives small pipes to a user with many pipes. If the trainer waited for space in the
-    pipe, the trainer and the workers would deadlock."""
+    """Linux gives smaller pipes to a user with many pipes. If the trainer had to wait for space in
+    the pipe, it would deadlock with the workers."""
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
         # Linux refuses this size if the pipe already contains more bytes.
@@ -77,8 +77,8 @@ def test_waiting_parts_fit_into_the_smallest_pipe():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_held_batch_stays_unchanged(workers):
-    """The loop either keeps more batches than there are buffers, or keeps only views into every
-    fifth batch."""
+    """The loop keeps more batches than there are buffers, or keeps only views into every fifth
+    batch."""
     batches = Numbered()
     with Loader(
         batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
@@ -138,10 +138,10 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
             batches.check(position, batch)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
+@pytest.mark.skipif(sys.platform != "linux", reason="forking is safe only on Linux")
 def test_workers_are_forked_regardless_of_the_default_of_python():
-    """Python 3.14 uses forkserver by default. It costs 340 MiB per worker, reopens every shard, and
-    delays the first batch by seconds."""
+    """Python 3.14 uses forkserver by default, which costs 340 MiB per worker, reopens every shard,
+    and delays the first batch by seconds."""
     code = """
     import multiprocessing, os, sys
     from numbered import Numbered
@@ -223,7 +223,7 @@ def test_buffers_do_not_share_pages():
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(),
-    reason="only Linux tells the memory of its processes",
+    reason="only Linux reports the memory of processes",
 )
 
 
@@ -263,7 +263,7 @@ def test_workers_share_one_index_of_any_length(shards, tmp_path):
             for _ in range(50):
                 next(loader)
             [worker] = multiprocessing.active_children()
-            # Measure only anonymous memory, because the index file is in the page cache.
+            # Count only anonymous memory, because the index file is in the page cache.
             own_bytes[repeats] = memory_bytes(worker.pid, "Pss_Anon")
     assert split.index.nbytes > 50 * 2**20
     assert own_bytes[120_000] - own_bytes[1] < 10 * 2**20, own_bytes
@@ -280,8 +280,7 @@ def test_memory_does_not_grow_over_20_epochs(shards):
     used = []
     with Loader(batches, 0, 20 * 5, num_workers=2) as loader:
         for position, _ in enumerate(loader):
-            # Exclude mapped files such as libraries, because their share depends on other
-            # processes.
+            # Exclude mapped files such as libraries, because other processes share them.
             if position % 5 == 4:
                 tree = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
                 used.append(sum(memory_bytes(pid, "Pss_Anon", "Pss_Shmem") for pid in tree))

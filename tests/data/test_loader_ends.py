@@ -28,7 +28,7 @@ from vit.data.worker_pool import WorkerError
 
 
 class Dying(Numbered):
-    """Batches whose worker fails at position 3. `ending` selects how it fails."""
+    """Batches whose worker fails at position 3. `ending` selects how the worker fails."""
 
     def __init__(self, ending: str):
         super().__init__()
@@ -121,7 +121,7 @@ def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
 
 def test_closing_does_not_wait_for_workers():
     """All buffers are full, parts of batches are queued, and a worker is still busy with a long
-    part. The loader must kill the worker."""
+    part. The loader must kill this worker."""
     loader = Loader(Numbered(pause_s=600), 0, 1000, num_workers=2)
     assert len(multiprocessing.active_children()) == 2
     time.sleep(0.5)  # wait until the workers have started
@@ -168,8 +168,8 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    # The younger worker also inherited the write end of the pipe that closes when the older
-    # worker's parent dies.
+    # The younger worker has inherited the write end of the pipe that closes when the parent of the
+    # older worker dies.
     os.kill(max(workers), signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -184,7 +184,7 @@ def test_a_killed_parent_leaves_no_workers():
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     """torchrun, Slurm and terminals signal every process of a job, but the rank must still be able
-    to continue and save. In this test, the rank never closes its loader."""
+    to continue and save. The rank in this test never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -206,7 +206,9 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     wait_until_gone([int(pid) for pid in pids.split()])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime locks the memory")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CUDA runtime of this machine locks the memory"
+)
 def test_a_failure_to_page_lock_memory_is_only_a_note(capsys):
     """gVisor, WSL, some virtual machines and machines without a driver cannot lock memory."""
     memory = torch.zeros(4096, dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """Test loaders that restart with the same workers, as evaluation does.
 
-Leftover batches must be dropped, and workers that died or stopped between passes must be detected.
+Leftover batches must be dropped. Workers that died or stopped between passes must be detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vit.data.loader import Loader
 from vit.data.worker_pool import WorkerError
 from vit.system.stages import Stage
 
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def crew_of(loader: Loader) -> list[int]:
@@ -51,7 +51,7 @@ def test_each_pass_begins_with_the_first_batch_even_after_an_incomplete_pass(wor
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [1, 2, 9])
 def test_held_batches_outlive_the_pass(num_batches, workers):
-    """A pass of a single batch needs only one buffer, but the caller may keep that batch."""
+    """A pass of a single batch needs only one buffer, but the caller may keep the batch."""
     batches = Numbered()
     held: list[Batch] = []
     with Loader(batches, 0, num_batches, num_workers=workers, max_ready=0) as loader:

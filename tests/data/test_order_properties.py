@@ -1,4 +1,4 @@
-"""Test properties of the sample order that users rely on.
+"""Test the properties of the sample order that users rely on.
 
 Batches must depend only on the order, not on ranks or workers, and repeated samples must be counted
 exactly.
@@ -74,7 +74,7 @@ def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Return rows of a rank's batch as a new worker would fill them."""
+    """Return the rows of a rank's batch as a new worker would fill them."""
     layout = batches.layout
     rows = Batch(
         torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
@@ -259,7 +259,8 @@ def order_of(config: Config) -> Order:
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    # `create_order` rejects fewer images, because copies of a sample would be too close together.
+    # `create_order` rejects fewer images, because the copies of a sample would be too close
+    # together.
     assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)

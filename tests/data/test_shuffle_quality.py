@@ -1,6 +1,6 @@
-"""Compare the two measures of shuffle quality with a brute-force count.
+"""Compare the two measures of shuffle quality with brute-force counts.
 
-On real shards, both measures must rank a perfect shuffle above webdataset's shuffle buffer.
+On real shards, both measures must rank a perfect shuffle higher than webdataset's shuffle buffer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def test_measures_equal_a_brute_force_count():
         np.bincount(labels),
     )
     assert quality.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
-    # Samples 0 to 5 are drawn at times 0 1 5 2 3 4.
+    # Samples 0 to 5 are read at times 0 1 5 2 3 4.
     assert quality.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)
     hits = [1 - scipy.stats.hypergeom(6, size, 2).pmf(0) for size in (3, 2, 1)]
     assert quality.perfect_classes_per_batch == pytest.approx(sum(hits))
 
 
 def test_a_perfect_shuffle_has_the_expected_measures():
-    # The classes have many sizes, and two classes are unused.
+    # The classes have many different sizes, and two classes are unused.
     labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)
     shuffled = np.random.default_rng(1).permutation(len(labels)).reshape(-1, 40)
     quality = quality_of(
@@ -67,7 +67,7 @@ def test_blocks_of_class_sorted_shards_are_reported_and_the_remedy_helps(aug_rep
         assert good.classes_per_batch == pytest.approx(good.perfect_classes_per_batch, rel=0.02)
         assert good.distance == pytest.approx(PERFECT_DISTANCE, abs=0.02)
         assert str(good).endswith("samples moved by 33 % of the data set (33 %)"), (
-            "a good shuffle needs no remedy"
+            "the report on a good shuffle must contain no remedy"
         )
 
 

@@ -31,8 +31,8 @@ from vit.system.files import ShardError
 
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
-    """Return the samples of pass `number` over a source. They are its shuffled blocks, cut at the
-    block borders of the endless sequence."""
+    """Return the samples of pass `number` over a source: its shuffled blocks, cut at the block
+    borders of the endless sequence."""
     whole = num_samples // block
     blocks = [
         range(b * block, (b + 1) * block)
@@ -40,7 +40,7 @@ def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int
     ]
     rest = [*range(whole * block, num_samples)]
     lead = min(-number * num_samples % block, num_samples)
-    # The partial blocks at both ends may together be as long as a full block.
+    # Together, the partial blocks at both ends may be as long as a full block.
     if (num_samples - lead) // block < whole:
         rest += blocks.pop()
     return [*rest[:lead], *(sample for b in blocks for sample in b), *rest[lead:]]
@@ -142,8 +142,8 @@ def test_the_example_in_the_module_docstring_is_correct():
 
 
 def test_blocks_stay_whole_in_every_pass():
-    """Adjacent samples in a shard must be read together: 64 consecutive draws from one block cross
-    at most one block border."""
+    """Adjacent samples in a shard must be read together, so 64 consecutive draws from one block
+    cross at most one block border."""
     share = Share(640, 1000)
     for shuffle in range(20):
         samples, _ = share(np.arange(640), shuffle, 64, np.uint64(7))
@@ -175,7 +175,7 @@ def test_without_weights_each_sample_is_drawn_once_and_with_weights_a_block_has_
 
 
 def test_the_rows_of_a_mixture_equal_the_golden_rows():
-    """If these rows changed, existing runs on several sources could not resume."""
+    """If the golden rows changed, existing runs on several sources could not resume."""
     shares = (
         Share(300_032, 100_003),
         Share(99_968, 500_000, 100_003, np.arange(0, 1_000_000, 2, dtype=np.uint32)),
@@ -198,7 +198,7 @@ def test_the_rows_of_a_mixture_equal_the_golden_rows():
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory):
-    """Copy the shards, rename and reorder their classes, and add a new class."""
+    """Copy the shards, rename and reorder their classes, and add a class."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     info = json.loads((root / "_info.json").read_text())
     names = info["class_names"]

@@ -1,8 +1,8 @@
-"""Test that batches arrive intact on a GPU for any timing that its streams and events allow.
+"""Test that batches arrive intact on a GPU for any timing that the streams and events allow.
 
-`LateGpu` queues its work and runs it in random order, as late as the waits allow. It reuses memory
-in the same way as torch's allocator. Each step compares the batch that it reads with the data that
-was written. If any wait is omitted, at least one order must fail.
+`LateGpu` queues work and runs it in random order, as late as the waits allow. `LateGpu` reuses
+memory as torch's allocator does. Each step compares the batch that it reads with the data that was
+written. If a wait is omitted, at least one order must fail.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Cuda` that keeps device memory on the host. without: the wait to omit."""
+    """A `vit.data.to_gpu.Cuda` that stores device memory on the host. without: the wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)
         self.without = without
         self.locks = locks
         self.queues: dict[str, deque[Work]] = {"copying": deque(), "computing": deque()}
-        # The probability that a stream advances while the host does other work.
+        # The probability that each stream advances while the host does other work.
         self.pace = {name: self.random.choice([0.0, 0.5, 1.0]) for name in self.queues}
         self.current = "computing"
         self.faults: list[str] = []
@@ -80,14 +80,15 @@ class LateGpu:
         self.changes_done = 0
         self.locked: Tensor | None = None
         self.blocks: list[object] = []
-        """All memory ever allocated, kept so that late work cannot read memory that Python
+        """All memory blocks, kept alive so that late work cannot read memory that Python has
         freed."""
         self.free: defaultdict[tuple[str, int], list[bytearray]] = defaultdict(list)
-        """The free blocks by stream and size."""
+        """The free blocks, by stream and size."""
         self.freed: deque[tuple[bytearray, str, list[LateEvent]]] = deque()
-        """The blocks without tensors, and the events that must complete before their reuse."""
+        """The blocks that no tensor uses, with the events that must complete before the blocks are
+        reused."""
         self.kept: defaultdict[int, set[str]] = defaultdict(set)
-        """The address of a block -> streams other than its own that use it."""
+        """Maps the address of a block to the streams, other than its owner, that use the block."""
 
     # ---- queues ----
 
@@ -224,7 +225,8 @@ class LateGpu:
         return replace(batch, images=out)
 
     def step(self, number: int, batch: Batch) -> None:
-        """Queue a comparison of `batch`, including its part on the host, with the expected data."""
+        """Queue a comparison of all parts of `batch`, including those on the host, with the
+        expected data."""
         names = (*DTYPES, "table", "ids")
         tensors = {name: untracked(getattr(batch, name)) for name in names}
         expected = Batch(*(torch.empty_like(tensors[name]) for name in names))
@@ -243,7 +245,7 @@ class LateGpu:
 
 
 def untracked(tensor: Tensor) -> Tensor:
-    """Return a view that does not keep the memory alive, because a kernel only gets an address."""
+    """Return a view that does not keep the memory alive. A kernel has only an address, too."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -254,7 +256,7 @@ def fill(batch: Batch, number: int) -> None:
 
 
 class Training:
-    """A loop over `ToGpu` with real buffers. Workers immediately overwrite every free buffer."""
+    """A loop over `ToGpu` with real buffers. Workers overwrite each free buffer immediately."""
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
@@ -309,7 +311,8 @@ def test_omitting_any_wait_breaks_some_order_of_work(wait):
 
 
 def test_a_batch_is_changed_while_the_previous_step_computes():
-    """The host runs one step ahead and waits only for the step before the previous one."""
+    """The host runs one step ahead of the GPU, and waits only for the step before the previous
+    one."""
     gpu = LateGpu(0)
     gpu.pace = {"copying": 1.0, "computing": 0.0}
     training = Training(gpu)

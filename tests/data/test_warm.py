@@ -66,7 +66,9 @@ def test_a_config_selects_shards_of_a_mounted_folder(shards, tmp_path, config):
     assert len(list(cache.rglob("*.block"))) == 10
 
 
-def test_it_stops_when_the_cache_is_full_and_removes_nothing(web, tmp_path, capsys, monkeypatch):
+def test_warming_stops_when_the_cache_is_full_and_removes_nothing(
+    web, tmp_path, capsys, monkeypatch
+):
     cache = tmp_path / "cache"
     arguments = [f"{web.url}/set", "--cache-dir", str(cache), "--split", "train"]
     assert warm.main([*arguments, "--cache-gib", "0"]) == 0
@@ -165,7 +167,7 @@ sys.exit(warm.main(sys.argv[1:]))
             "--shards 5: expected a number or a range, such as 0-2, of 3 shards",
         ),
         (
-            # An unset shell variable results in such an empty value.
+            # An unset shell variable leads to an empty value.
             ["ROOT", "--cache-dir", "CACHE", "--shards", ""],
             "--shards : expected a number or a range, such as 0-2, of 3 shards",
         ),

@@ -1,6 +1,6 @@
 """Test that a hanging worker is replaced, and that a report names the worker and its task.
 
-A message must explain every long wait during training.
+Every long wait during training must be explained by a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vit.system import stages
 from vit.system.retry import RetryableError, RetryPolicy, num_retries
 from vit.system.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
@@ -130,7 +130,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._pool._queued:
             loader._note(loader._pool.results(wait=True))
-        # The worker's result arrives shortly before the worker becomes idle.
+        # Wait, because the worker returns its result shortly before it becomes idle.
         while loader._pool.statuses[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._pool._workers[0][0].pid
@@ -152,7 +152,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
 def test_a_part_that_a_worker_took_but_did_not_begin_is_made_by_another_worker(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        # Take a part, like a worker that is stopped immediately afterwards.
+        # Take a part, as a worker that is stopped immediately afterwards would.
         os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -201,7 +201,7 @@ def test_a_part_that_hangs_two_workers_ends_the_run(caplog):
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_worker_that_does_not_die_is_reported_repeatedly(dies, caplog):
     """A worker that waits in the kernel for an unavailable mount cannot be killed until the mount
-    returns."""
+    comes back."""
     batches = Stopped()
     with Loader(batches, 0, 10, num_workers=1, stall_timeout_s=2.0) as loader:
         worker = loader._pool._workers[0][0]
@@ -278,7 +278,7 @@ def test_a_slow_batch_is_reported_without_workers(caplog):
 
 
 def test_decoding_between_batches_is_not_counted_as_waiting_in_training(caplog):
-    """The report decodes images while training has a loader open in the same process."""
+    """While training has a loader open, the report decodes images in the same process."""
     with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # a wait is reported after 1 s
         next(loader)
         stages.current.enter(Stage.RESIZE)
@@ -288,7 +288,7 @@ def test_decoding_between_batches_is_not_counted_as_waiting_in_training(caplog):
 
 
 class Trickling(Reading):
-    """Batches whose parts are each ready in time but together take too long. No worker hangs."""
+    """Batches whose parts are each ready in time, but together take too long. No worker hangs."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)

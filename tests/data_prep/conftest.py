@@ -15,7 +15,7 @@ from data_prep import imagefolder
 
 @pytest.fixture(autouse=True)
 def no_catalogue_is_left_open() -> Iterator[None]:
-    """Close catalogs after each test, because each one holds a file descriptor."""
+    """Close catalogs after each test, because each catalog holds a file descriptor."""
     yield
     close_catalogues()
     held = []

@@ -16,7 +16,7 @@ from processes import metrics, run
 from data_prep import animals10
 from vit.data.shards.data_set import open_split
 
-# Typed from the dataset's page on Kaggle, in its order.
+# Copied from the page of the dataset on Kaggle, in the same order.
 CLASSES = [
     ("dog", "cane"),
     ("cat", "gatto"),
@@ -162,7 +162,7 @@ def catalogue_of(root: Path) -> str:
     return json.loads((root / "_info.json").read_text())["catalogue"]
 
 
-def test_the_split(files, tmp_path):
+def test_the_split_is_by_class_and_hash(files, tmp_path):
     source = put(tmp_path / "raw-img", files)
 
     def splits(name: str, *arguments) -> dict[str, set[str]]:
@@ -194,7 +194,7 @@ def test_the_split(files, tmp_path):
     )
 
 
-def test_other_counts_are_reported_and_recorded(root, kaggle, files, tmp_path, capsys):
+def test_unexpected_counts_are_reported_and_recorded(root, kaggle, files, tmp_path, capsys):
     put(tmp_path / "some" / "raw-img", files)
     put(tmp_path / "some", {"contact.png": files["cane/OIP-x.jpg"]})
     assert (
@@ -252,7 +252,7 @@ def without(files: dict[str, bytes], *folders: str) -> dict[str, bytes]:
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_wrong_trees_are_one_line(files, tmp_path, capsys, change, message, packed):
+def test_wrong_folders_give_one_line(files, tmp_path, capsys, change, message, packed):
     source = (
         pack(tmp_path / "source.zip", change(files))
         if packed
@@ -280,7 +280,7 @@ def test_wrong_trees_are_one_line(files, tmp_path, capsys, change, message, pack
         (["{text}"], "text.zip: not a complete zip"),
     ],
 )
-def test_wrong_arguments_are_one_line(kaggle, tmp_path, capsys, arguments, message):
+def test_wrong_arguments_give_one_line(kaggle, tmp_path, capsys, arguments, message):
     (tmp_path / "cut.zip").write_bytes(kaggle.read_bytes()[:-3000])
     (tmp_path / "text.zip").write_text("Not found")
     places = {"kaggle": kaggle, "cut": tmp_path / "cut.zip", "text": tmp_path / "text.zip"}

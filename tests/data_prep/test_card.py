@@ -1,5 +1,5 @@
-"""Test the dataset card: its numbers match the images, its contact sheet shows them, and writing it
-again produces the same bytes."""
+"""Test the dataset card: its numbers match the images, its contact sheet shows them, and writing
+the card again produces the same bytes."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ def test_control_characters_are_shown_as_escapes(root):
 
 def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
     """Return (image, its bytes, label) for all samples, read with tarfile."""
-    found = []
+    results = []
     for path in sorted(root.glob(f"{split}-*.tar")):
         with tarfile.open(path) as tar:
             contents = [tar.extractfile(member).read() for member in tar.getmembers()]
-        found += [
+        results += [
             (Image.open(io.BytesIO(data)), len(data), int(label))
             for data, label in zip(contents[::2], contents[1::2], strict=True)
         ]
-    return found
+    return results
 
 
 def table(text: str, heading: str) -> list[list[str]]:
@@ -114,8 +114,8 @@ def test_the_card_describes_the_shards(made):
     )
 
     counts = {
-        name: Counter(label for _, _, label in found)
-        for name, found in (("train", train), ("val", val))
+        name: Counter(label for _, _, label in samples_of_split)
+        for name, samples_of_split in (("train", train), ("val", val))
     }
     rows = table(text, "Splits")
     assert [row[:2] + row[5:] for row in rows] == [
@@ -152,7 +152,7 @@ def test_the_card_describes_the_shards(made):
     assert "| val_fraction | 0.3 |" in text
 
 
-def test_colours_are_those_of_the_pixels(made):
+def test_colors_equal_those_of_the_pixels(made):
     pixels = [
         np.asarray(image.convert("RGB"), np.float64).reshape(-1, 3) / 255
         for image, *_ in samples(made, "train")
@@ -161,7 +161,7 @@ def test_colours_are_those_of_the_pixels(made):
     std = np.sqrt(np.mean([((image - mean) ** 2).mean(0) for image in pixels], 0))
     rows = table((made / "dataset.md").read_text(), "Colors")
     assert [[float(cell) for cell in row[1:]] for row in rows] == [
-        [pytest.approx(x, abs=6e-4) for x in found] for found in (mean, std)
+        [pytest.approx(x, abs=6e-4) for x in values] for values in (mean, std)
     ]
 
 
@@ -193,7 +193,7 @@ def test_the_readme_has_the_words_of_earlier_versions(made):
     assert words in (made / "README.md").read_text()
 
 
-def test_the_same_again(root, capsys):
+def test_writing_the_card_again_gives_the_same_bytes(root, capsys):
     before = {name: (root / name).read_bytes() for name in ("dataset.md", "contact_sheet.png")}
     for name in before:
         (root / name).unlink()
@@ -202,7 +202,7 @@ def test_the_same_again(root, capsys):
     assert {name: (root / name).read_bytes() for name in before} == before
 
 
-def test_shards_of_others(tmp_path):
+def test_shards_of_other_tools_get_a_card(tmp_path):
     root = tmp_path / "foreign"
     root.mkdir()
     with tarfile.open(root / "train-000.tar", "w") as tar:
@@ -229,7 +229,7 @@ def test_shards_of_others(tmp_path):
         )
 
 
-def test_a_data_set_in_a_store(made, tmp_path):
+def test_a_dataset_in_a_store_gets_a_card(made, tmp_path):
     import fsspec
 
     with S3Server() as server:
@@ -325,7 +325,7 @@ def test_shortened_keeps_both_ends():
     assert shortened("", fits) == ""
 
 
-def test_names_mean_nothing_to_markdown():
+def test_names_are_escaped_in_markdown():
     assert escaped("a|b *c* `d` <e>\n[f]") == r"a\|b \*c\* \`d\` \<e> \[f\]"
     assert escaped("snake_case and __init__") == r"snake_case and \_\_init\_\_"
     assert markdown_table(("a", "b"), [("x|y", 1)]) == "| a | b |\n|---|---:|\n| x\\|y | 1 |"

@@ -1,5 +1,5 @@
 """Test CIFAR-10 and CIFAR-100 in binary form: every record must match an independent reader, and
-corrupt files are rejected."""
+corrupt files must be rejected."""
 
 import gzip
 import hashlib
@@ -73,7 +73,7 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str = "w:gz") -> Path:
-    """Write an archive with a folder, its files and a readme, as in the official archives."""
+    """Write an archive with a folder, its files and a readme, like the official archives."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, **({"compresslevel": 1} if mode == "w:gz" else {})) as tar:
         for name, content in {**files, "readme.html": b"<html>"}.items():
@@ -84,8 +84,8 @@ def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str 
 
 
 def test_all_records_are_read_with_their_labels(full10, tmp_path):
-    found = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
-    catalogue = new_catalogue(found, tmp_path, seed=0)
+    archive = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
+    catalogue = new_catalogue(archive, tmp_path, seed=0)
     assert catalogue.splits == {"train": 50_000, "val": 10_000}
     assert catalogue.class_names == CLASSES[10]
     for split in ("train", "val"):
@@ -98,7 +98,7 @@ def test_all_records_are_read_with_their_labels(full10, tmp_path):
                 [record[1 + 1024 * channel + 32 * row :][:32] for row in range(32)]
                 for channel in range(3)
             ]
-            image = Image.open(io.BytesIO(found.read(sample)))
+            image = Image.open(io.BytesIO(archive.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
             assert isinstance(image, JpegImageFile)
             assert [(h, v) for _, h, v, _ in image.layer] == [(1, 1)] * 3, (
@@ -125,12 +125,12 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
             small[110 - classes],
         ).parent,
     ]
-    pack(tmp_path / "extracted" / kind.archive, {})  # extracted files take precedence
+    pack(tmp_path / "extracted" / kind.archive, {})  # extracted files are preferred
     everything = [
         images_of(cifar.source(source, classes), tmp_path / f"c{number}")
         for number, source in enumerate(sources)
     ]
-    assert all(found == everything[0] for found in everything)
+    assert all(content == everything[0] for content in everything)
     assert (
         cifar.main(
             [str(sources[2]), "--out", str(tmp_path / "out"), "--num-shards", "2", "--workers", "1"]
@@ -141,7 +141,9 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
     val = open_split(tmp_path / "out", "val")
     assert (train.num_samples, val.num_samples) == (500, 100)
     assert train.class_names == CLASSES[classes]
-    assert np.bincount(train.index["label"]).tolist() == [500 // classes] * classes, "fine labels"
+    assert np.bincount(train.index["label"]).tolist() == [500 // classes] * classes, (
+        "all labels must be equally frequent"
+    )
     assert {
         split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)
     } == everything[0][1]
@@ -194,7 +196,7 @@ def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, packed):
+def test_wrong_files_give_one_line(small, tmp_path, capsys, change, message, packed):
     files = small[10]
     change(files)
     source = pack(tmp_path / "source.tar.gz", files) if packed else put(tmp_path / "source", files)
@@ -205,7 +207,7 @@ def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, pack
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_hostile_and_damaged_archives(small, tmp_path):
+def test_hostile_and_damaged_archives_are_refused(small, tmp_path):
     whole = pack(tmp_path / "whole.tar.gz", small[10]).read_bytes()
     plain = gzip.decompress(whole)
     for content, message in (
@@ -290,7 +292,7 @@ def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
     assert open_split(tmp_path / "out", "train").num_samples == 500
 
 
-def test_a_path_that_is_not_there(tmp_path):
+def test_a_missing_path_is_reported(tmp_path):
     with pytest.raises(
         PrepError,
         match=r"nowhere: no such file or folder; expected cifar-100-binary.tar.gz or its train",

@@ -1,4 +1,4 @@
-"""Test that a wrong flag raises an error before the source is read, for every kind of source."""
+"""Test that, for every kind of source, a wrong flag raises an error before the source is read."""
 
 import pytest
 

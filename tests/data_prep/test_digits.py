@@ -1,5 +1,5 @@
-"""Test the digits dataset: real and legible digits, each original in a single split, and
-reproducible bytes."""
+"""Test the digits dataset: the digits are real and legible, each original is in a single split, and
+the bytes are reproducible."""
 
 import io
 import json
@@ -20,7 +20,7 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 
 
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
-    """Return the samples of each split from a catalog created in `folder`."""
+    """Return the samples of each split in a catalog created in `folder`."""
     catalogue = new_catalogue(found, folder / f"seed{seed}", seed)
     return {
         split: catalogue.table(split).samples(range(total))
@@ -55,7 +55,7 @@ def original_of(key: str) -> int:
     return int(key.removeprefix("digit").split("_")[0])
 
 
-def test_originals_are_in_one_split_only(root):
+def test_each_original_is_in_a_single_split(root):
     from sklearn.datasets import load_digits
 
     labels = load_digits().target
@@ -85,7 +85,7 @@ def test_default_counts_and_balance(tmp_path):
     }
 
 
-def test_same_options_same_bytes(root, tmp_path):
+def test_the_same_options_give_the_same_bytes(root, tmp_path):
     main(
         [
             "--out",
@@ -110,7 +110,7 @@ def test_same_options_same_bytes(root, tmp_path):
     assert options["seed"] == 0
 
 
-def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
+def test_renderings_depend_only_on_copy_and_seed(tmp_path):
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 8)
 
@@ -133,8 +133,8 @@ def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
 
 
 def test_pixels_are_those_of_the_first_version(tmp_path):
-    """The test compares mean colors, because a hash of the file would change with the Pillow
-    version."""
+    """The test compares mean colors, because a hash of the file would change with the version of
+    Pillow."""
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 4)
     data = read(Sample("digit0007_02", 3, "7", str(pixels), 0, 64), 48, 5)
@@ -153,7 +153,7 @@ def test_uniform_numbers_are_splitmix64():
 
 
 @pytest.mark.parametrize("kind", TEXTURES)
-def test_textures_are_calm(kind):
+def test_textures_have_no_hard_edges(kind):
     for n in range(20):
         pattern = texture(kind, 48, Uniform(n.to_bytes(8, "little")))
         assert pattern.shape == (48, 48)
@@ -168,11 +168,11 @@ def luminance_of(data: bytes) -> np.ndarray:
 
 
 def test_digits_contrast_with_the_background_and_do_not_touch_the_border(tmp_path):
-    """The luminance of digit and background must differ clearly for any colors and texture, and the
-    border must be background."""
-    found = source(seed=3)
-    for sample in listed(found, tmp_path, 3)["val"][::20]:
-        luminance = luminance_of(found.read(sample))
+    """The luminance of digit and background must differ clearly for any colors and texture. The
+    border must show only background."""
+    digits = source(seed=3)
+    for sample in listed(digits, tmp_path, 3)["val"][::20]:
+        luminance = luminance_of(digits.read(sample))
         border = np.concatenate([luminance[0], luminance[-1], luminance[:, 0], luminance[:, -1]])
         assert np.ptp(border) < 0.35, f"{sample}: the digit or a strong texture touches the border"
         ink = np.abs(luminance - np.median(border)) > 0.35

@@ -6,7 +6,7 @@ from data_prep.errors import PrepError
 from data_prep.read.archives import walk_tar
 
 
-def test_a_file_that_cannot_be_opened(tmp_path):
+def test_a_file_that_cannot_be_opened_gives_one_line(tmp_path):
     (tmp_path / "loop.tar").symlink_to("loop.tar")
     for name, message in (
         ("a.tar", "No such file"),

@@ -51,14 +51,14 @@ def test_each_row_is_an_image_of_its_class(tmp_path, kind):
         (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in listed))
     info = prepared(folder, tmp_path / "out", "--val-fraction", "0.2")
     assert info["class_names"] == ["a", "a/b", "c"]
-    found = {**stored(tmp_path / "out", "train"), **stored(tmp_path / "out", "val")}
+    samples = {**stored(tmp_path / "out", "train"), **stored(tmp_path / "out", "val")}
     theirs = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
     theirs = theirs.cast_column("image", datasets.Image(decode=False))
     expected = [
         Stored(Path(row["image"]["path"]).read_bytes(), info["class_names"].index(row["label"]))
         for row in theirs
     ]
-    assert sorted(found.values()) == sorted(expected)
+    assert sorted(samples.values()) == sorted(expected)
     assert len(expected) == 30
 
 
@@ -74,7 +74,7 @@ def test_splits_with_one_table_or_two(tmp_path, at):
     if at == "root":
         write_csv(tmp_path / "in" / "metadata.csv", rows(everything))
     info = prepared(tmp_path / "in", tmp_path / "out")
-    assert {split: found["num_samples"] for split, found in info["splits"].items()} == {
+    assert {split: described["num_samples"] for split, described in info["splits"].items()} == {
         "train": 18,
         "val": 12,
     }
@@ -110,7 +110,7 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_column_is_named_where_it_is_unclear(tmp_path, capsys):
+def test_an_ambiguous_column_is_named(tmp_path, capsys):
     write_images(tmp_path / "in", list(CLASSES))
     listed = [{"file_name": name, "breed": kind, "age": "1"} for name, kind in CLASSES.items()]
     write_csv(tmp_path / "in" / "metadata.csv", listed)
@@ -120,7 +120,7 @@ def test_the_column_is_named_where_it_is_unclear(tmp_path, capsys):
     assert info["class_names"] == ["a", "a/b", "c"]
 
 
-def test_a_table_that_is_none(tmp_path, capsys):
+def test_an_invalid_table_is_reported(tmp_path, capsys):
     write_images(tmp_path / "in", ["0.jpg"])
     (tmp_path / "in" / "metadata.jsonl").write_text("<html>\n")
     assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2

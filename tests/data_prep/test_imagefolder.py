@@ -34,13 +34,14 @@ HELD_OUT = [
 
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
     with tempfile.TemporaryDirectory() as temporary:
-        found = new_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
+        catalogue = new_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
         return {
-            split: found.table(split).samples(range(total)) for split, total in found.splits.items()
+            split: catalogue.table(split).samples(range(total))
+            for split, total in catalogue.splits.items()
         }
 
 
-def test_train_and_val(tmp_path, capsys):
+def test_train_and_val_folders_become_splits(tmp_path, capsys):
     source = tmp_path / "source"
     for name in (
         "train/b/x.jpg",
@@ -70,7 +71,7 @@ def test_train_and_val(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["validation", "test"])
-def test_other_names_of_val(tmp_path, name):
+def test_other_names_of_val_are_recognized(tmp_path, name):
     for path in ("train/a/1.jpg", "train/b/1.jpg", f"{name}/a/2.jpg"):
         add(tmp_path / path)
     assert {split: len(samples) for split, samples in listed(tmp_path).items()} == {
@@ -79,14 +80,14 @@ def test_other_names_of_val(tmp_path, name):
     }
 
 
-def test_classes_alone_are_split_by_class(flat):
-    found = listed(flat, 0.2)
+def test_class_folders_without_splits_are_split_by_class(flat):
+    splits = listed(flat, 0.2)
     counts = {
         split: [sum(s.label == label for s in samples) for label in (0, 1)]
-        for split, samples in found.items()
+        for split, samples in splits.items()
     }
     assert counts == {"train": [25, 16], "val": [6, 4]}
-    keys = {split: {s.key for s in samples} for split, samples in found.items()}
+    keys = {split: {s.key for s in samples} for split, samples in splits.items()}
     assert not keys["train"] & keys["val"]
     assert len(keys["train"] | keys["val"]) == 51
     add(flat / "ape" / "another.jpg")  # adding an image may move at most one other image
@@ -96,8 +97,8 @@ def test_classes_alone_are_split_by_class(flat):
 
 
 def test_the_choice_of_held_out_images_never_changes(flat):
-    """A different choice of validation images would put images that a model was trained on into
-    val. The expected choice is that of the first version."""
+    """With a different choice, images that a model was trained on would be in val. The expected
+    choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
 
@@ -112,7 +113,7 @@ def test_awkward_names_give_safe_and_different_keys(tmp_path):
     assert all(key == safe_key(key) for key in keys)
 
 
-def test_keys_that_two_classes_share_differ(tmp_path):
+def test_equal_keys_in_two_classes_are_distinguished(tmp_path):
     paths = (
         "a/b_c.jpg",
         "a_b/c.jpg",
@@ -134,7 +135,7 @@ def test_keys_that_two_classes_share_differ(tmp_path):
     }
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path):
+def test_links_are_followed_but_not_circular_ones(tmp_path):
     for path in ("flat/a/1.jpg", "flat/b/1.jpg", "elsewhere/deep/2.jpg"):
         add(tmp_path / path)
     (tmp_path / "flat/b/more").symlink_to(tmp_path / "elsewhere")
@@ -191,7 +192,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
 
 
 def test_irregular_files_are_skipped_and_listed(tmp_path):
-    """Opening a pipe would block. A broken link is probably an image that the user wanted to
+    """Opening a pipe would block. A broken link probably points to an image that the user wanted to
     include."""
     for number in range(300):
         add(tmp_path / "flat" / "ab"[number % 2] / f"{number}.jpg", number)
@@ -238,7 +239,7 @@ def test_irregular_files_are_skipped_and_listed(tmp_path):
         (["a/1.jpg"], "a/1.jpg", "1.jpg: not a folder; expected"),
     ],
 )
-def test_errors_are_one_line_and_status_2(tmp_path, paths, argument, message, capsys):
+def test_errors_give_one_line_and_status_2(tmp_path, paths, argument, message, capsys):
     folder = tmp_path / "source"
     folder.mkdir()
     for path in paths:
@@ -275,7 +276,7 @@ def numbered(folder: Path, num_classes: int) -> list[str]:
 
 
 def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, capsys):
-    """ImageNet-V2's folders are named 0 to 999. With names sorted as text, 988 labels would be
+    """ImageNet-V2's folders are named 0 to 999. If names were sorted as text, 988 labels would be
     wrong."""
     options = numbered(tmp_path / "v2", 12)
     assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
@@ -299,11 +300,11 @@ def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, ca
         ]
     numbered(tmp_path / "ten", 10)
     assert main([str(tmp_path / "ten"), "--out", str(tmp_path / "plain"), *options]) == 0, (
-        "both orders are equal"
+        "these names have the same order as text and as numbers"
     )
 
 
-def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
+def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path, capsys):
     """macOS stores letters and accents separately, so the same name has different bytes."""
     apart = "cafe\u0301"
     together = "caf\u00e9"
@@ -333,8 +334,8 @@ def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
 
 
 def test_runs_without_torch(flat, tmp_path):
-    """Neither the command nor its workers may import torch. `sys.modules["torch"] = None` would be
-    shorter, but breaks scipy."""
+    """Neither the command nor its workers may import torch. Setting `sys.modules["torch"] = None`
+    instead would break scipy."""
     (tmp_path / "blocked" / "torch").mkdir(parents=True)
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text(
         "raise ImportError('torch is blocked')"

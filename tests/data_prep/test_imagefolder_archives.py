@@ -87,22 +87,26 @@ def test_an_archive_gives_the_shards_of_its_folder(pack, name, prefix, unpacked,
     assert prepare(archive, tmp_path / "out") == unpacked
     assert "in place, without unpacking" in capsys.readouterr().out
     assert open_split(tmp_path / "out", "train").class_names == ["pizza", "steak", "sushi"]
-    assert open_split(tmp_path / "out", "val").num_samples == 6, "the archive has a test folder"
+    assert open_split(tmp_path / "out", "val").num_samples == 6, (
+        "val must come from the test folder of the archive"
+    )
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"out", name} | ({"food.tar"} if name == "food.tgz" else set())
 
 
-def test_classes_alone_and_what_is_not_an_image(tmp_path):
+def test_an_archive_may_have_only_class_folders_and_other_files(tmp_path):
     files = {name.removeprefix("train/"): data for name, data in SPLIT.items() if "train" in name}
     files |= {"pizza/notes/names.txt": b"x", "pizza/a.txt": b"x", "pizza/deep/1.JPG": jpeg(1)}
     archive = as_zip(tmp_path / "flat.zip", files, "images/")
-    asked = imagefolder.Asked(val_fraction=0.5)
-    found = new_catalogue(imagefolder.source(archive, asked), tmp_path / "c", seed=0)
+    options = imagefolder.Asked(val_fraction=0.5)
+    catalogue = new_catalogue(imagefolder.source(archive, options), tmp_path / "c", seed=0)
     keys = {
-        s.key for split, n in found.splits.items() for s in found.table(split).samples(range(n))
+        s.key
+        for split, n in catalogue.splits.items()
+        for s in catalogue.table(split).samples(range(n))
     }
     assert keys == {safe(name) for name in files if name.lower().endswith(".jpg")}
-    assert found.notes == ["2 other files, no images: 2 .txt"]
+    assert catalogue.notes == ["2 other files, no images: 2 .txt"]
     assert str(open_archive(archive)) == f"{archive}/images"
 
 
@@ -128,7 +132,9 @@ def test_the_tar_of_a_replaced_archive_is_not_used(tmp_path):
         PrepError, match=r"food\.tar: its modification time differs from food\.tar\.gz"
     ):
         inflate_tar(archive)
-    assert tar.read_bytes() == first, "the file may belong to the user"
+    assert tar.read_bytes() == first, (
+        "the tar must not change, because the user may have created it"
+    )
     tar.unlink()
     assert inflate_tar(archive).read_bytes() != first
 
@@ -145,9 +151,9 @@ def web(tmp_path, monkeypatch):
         yield server
 
 
-def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys):
-    """The transfer is cut twice, the second time between two commands. After that, the archive is
-    not downloaded again."""
+def test_a_download_is_continued_verified_and_kept(web, unpacked, tmp_path, capsys):
+    """The transfer is cut twice, the second time between two commands. After the transfer, the
+    archive is not downloaded again."""
     whole = web.files["/a/food.zip"]
     folder = tmp_path / "downloads"
     folder.mkdir()
@@ -157,11 +163,11 @@ def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys)
     assert prepare(folder, tmp_path / "out", "--download", url) == unpacked
     ranges = [wanted for _, _, wanted in web.requests]
     assert ranges == ["bytes=1000-", f"bytes=3000-{len(whole) - 1}"]
-    said = capsys.readouterr().err
-    assert "not compared with any checksum" in said
-    (found,) = re.findall(r"--sha256 (\w{64}) to verify it", said)
-    assert found == hashlib.sha256(whole).hexdigest()
-    words = ("--download", url, "--sha256", found)
+    output = capsys.readouterr().err
+    assert "not compared with any checksum" in output
+    (sha256,) = re.findall(r"--sha256 (\w{64}) to verify it", output)
+    assert sha256 == hashlib.sha256(whole).hexdigest()
+    words = ("--download", url, "--sha256", sha256)
     assert prepare(folder, tmp_path / "again", *words) == unpacked
     assert "sha256 verified" in capsys.readouterr().err
     assert len(web.requests) == 2
@@ -195,7 +201,7 @@ def test_animals_are_downloaded_from_kaggle_with_a_login(tmp_path, monkeypatch, 
     ],
     ids=["page", "gone", "cut", "noise"],
 )
-def test_what_is_no_archive_is_not_kept(content, problem, web, tmp_path, capsys):
+def test_a_download_that_is_not_an_archive_is_not_kept(content, problem, web, tmp_path, capsys):
     whole = web.files["/a/food.zip"]
     web.files = {"/a/food.zip": whole[:-500] if content == b"CUT" else content} if content else {}
     out = tmp_path / "out"
@@ -208,14 +214,16 @@ def test_what_is_no_archive_is_not_kept(content, problem, web, tmp_path, capsys)
     assert not out.exists()
     if problem.startswith("neither"):
         web.files = {"/a/food.zip": whole}
-        assert imagefolder.main([str(tmp_path / "d"), *line]) == 0, "the server has the file now"
+        assert imagefolder.main([str(tmp_path / "d"), *line]) == 0, (
+            "the command must succeed when the server has the file"
+        )
 
 
-def test_another_checksum_is_not_kept(web, tmp_path, capsys):
+def test_a_download_with_another_checksum_is_not_kept(web, tmp_path, capsys):
     line = ["--download", f"{web.url}/a/food.zip", "--sha256", "0" * 64]
     assert imagefolder.main([str(tmp_path / "d"), "--out", str(tmp_path / "out"), *line]) == 2
     error = capsys.readouterr().err
-    found = hashlib.sha256(web.files["/a/food.zip"]).hexdigest()
-    assert f"sha256 is {found} (" in error
+    sha256 = hashlib.sha256(web.files["/a/food.zip"]).hexdigest()
+    assert f"sha256 is {sha256} (" in error
     assert f"expected {'0' * 64}" in error
     assert not list(tmp_path.glob("d/*"))

@@ -70,36 +70,38 @@ def reference(fake, tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_all_layouts_give_the_same(
+def test_all_layouts_give_the_same_catalog(
     tmp_path, fake, reference, layout: Callable[[Fake, Path], list[Path]]
 ):
-    found = catalogue(tmp_path, *layout(fake, tmp_path))
-    assert found.class_names == fake.wnids
-    assert list(found.splits) == ["train", "val"]
-    for split in found.splits:
-        assert contents(found, split) == expected(fake, split)
-    assert found.sha256 == reference
+    listing = catalogue(tmp_path, *layout(fake, tmp_path))
+    assert listing.class_names == fake.wnids
+    assert list(listing.splits) == ["train", "val"]
+    for split in listing.splits:
+        assert contents(listing, split) == expected(fake, split)
+    assert listing.sha256 == reference
 
 
 def test_the_layout_is_reported(tmp_path, fake, capsys):
-    found = catalogue(tmp_path, *as_official(fake, tmp_path))
-    said = capsys.readouterr().out
+    listing = catalogue(tmp_path, *as_official(fake, tmp_path))
+    output = capsys.readouterr().out
     folder = tmp_path / "downloads"
-    assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in said
-    assert f"val: a flat tar, read in place ({folder}/ILSVRC2012_img_val.tar)" in said
-    assert f"labels of val: the development kit ({folder}/ILSVRC2012_devkit_t12.tar.gz)" in said
-    assert "partial: train: 67 images instead of 1,281,167" in said
+    assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in output
+    assert f"val: a flat tar, read in place ({folder}/ILSVRC2012_img_val.tar)" in output
+    assert f"labels of val: the development kit ({folder}/ILSVRC2012_devkit_t12.tar.gz)" in output
+    assert "partial: train: 67 images instead of 1,281,167" in output
     recorded = (
         "partial: labels are positions among 12 classes: not the labels of published weights, which"
         " know 1,000"
     )
-    assert recorded in found.notes, "_info.json of earlier versions contains this text"
-    assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in found.notes
+    assert recorded in listing.notes, "_info.json of earlier versions contains this text"
+    assert (
+        f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in listing.notes
+    )
 
 
-def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
-    """torchvision unpacks the same archives and reads the same development kit. Published weights
-    use torchvision's labels."""
+def test_labels_equal_those_of_torchvision(tmp_path, fake, monkeypatch):
+    """The test reads the same archives and the same development kit with torchvision, whose labels
+    published weights use."""
     from torchvision.datasets import ImageNet
     from torchvision.datasets import imagenet as theirs
 
@@ -122,12 +124,12 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
         source([folder], allow_partial=True)  # now archives and folders are side by side
 
 
-def test_the_kits_ids_are_not_the_labels(tmp_path, fake):
-    """ILSVRC2012_ID - 1 looks like a label but results in an accuracy of 0.1 %."""
-    found = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
+def test_the_ids_of_the_kit_are_not_the_labels(tmp_path, fake):
+    """ILSVRC2012_ID - 1 looks like a label, but gives an accuracy of 0.1 %."""
+    samples = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
     by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
     assert sorted(set(by_id.values())) == list(range(12))
-    assert {key: label for key, (label, *_) in found.items()} != by_id
+    assert {key: label for key, (label, *_) in samples.items()} != by_id
 
 
 def test_shards_do_not_depend_on_the_layout(tmp_path, fake):
@@ -157,7 +159,7 @@ def test_shards_do_not_depend_on_the_layout(tmp_path, fake):
         )
         assert not (out / "_spool").exists()
     assert len(hashes[0]) == 5
-    assert all(found == hashes[0] for found in hashes)
+    assert all(hashes_of_layout == hashes[0] for hashes_of_layout in hashes)
     train = open_split(tmp_path / "a" / "out", "train")
     labels = {train.key(n): int(train.index["label"][n]) for n in range(train.num_samples)}
     missing = fake.labels("train").keys() - labels.keys()
@@ -172,13 +174,13 @@ def test_a_thousand_tars_are_read_in_any_order(tmp_path):
     write_inner_tars(fake, tmp_path / "train")
     write_flat_val(fake, tmp_path / "val")
     write_devkit(fake, tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
-    found = catalogue(
+    listing = catalogue(
         tmp_path, tmp_path / "train", tmp_path / "val", tmp_path / "ILSVRC2012_devkit_t12.tar.gz"
     )
-    assert found.class_names == WNIDS
-    assert found.sha256 == catalogue(tmp_path / "x", _archives_of(fake, tmp_path / "x")).sha256
+    assert listing.class_names == WNIDS
+    assert listing.sha256 == catalogue(tmp_path / "x", _archives_of(fake, tmp_path / "x")).sha256
     for split in ("train", "val"):
-        assert {key: row[0] for key, row in contents(found, split).items()} == fake.labels(split)
+        assert {key: row[0] for key, row in contents(listing, split).items()} == fake.labels(split)
 
 
 def _archives_of(fake: Fake, folder: Path) -> Path:
@@ -225,17 +227,17 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
     (tmp_path / "in.tar").write_bytes(
         tar_of([(f"{first}.tar", tar_of([(f"{first}_1.JPEG", b"x"), ("readme", b"")]))])
     )
-    found = catalogue(tmp_path, tmp_path / "in.tar", folder / "val")
-    assert "train: 1 files that are no images are left out: readme" in found.notes
+    listing = catalogue(tmp_path, tmp_path / "in.tar", folder / "val")
+    assert "train: 1 files that are no images are left out: readme" in listing.notes
 
 
 # ---- counts of images ----------------------------------------------------------------------------
 
 
-def test_whole_counts_differ_in_nothing():
+def test_complete_counts_have_no_differences():
     train = np.full(1000, 1300)
     train[0] = 732
-    # With 1,300 images in each class, the total would be 18,833 too high.
+    # With 1,300 images in each class, the total would be too high by 18,833.
     train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))
     assert train.sum() == 1_281_167
     assert differences("train", WNIDS, train) == []
@@ -262,29 +264,30 @@ def test_all_differences_are_reported():
     ]
 
 
-def test_less_needs_partial(tmp_path, fake, capsys):
+def test_missing_images_need_partial(tmp_path, fake, capsys):
     folder = as_official(fake, tmp_path)[0]
     (folder / "train").mkdir()
     small = make_fake(3, 2, 1)
     write_train_tar(small, folder / "ILSVRC2012_img_train.tar")
     (folder / "train").rmdir()
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        "3 classes instead of 1,000; missing: " + ", ".join(fake.wnids[3:8]) + " and 4 more" in said
+        "3 classes instead of 1,000; missing: " + ", ".join(fake.wnids[3:8]) + " and 4 more"
+        in output
     )
-    assert "train: 6 images instead of 1,281,167" in said
-    assert "val: 27 images of unknown classes: " in said
-    assert "val: 9 images instead of 50,000" in said
-    assert "--partial" in said
+    assert "train: 6 images instead of 1,281,167" in output
+    assert "val: 27 images of unknown classes: " in output
+    assert "val: 9 images instead of 50,000" in output
+    assert "--partial" in output
     assert not list((tmp_path / "out").glob("*.tar"))
-    found = catalogue(tmp_path, folder)  # val skips the classes that are missing from train
-    assert found.class_names == small.wnids
-    assert found.splits == {"train": 6, "val": 9}
-    assert any("27 images of unknown classes" in note for note in found.notes)
+    listing = catalogue(tmp_path, folder)  # val skips the classes that are missing from train
+    assert listing.class_names == small.wnids
+    assert listing.splits == {"train": 6, "val": 9}
+    assert any("27 images of unknown classes" in note for note in listing.notes)
 
 
-def test_one_split_alone(tmp_path, fake):
+def test_a_single_split_is_accepted(tmp_path, fake):
     folder = as_official(fake, tmp_path)[0]
     with pytest.raises(
         PrepError, match=r"no images of train found; expected one of ILSVRC2012_img_train\.tar"
@@ -306,10 +309,10 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
     folder = as_parquet(fake, tmp_path)[0]
     spooled = {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 0)}
     assert len(spooled) == 10
-    # Another seed must reuse the same images.
+    # A different seed must reuse the same images.
     assert {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 1)} == spooled
     victim = sorted(tmp_path.glob("_spool/train-00000*.json"))[0]
-    victim.unlink()  # as if the command was killed between writing the images and their table
+    victim.unlink()  # as if the command had been killed between writing the images and their table
     assert {path.name for path in _spooled(tmp_path, folder, 2)} == spooled.keys()
     changed = folder / "data" / "train-00000-of-00003.parquet"
     os.utime(changed, (1, 1))
@@ -317,29 +320,29 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
 
 
 def _spooled(folder: Path, parquets: Path, seed: int) -> list[Path]:
-    found = new_catalogue(source([parquets], allow_partial=True), folder, seed=seed, workers=2)
-    assert found.splits == {"train": 67, "val": 36}
+    listing = new_catalogue(source([parquets], allow_partial=True), folder, seed=seed, workers=2)
+    assert listing.splits == {"train": 67, "val": 36}
     return sorted((folder / "_spool").iterdir())
 
 
-def test_no_pyarrow(tmp_path, fake, monkeypatch):
+def test_a_missing_pyarrow_is_reported(tmp_path, fake, monkeypatch):
     folder = as_parquet(fake, tmp_path)[0]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(PrepError, match="pip install pyarrow"):
         catalogue(tmp_path, folder)
 
 
-def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):
+def test_md5s_are_compared_on_request(tmp_path, fake, monkeypatch, capsys):
     folder = as_official(fake, tmp_path)[0]
     with pytest.raises(PrepError) as error:
         source([folder], allow_partial=True, md5=True)
     for name, md5 in imagenet.MD5.items():
-        found = hashlib.md5((folder / name).read_bytes()).hexdigest()
+        digest = hashlib.md5((folder / name).read_bytes()).hexdigest()
         assert (
-            f"{name} ({(folder / name).stat().st_size:,} bytes) has md5 {found}; expected {md5}"
+            f"{name} ({(folder / name).stat().st_size:,} bytes) has md5 {digest}; expected {md5}"
             in str(error.value)
         )
-        monkeypatch.setitem(imagenet.MD5, name, found)
+        monkeypatch.setitem(imagenet.MD5, name, digest)
     source([folder], allow_partial=True, md5=True)
     assert capsys.readouterr().out.count(": correct") == 3
     source([write_torchvision_tree(fake, tmp_path / "tree")], allow_partial=True, md5=True)

@@ -1,4 +1,4 @@
-"""Test that each fault in ImageNet's files gives one clear error with the file and the remedy."""
+"""Test that each fault in ImageNet's files causes one clear error with the file and the remedy."""
 
 import io
 import os
@@ -120,7 +120,7 @@ def _labels_that_differ(fake: Fake, folder: Path) -> list[Path]:
 
 
 def _folders_by_another_rule(fake: Fake, folder: Path) -> list[Path]:
-    """Write val folders as if the kit's ids were labels."""
+    """Write val folders as if the ids in the development kit were labels."""
     tree = write_torchvision_tree(fake, folder / "in")
     shutil.rmtree(tree / "val")
     for name, wnid in fake.val_wnids.items():
@@ -307,7 +307,7 @@ def _other_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_one_clear_error(tmp_path, fake, wrong):
+def test_each_fault_gives_one_clear_error(tmp_path, fake, wrong):
     make, message = WRONG[wrong]
     (tmp_path / "s").mkdir()
     paths = make(fake, tmp_path / "s")
@@ -325,7 +325,7 @@ def test_source_and_out_must_differ(tmp_path, fake, capsys):
     assert "contains finished shards" in capsys.readouterr().err
 
 
-def test_a_listed_parquet_that_is_missing(tmp_path, fake):
+def test_a_missing_parquet_file_is_reported(tmp_path, fake):
     folder = as_parquet(fake, tmp_path)[0]
     (folder / "data" / "train-00001-of-00003.parquet").unlink()
     with pytest.raises(PrepError, match="1 of 3 parquet files of train are missing"):

@@ -1,7 +1,8 @@
-"""Test the original ImageNet archives with all 1,000 classes, with repeated kills of the command.
+"""Test archives like the original ImageNet archives, with all 1,000 classes and repeated kills of
+the command.
 
-The shards must match those of an uninterrupted run, and every other reader must read them.
-VIT_KILLS sets the number of kills.
+The shards must match those of an uninterrupted run, and all other readers must be able to read
+them. VIT_KILLS sets the number of kills.
 """
 
 import filecmp
@@ -29,7 +30,7 @@ from vit.data.shards.data_set import open_split
 
 KILLS = int(os.environ.get("VIT_KILLS", "3"))
 ODD = 7
-"""Images that are not plain color JPEGs. One image is truncated."""
+"""The number of images that are not plain color JPEGs. One of these images is truncated."""
 
 
 def command(source: Path, out: Path, workers: int) -> list[str]:
@@ -74,7 +75,7 @@ def test_the_layout_is_reported_and_odd_images_are_counted(undisturbed, fake):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path):
+def test_a_command_killed_at_random_moments_continues(archives, undisturbed, tmp_path):
     expected, _, seconds = undisturbed
     out = tmp_path / "imagenet"
     moments = random.Random(0)
@@ -84,7 +85,7 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
         )
         time.sleep(moments.uniform(0.2, seconds))
         if kill % 2:
-            os.killpg(process.pid, signal.SIGKILL)  # as if the machine went down
+            os.killpg(process.pid, signal.SIGKILL)  # as if the machine had lost power
         else:
             process.kill()  # the workers need time to notice
         process.wait()
@@ -139,13 +140,13 @@ def test_verify_passes(undisturbed, capsys):
 
 @pytest.fixture(scope="module")
 def labels(undisturbed, fake) -> dict[str, int]:
-    """Return {key: label} of every readable training image."""
+    """Return {key: label} for every readable training image."""
     root, _, _ = undisturbed
     left_out = json.loads((root / "quarantine.jsonl").read_text())["key"]
     return {key: label for key, label in fake.labels("train").items() if key != left_out}
 
 
-def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, fake, labels):
+def test_the_reader_of_this_project_reads_the_same_labels_and_bytes(undisturbed, fake, labels):
     root, _, _ = undisturbed
     split = open_split(root, "train")
     images = fake.images("train")
@@ -160,7 +161,7 @@ def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, 
     )
 
 
-def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
+def test_plain_tar_and_webdataset_read_the_same_labels(undisturbed, labels):
     root, _, _ = undisturbed
     by_tar = {}
     by_webdataset = {}
@@ -176,7 +177,7 @@ def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
     assert by_tar == by_webdataset == labels
 
 
-def test_timm_sees_the_same_labels(undisturbed, fake):
+def test_timm_reads_the_same_labels(undisturbed, fake):
     from timm.data import create_dataset
 
     root, _, _ = undisturbed
@@ -190,7 +191,7 @@ def test_timm_sees_the_same_labels(undisturbed, fake):
     assert all(by_pixels[image.tobytes()] == label for image, label in dataset)
 
 
-def test_hugging_face_datasets_sees_the_same_labels(undisturbed, labels, tmp_path):
+def test_hugging_face_datasets_reads_the_same_labels(undisturbed, labels, tmp_path):
     import datasets
 
     root, _, _ = undisturbed

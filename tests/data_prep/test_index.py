@@ -1,4 +1,4 @@
-"""Test that indexing makes shards of other tools readable without changing the tars."""
+"""Test that indexing makes shards from other tools readable without changing the tars."""
 
 import hashlib
 import io
@@ -46,7 +46,7 @@ def test_foreign_shards_become_readable(foreign, capsys):
         (f"train{n}", jpeg(n)) for n in range(12)
     ]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
-    assert train.num_classes == validation.num_classes == 5  # one list for all splits
+    assert train.num_classes == validation.num_classes == 5  # one list of classes for all splits
     first = digests(foreign)
     assert main([str(foreign), "--workers", "1"]) == 0
     assert digests(foreign) == first
@@ -62,8 +62,8 @@ def test_timm_reads_them_too(foreign):
     assert [label for _, label in dataset] == [0, 1, 2, 0]
 
 
-def test_info_of_others_is_kept(foreign, capsys):
-    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted one
+def test_the_info_of_another_tool_is_kept(foreign, capsys):
+    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in order, without the omitted shard
     theirs = {
         "splits": {
             "train": {
@@ -86,7 +86,7 @@ def test_info_of_others_is_kept(foreign, capsys):
     assert "imagenet1k-train-0000.tar has 4 valid samples" in capsys.readouterr().err
 
 
-def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
+def test_the_info_of_another_tool_does_not_lead_out_of_its_folder(foreign, capsys):
     shutil.copy(foreign / "imagenet1k-train-0000.tar", foreign.parent / "train-0.tar")
     before = digests(foreign.parent)
     split = {"filenames": ["../train-0.tar"], "shard_lengths": [4], "num_samples": 4}
@@ -97,7 +97,7 @@ def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
     assert digests(foreign.parent) == before
 
 
-def test_replaced_tar_gets_a_new_sidecar(foreign):
+def test_a_replaced_tar_gets_a_new_sidecar(foreign):
     assert main([str(foreign), "--workers", "1"]) == 0
     (foreign / "_info.json").unlink()
     tar = foreign / "imagenet1k-train-0001.tar"
@@ -130,7 +130,7 @@ def test_our_own_shards_do_not_change(tmp_path):
     assert digests(root) == whole
 
 
-def test_a_wrong_idx_is_made_again(foreign, capsys):
+def test_a_wrong_idx_is_rewritten(foreign, capsys):
     assert main([str(foreign), "--workers", "1"]) == 0
     whole = digests(foreign)
     idx = foreign / "imagenet1k-train-0001.idx"
@@ -199,8 +199,8 @@ def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(fore
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """Write a tar with these members. A content of None makes a hard link to the first member with
-    the same suffix."""
+    """Write a tar with the given members. A content of None writes a hard link to the first member
+    with the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -228,7 +228,7 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
 def shard_with(
     root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar"
 ) -> Path:
-    """Three valid samples around an invalid one."""
+    """Write three valid samples around an invalid sample."""
     root.mkdir(exist_ok=True)
     good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
     write_members(root / name, [*good[0], *good[1], *bad, *good[2]])
@@ -239,10 +239,10 @@ def shard_with(
 def test_an_unsuitable_sample_is_skipped_and_listed(kind, tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD[kind])
     assert main([str(tar.parent), "--workers", "1"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         f"skipped 1 invalid sample, listed in {tar.parent}/quarantine.jsonl; the first:"
-        " train-0000.tar: sample 'bad' " in told
+        " train-0000.tar: sample 'bad' " in output
     )
     assert [
         json.loads(line)["key"]
@@ -276,7 +276,7 @@ def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("members", "told"),
+    ("members", "message"),
     [
         (BAD["empty image"], "Repair such samples, move the shard away, or describe .*"),
         (
@@ -289,16 +289,16 @@ def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
     ],
     ids=["all unfit", "none"],
 )
-def test_a_shard_without_samples_that_fit_can_be_moved_away(members, told, tmp_path, capsys):
+def test_a_shard_without_samples_that_fit_can_be_moved_away(members, message, tmp_path, capsys):
     root = shard_with(tmp_path / "root", []).parent
     write_members(root / "train-0001.tar", members)
     assert main([str(root), "--workers", "1", "--max-unreadable", "0.9"]) == 2
-    assert re.search(f"train-0001.tar: .*{told}$", capsys.readouterr().err)
+    assert re.search(f"train-0001.tar: .*{message}$", capsys.readouterr().err)
     (root / "train-0001.tar").rename(tmp_path / "away.tar")
     assert main([str(root), "--workers", "1"]) == 0
 
 
-def test_what_belongs_to_no_sample_is_reported(tmp_path, capsys):
+def test_members_outside_samples_are_reported(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("README", b"x"), ("LICENSE", b"y")])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     assert (
@@ -320,7 +320,7 @@ def test_a_label_above_the_number_of_samples_is_refused(tmp_path, capsys):
 
 
 def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
-    """rsync -t and cp -p may give a corrected shard an older time than the old sidecar's."""
+    """rsync -t and cp -p may give a corrected shard an older time than that of the old sidecar."""
     tar = shard_with(tmp_path / "root", [])
     os.utime(tar, (1, 1))
     assert main([str(tar.parent), "--workers", "1"]) == 0
@@ -336,9 +336,9 @@ def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
     assert info["splits"]["train"]["shard_sha256"] == [hashlib.sha256(tar.read_bytes()).hexdigest()]
 
 
-def test_split_from_the_command_line(foreign, capsys):
+def test_the_split_may_be_named_on_the_command_line(foreign, capsys):
     for n, tar in enumerate(sorted(foreign.glob("*train*.tar"))):
-        tar.rename(foreign / f"{n:05d}.tar")  # the names that img2dataset gives its shards
+        tar.rename(foreign / f"{n:05d}.tar")  # the names that img2dataset gives to shards
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
     assert (
@@ -352,7 +352,7 @@ def test_split_from_the_command_line(foreign, capsys):
     assert "--split val, but its _info.json has train" in capsys.readouterr().err
 
 
-def test_split_against_the_names(foreign, capsys):
+def test_a_split_that_contradicts_the_names_is_refused(foreign, capsys):
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 2
     assert (
         "--split train, but these names contain another split: imagenet1k-validation-0000.tar"
@@ -360,8 +360,8 @@ def test_split_against_the_names(foreign, capsys):
     )
 
 
-def test_shards_without_labels(tmp_path, capsys):
-    # the members that img2dataset writes
+def test_shards_without_labels_are_reported(tmp_path, capsys):
+    # img2dataset writes shards with these members.
     with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:
         for n in range(8):
             tar.write(
@@ -403,7 +403,7 @@ def test_shards_without_labels(tmp_path, capsys):
         ),
     ],
 )
-def test_errors_are_one_line_and_status_2(foreign, prepare, message, capsys):
+def test_errors_give_one_line_and_status_2(foreign, prepare, message, capsys):
     prepare(foreign)
     assert main([str(foreign), "--workers", "1"]) == 2
     error = capsys.readouterr().err
@@ -413,7 +413,7 @@ def test_errors_are_one_line_and_status_2(foreign, prepare, message, capsys):
     assert not (foreign / "_info.json").exists()
 
 
-def test_split_names():
+def test_splits_are_named_by_their_shards():
     names = {
         "train-00000.tar": "train",
         "imagenet1k-train-0000.tar": "train",

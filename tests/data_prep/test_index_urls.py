@@ -1,5 +1,5 @@
-"""Test the index of shards at a URL: on a web server, in an object store, and in unwritable
-places."""
+"""Test the index of shards at a URL: on a web server, in an object store, and in places that are
+not writable."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def bucket(foreign, s3) -> str:
 
 @pytest.fixture
 def web(foreign, monkeypatch, tmp_path):
-    """Start a server with the shards from another tool in /shards."""
+    """Start a server with shards from another tool in /shards."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -57,8 +57,8 @@ def without(info: dict, *keys: str) -> dict:
 
 
 def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
-    """Assert that `out` matches the result of indexing local shards, except for the tars and their
-    README. Together with the tars, `out` must be a valid dataset."""
+    """Assert that `out` matches the result of indexing local shards, except for the tars and the
+    README, and that `out` and the tars form a valid dataset."""
     assert main([str(foreign), "--workers", "1"]) == 0
     local = digests(foreign)
     remote = digests(out)
@@ -66,9 +66,9 @@ def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
     same = [name for name in remote if name.endswith((".idx", ".npy"))]
     assert {name: remote[name] for name in same} == {name: local[name] for name in same}
     for path in out.glob("*.json"):
-        there = json.loads(path.read_text())
-        assert there["shards_at"] == url
-        assert without(there, "shards_at", "info_sha256") == without(
+        content = json.loads(path.read_text())
+        assert content["shards_at"] == url
+        assert without(content, "shards_at", "info_sha256") == without(
             json.loads((foreign / path.name).read_text()), "mtime_ns", "info_sha256"
         )
     for tar in foreign.glob("*.tar"):
@@ -82,7 +82,7 @@ def fetched(web: WebServer) -> list[str]:
     )
 
 
-def test_shards_on_the_web(foreign, web, tmp_path):
+def test_shards_on_a_web_server_are_indexed(foreign, web, tmp_path):
     out = tmp_path / "out"
     url = f"{web.url}/shards"
     web.cuts = [1000, 500]
@@ -96,7 +96,7 @@ def test_shards_on_the_web(foreign, web, tmp_path):
     assert_indexed_as_if_local(out, foreign, url)
 
 
-def test_shards_on_the_web_and_their_index_in_a_store(web, s3):
+def test_shards_on_a_web_server_have_their_index_in_a_store(web, s3):
     bucket = s3.new_bucket()
     assert main([f"{web.url}/shards/{BRACES}", "--out", f"{bucket}/index", "--workers", "1"]) == 0
     assert Output(f"{bucket}/index").read_json("_info.json")["shards_at"] == f"{web.url}/shards"
@@ -107,7 +107,7 @@ def test_shards_on_the_web_and_their_index_in_a_store(web, s3):
     }
 
 
-def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
+def test_shards_on_a_web_server_with_an_info_are_indexed(foreign, web, tmp_path, capsys):
     names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]
     theirs = {
         "splits": {
@@ -130,13 +130,13 @@ def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
     assert "imagenet1k-train-0000.tar has 4 valid samples" in capsys.readouterr().err
 
 
-def test_killed_and_continued(foreign, web, tmp_path):
+def test_a_killed_command_is_continued(foreign, web, tmp_path):
     out = tmp_path / "out"
     url = f"{web.url}/shards"
     names = [f"{url}/imagenet1k-train-{k:04d}.tar" for k in range(3)] + [
         f"{url}/imagenet1k-validation-0000.tar"
     ]
-    # Remove the last shard, so that indexing cannot complete before the kill.
+    # Remove the last shard, so that indexing cannot finish before the kill.
     last = web.files.pop("/shards/imagenet1k-validation-0000.tar")
     arguments = [
         sys.executable,
@@ -160,7 +160,7 @@ def test_killed_and_continued(foreign, web, tmp_path):
     assert_indexed_as_if_local(out, foreign, url)
 
 
-def test_rows_that_are_damaged_are_made_again(foreign, web, tmp_path):
+def test_damaged_rows_are_rewritten(foreign, web, tmp_path):
     out = tmp_path / "out"
     arguments = [f"{web.url}/shards/{BRACES}", "--out", str(out), "--workers", "1"]
     assert main(arguments) == 0
@@ -172,7 +172,7 @@ def test_rows_that_are_damaged_are_made_again(foreign, web, tmp_path):
     assert digests(out) == first
 
 
-def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
+def test_a_shard_replaced_on_a_web_server_is_detected(foreign, web, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = [f"{web.url}/shards/{BRACES}", "--out", str(out), "--workers", "1"]
     assert main(arguments) == 0
@@ -190,24 +190,24 @@ def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
     )
 
 
-def test_shards_in_a_store_that_can_be_written(foreign, bucket):
+def test_shards_in_a_writable_store_are_indexed(foreign, bucket):
     assert main([bucket, "--workers", "1"]) == 0
     assert main([str(foreign), "--workers", "1"]) == 0
     output = Output(bucket)
     local = {path.name: path.read_bytes() for path in foreign.iterdir()}
     assert output.sizes().keys() == local.keys()
     for name, content in local.items():
-        there = output.fetch(name, foreign.parent).read_bytes()
-        # A sidecar has the modification time of its tar, if known.
+        stored_bytes = output.fetch(name, foreign.parent).read_bytes()
+        # A sidecar gets the modification time of its tar if the time is known.
         if name.startswith("imagenet1k") and name.endswith(".json"):
-            assert json.loads(there) == without(json.loads(content), "mtime_ns")
+            assert json.loads(stored_bytes) == without(json.loads(content), "mtime_ns")
         else:
-            assert digest(there) == digest(content), name
+            assert digest(stored_bytes) == digest(content), name
     assert main([f"{bucket}/{BRACES}", "--workers", "1"]) == 0
     assert output.sizes().keys() == local.keys()
 
 
-def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path, capsys):
+def test_shards_in_an_unwritable_store_need_out(foreign, bucket, s3, tmp_path, capsys):
     with s3.only("s3:ListBucket", "s3:GetObject"):
         assert main([bucket, "--workers", "1"]) == 2
         error = capsys.readouterr().err
@@ -270,7 +270,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         ),
     ],
 )
-def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
+def test_errors_about_urls_give_one_line(arguments, message, foreign, web, tmp_path, capsys):
     web.files["/shards/damaged-train-0000.tar"] = web.files["/shards/imagenet1k-train-0000.tar"][
         :5000
     ]
@@ -313,5 +313,5 @@ def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
         "${SAS}/{0..1}",
     ],
 )
-def test_braces(pattern):
+def test_braces_in_urls_are_expanded(pattern):
     assert sorted(expand_braces(pattern)) == sorted(set(braceexpand(pattern)))

@@ -32,7 +32,7 @@ def idx(values: np.ndarray) -> bytes:
 
 def contents(counts: dict[str, int] = COUNTS) -> dict[str, bytes]:
     """Return the four files by name. The images have stripes as wide as the label, and each image
-    is brighter than the previous one."""
+    is brighter than the previous image."""
     x = np.arange(28, dtype=np.uint8)
     files = {}
     for part, count in counts.items():
@@ -60,7 +60,7 @@ def torchvision_root(full, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(monkeypatch) -> dict[str, bytes]:
-    """Write files of 200 and 50 images. The real files have 60,000 and 10,000."""
+    """Write files of 200 and 50 images. The real files have 60,000 and 10,000 images."""
     monkeypatch.setattr(mnist, "PARTS", {"train": ("train", 200), "val": ("t10k", 50)})
     return contents({"train": 200, "t10k": 50})
 
@@ -74,9 +74,9 @@ def put(folder: Path, files: dict[str, bytes], compressed: bool = False) -> Path
     return folder
 
 
-def test_all_images_and_labels_are_torchvisions(torchvision_root, tmp_path):
-    found = mnist.source(torchvision_root)
-    catalogue = new_catalogue(found, tmp_path, seed=0)
+def test_all_images_and_labels_equal_those_of_torchvision(torchvision_root, tmp_path):
+    images = mnist.source(torchvision_root)
+    catalogue = new_catalogue(images, tmp_path, seed=0)
     assert catalogue.splits == {"train": 60_000, "val": 10_000}
     assert catalogue.class_names == list("0123456789")
     for split, train in (("train", True), ("val", False)):
@@ -89,14 +89,14 @@ def test_all_images_and_labels_are_torchvisions(torchvision_root, tmp_path):
             f"{'train' if train else 't10k'}-{number:05d}" for number in numbers[:9]
         ]
         for sample, number in list(zip(samples, numbers, strict=True))[::2000]:
-            image = Image.open(io.BytesIO(found.read(sample)))
+            image = Image.open(io.BytesIO(images.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "L", (28, 28))
             error = np.asarray(image, np.int64) - np.asarray(expected[number][0], np.int64)
             assert np.abs(error).max() <= 3
 
 
 @pytest.mark.parametrize("variant", list(mnist.VARIANTS))
-def test_variants_are_as_in_torchvision(variant):
+def test_variants_equal_those_of_torchvision(variant):
     described = mnist.VARIANTS[variant]
     reader = getattr(torchvision.datasets, described.torchvision_folder)
     assert {f"{name}.gz": md5 for name, md5 in described.md5.items()} == dict(reader.resources)
@@ -117,8 +117,8 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     put(tmp_path / "plain", dict.fromkeys(dotted, b"not looked at"))
     everything = []
     for number, source in enumerate(sources):
-        found = mnist.source(source, "fashion")
-        catalogue = new_catalogue(found, tmp_path / f"c{number}", seed=0)
+        images = mnist.source(source, "fashion")
+        catalogue = new_catalogue(images, tmp_path / f"c{number}", seed=0)
         tables = [
             catalogue.table(split).samples(range(total))
             for split, total in catalogue.splits.items()
@@ -126,10 +126,10 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
         everything.append(
             (
                 catalogue.sha256,
-                {sample.key: found.read(sample) for samples in tables for sample in samples},
+                {sample.key: images.read(sample) for samples in tables for sample in samples},
             )
         )
-    assert all(found == everything[0] for found in everything)
+    assert all(images == everything[0] for images in everything)
     assert (
         mnist.main(
             [
@@ -197,7 +197,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])
-def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, compressed):
+def test_wrong_files_give_one_line(small, tmp_path, capsys, change, message, compressed):
     change(small)
     put(tmp_path / "source", small, compressed)
     assert (
@@ -225,7 +225,7 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
             gzip.compress(whole)[:50] + b"\0" * 50 + gzip.compress(whole)[100:],
             r"not a complete gzip file \(",
         ),
-        # a small decompression bomb
+        # A small decompression bomb.
         (packed, gzip.compress(whole + bytes(20_000_000), 1), r"found more"),
     ):
         path.write_bytes(content)
@@ -237,7 +237,7 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
         mnist.read_idx(plain, "images", 200)
 
 
-def test_folders_that_are_ambiguous_or_another_variants(small, tmp_path, monkeypatch):
+def test_ambiguous_folders_and_other_variants_are_refused(small, tmp_path, monkeypatch):
     with pytest.raises(
         PrepError, match="nowhere: no such folder; expected a folder with the four idx files"
     ):
@@ -271,8 +271,8 @@ def md5_of(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
-    """The test first uses the md5s of the generated files. The real md5s of MNIST must then reject
-    them."""
+    """The test first runs with the md5s of the generated files. The real md5s of MNIST must then
+    reject these files."""
     served = {
         f"/m/{name}.gz": gzip.compress(content, 1, mtime=0) for name, content in small.items()
     }

@@ -1,5 +1,5 @@
-"""Test images without classes: the shards record the lack of classes, prediction accepts them, and
-training rejects them."""
+"""Test images without classes: the shards record that there are no classes, prediction accepts the
+shards, and training rejects them."""
 
 import json
 import tarfile
@@ -39,14 +39,14 @@ def prepare(source: Path, out: Path, *flags: str) -> None:
 
 
 def members(root: Path) -> dict[str, bytes]:
-    found = {}
+    contents = {}
     for path in root.glob("*.tar"):
         with tarfile.open(path) as tar:
             for member in tar:
                 file = tar.extractfile(member)
                 assert file is not None
-                found[member.name] = file.read()
-    return found
+                contents[member.name] = file.read()
+    return contents
 
 
 def test_every_image_is_stored_once_without_a_label(root):
@@ -106,7 +106,7 @@ def test_a_zip_a_fraction_and_the_third_member(photos, tmp_path):
     assert members(tmp_path / "a") == members(tmp_path / "b")
 
 
-def test_a_folder_without_images(tmp_path, capsys):
+def test_a_folder_without_images_is_refused(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.cr2").write_bytes(b"x")
     command = [str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--no-classes"]
@@ -124,7 +124,7 @@ def test_tars_one_folder_below_are_named(tmp_path, capsys):
     )
 
 
-def test_foreign_tars_of_images_alone(tmp_path, capsys):
+def test_tars_with_only_images_are_indexed(tmp_path, capsys):
     (tmp_path / "tars").mkdir()
     with webdataset.TarWriter(str(tmp_path / "tars" / "test-000.tar")) as tar:
         for number in range(6):

@@ -1,5 +1,5 @@
-"""Test Parquet files of images from `datasets` and pyarrow: shards must contain each row once, with
-the same bytes and labels."""
+"""Test Parquet files from `datasets` and pyarrow: shards must contain each row once, with the same
+bytes and labels."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n %
 
 
 def by_datasets(folder: Path, train: list[dict], num_files: int = 3, **others: list[dict]) -> Path:
-    """Write the same files as `push_to_hub` uploads."""
+    """Write the files that `push_to_hub` would upload."""
     kinds = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     )
@@ -59,10 +59,11 @@ def prepared(source: Path, out: Path, *flags: str) -> dict[str, Any]:
 
 
 def assert_rows(root: Path, split: str, listed: list[dict], labels: dict[Any, int]) -> None:
-    """Assert that the shards contain each of these rows once, with the row number as the key."""
-    found = stored(root, split)
-    assert len(found) == len(listed)
-    by_row = {int(key.partition("_")[0]): sample for key, sample in found.items()}
+    """Assert that the shards contain each of the given rows once, with the row number as the
+    key."""
+    samples = stored(root, split)
+    assert len(samples) == len(listed)
+    by_row = {int(key.partition("_")[0]): sample for key, sample in samples.items()}
     assert [by_row[n] for n in range(len(listed))] == [
         Stored(row["image"]["bytes"], labels[row["label"]]) for row in listed
     ]
@@ -87,7 +88,7 @@ def test_validation_and_test_are_two_splits(tmp_path):
         assert_rows(tmp_path / "out", split, listed, {0: 0, 1: 1, 2: 2})
 
 
-def test_train_alone_gives_a_fraction_of_each_class_to_val(tmp_path):
+def test_without_val_a_fraction_of_each_class_is_held_out(tmp_path):
     train = rows(60)
     folder = by_datasets(tmp_path / "hub", train)
     prepared(folder, tmp_path / "out", "--val-fraction", "0.25")
@@ -103,7 +104,7 @@ def test_train_alone_gives_a_fraction_of_each_class_to_val(tmp_path):
 def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
     folder = by_datasets(tmp_path / "hub", rows(30), test=rows(5, 100, label=lambda _: -1))
     info = prepared(folder, tmp_path / "out")
-    assert {split: found["num_samples"] for split, found in info["splits"].items()} == {
+    assert {split: described["num_samples"] for split, described in info["splits"].items()} == {
         "train": 27,
         "val": 3,
     }
@@ -112,8 +113,8 @@ def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
     assert line in info["origin"]
 
 
-def test_class_names_of_the_readme(tmp_path):
-    """Files converted by the hub have a folder per split and no `datasets` schema."""
+def test_class_names_are_read_from_the_readme(tmp_path):
+    """When the hub converts files, they get one folder per split and no `datasets` schema."""
     listed = rows(12)
     by_pyarrow(tmp_path / "hub" / "default" / "train" / "0000.parquet", listed)
     by_pyarrow(tmp_path / "hub" / "default" / "test" / "0000.parquet", rows(3, 50))
@@ -146,7 +147,7 @@ def test_without_names_the_labels_are_the_names(tmp_path, values, names):
     assert_rows(tmp_path / "out", "train", listed, labels)
 
 
-def test_other_kinds_of_columns_beside_them(tmp_path):
+def test_columns_of_boxes_and_categories_are_accepted(tmp_path):
     """The other columns are boxes, as in detection datasets, and text that pandas stores as a
     category."""
     listed = [{**row, "objects": [{"names": "x", "box": [1, 2]}]} for row in rows(6)]
@@ -162,7 +163,7 @@ def test_other_kinds_of_columns_beside_them(tmp_path):
     assert_rows(tmp_path / "out", "train", expected, {"a": 0, "b": 1})
 
 
-def test_named_columns_and_bytes_without_a_path(tmp_path):
+def test_columns_may_be_named_and_images_may_have_no_path(tmp_path):
     listed = [
         {"front": row["image"]["bytes"], "back": b"x", "coarse": n % 2, "fine": row["label"]}
         for n, row in enumerate(rows(12))
@@ -263,7 +264,7 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes_leave_nothing_behind(tmp_path, name, capsys):
+def test_mistakes_leave_no_files(tmp_path, name, capsys):
     files, flags, message = WRONG[name]
     for stem, listed in files.items():
         by_pyarrow(tmp_path / "in" / f"{stem}.parquet", listed)
@@ -274,7 +275,7 @@ def test_mistakes_leave_nothing_behind(tmp_path, name, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_label_that_is_no_class(tmp_path, capsys):
+def test_an_invalid_label_is_reported(tmp_path, capsys):
     folder = by_datasets(tmp_path / "hub", rows(6), 1)
     path = folder / "data" / "train-00000-of-00001.parquet"
     table = pyarrow.parquet.read_table(path)
@@ -294,7 +295,7 @@ def test_files_found_instead_of_parquet_files_are_counted(tmp_path, capsys):
     assert "no such file or folder; expected parquet files" in capsys.readouterr().err
 
 
-def test_without_pyarrow_one_line_has_the_command(tmp_path, monkeypatch, capsys):
+def test_without_pyarrow_one_line_shows_the_command(tmp_path, monkeypatch, capsys):
     folder = by_datasets(tmp_path / "hub", rows(6))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     capsys.readouterr()

@@ -1,9 +1,9 @@
-"""Test the section "Data preparation" of errors/rows.yaml: the real command must print each row,
-for files in the real format.
+"""Test the section "Data preparation" of errors/rows.yaml. The command must print each row for
+files in the real format.
 
 The first cell of a row names its scenario. The test checks the output, the exit status and the
 remaining files. A problem found before the first shard is written must leave no files. A later
-problem must leave complete shards. If the row says "continues", the same command runs again.
+problem must leave complete shards. If the row contains "continues", the same command runs again.
 Commands run in this process unless they need a signal, another user or a second call.
 """
 
@@ -131,7 +131,7 @@ def _(place):
 def _(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
-        # An earlier test in this process may have imported it.
+        # An earlier test in this process may have imported the s3 file system.
         patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
         place.run("imagefolder", images(place), "--out", "s3://bucket/shards")
 
@@ -291,7 +291,7 @@ def _(place):
         signal.SIGKILL,
     )
     background.end()
-    # Sidecars are written last. The next command removes the files that the killed worker left
+    # Sidecars are written last. The next command removes the files that the killed worker has left
     # behind.
     for sidecar in place.out.glob("train-*.json"):
         assert (
@@ -508,7 +508,8 @@ ROWS = rows("Data preparation")
 def place(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Place:
-    """Return a folder for all files, including temporary ones, and shorten all network timeouts."""
+    """Return a folder for all files, including temporary files, and shorten all network
+    timeouts."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -518,7 +519,7 @@ def place(
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in ROWS])
-def test_the_row_is_what_happens(row: Row, place: Place):
+def test_the_command_prints_the_row(row: Row, place: Place):
     assert row.what in SCENARIOS, "this row has no scenario"
     SCENARIOS[row.what](place)
     is_error = row.printed.startswith("error: ")

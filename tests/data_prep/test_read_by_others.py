@@ -1,4 +1,4 @@
-"""Test the code in docs/data.md under "Read by others" on our shards and on webdataset's shards."""
+"""Run the code in docs/data.md under "Read by others" on our shards and on webdataset's shards."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def expected(root: Path) -> list[tuple[tuple[int, int], int]]:
 
 
 def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int], int]]:
-    """Return (image size, label) for all training samples, read with the code from the page."""
+    """Return (image size, label) for all training samples, read with the code from docs/data.md."""
     line = LINES[reader].replace("ROOT", str(root))
     if reader == "Hugging Face":
         import datasets
 
-        found = eval(
+        samples = eval(
             f"{line.removesuffix(')')}, cache_dir={str(tmp_path)!r})", {"datasets": datasets}
         )
-        assert found.keys() == {"train", "val"}
+        assert samples.keys() == {"train", "val"}
         by_files = datasets.load_dataset(
             "webdataset", data_files={"train": f"{root}/train-*.tar"}, cache_dir=str(tmp_path / "2")
         )
-        assert by_files["train"]["cls"] == found["train"]["cls"]
-        return [(sample["jpg"].size, sample["cls"]) for sample in found["train"]]
+        assert by_files["train"]["cls"] == samples["train"]["cls"]
+        return [(sample["jpg"].size, sample["cls"]) for sample in samples["train"]]
     if reader == "timm":
         import timm.data
 
-        # The training loader repeats its shards endlessly. A single pass in order has the same
+        # The training loader repeats its shards endlessly. A single sequential pass yields the same
         # samples.
         dataset = eval(
             line.replace("is_training=True, batch_size=64", "is_training=False, batch_size=1"),
@@ -91,7 +91,7 @@ def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int],
 
 @pytest.mark.parametrize("reader", ["Hugging Face", "webdataset", "timm"])
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
-def test_others_read_the_shards(reader, whose, tmp_path, request, monkeypatch):
+def test_other_programs_read_the_shards(reader, whose, tmp_path, request, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     root = request.getfixturevalue(whose)
     assert sorted(read(reader, root, tmp_path)) == expected(root)
@@ -124,7 +124,7 @@ def test_an_existing_readme_is_kept(ours, tmp_path):
         }
     }
     assert '    - "x-train-0.tar"\n    - "x-train-1.tar"\n' in readme(info), (
-        "a pattern would also match the val shards"
+        "the page must list the files, because a pattern would match val shards, too"
     )
     (tmp_path / "README.md").write_text("mine")
     write_readme(Output(tmp_path), info)

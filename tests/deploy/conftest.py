@@ -11,8 +11,8 @@ from kubernetes_stand_in import Cluster, ip
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[Cluster]:
-    """Return a cluster whose pods are ordinary processes. Two pods communicate over this host's
-    network."""
+    """Return a cluster whose pods are ordinary processes. Two pods communicate over the network of
+    this host."""
     cluster = Cluster(tmp_path, isolated=False)
     yield cluster
     cluster.close()
@@ -20,12 +20,13 @@ def cluster(tmp_path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def isolated_cluster(tmp_path) -> Iterator[Cluster]:
-    """Return a cluster whose pods have their own namespaces. Requires root on Linux."""
+    """Return a cluster whose pods have their own namespaces. The namespaces require root on
+    Linux."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vtprobe", "type", "bridge"], capture_output=True)
     if probe.returncode:
-        pytest.skip(f"no network namespaces here: {probe.stderr.decode().strip()}")
+        pytest.skip(f"network namespaces are not available: {probe.stderr.decode().strip()}")
     ip("link", "delete", "vtprobe")
     cluster = Cluster(tmp_path, isolated=True)
     yield cluster

@@ -5,8 +5,8 @@
 JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), and PYTHON is an
 interpreter that has SkyPilot. All three projects have the Apache-2.0 license. Descriptions and
 fields that deploy/ does not use are dropped. Objects are closed, so that a misspelled field is an
-error; an API server would silently drop the field. The Job inside a JobSet stays open, because the
-tests check it against Kubernetes' own schema.
+error. An API server would silently drop such a field. The Job inside a JobSet stays open, because
+the tests check it against Kubernetes' own schema.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def extract(schema: Any, cut: tuple[str, ...]) -> Any:
-    """Return `schema` with closed objects and without descriptions and the properties in `cut`."""
+    """Return `schema` with closed objects, and without descriptions and the properties in `cut`."""
     if isinstance(schema, list):
         return [extract(item, cut) for item in schema]
     if not isinstance(schema, dict):
@@ -79,7 +79,7 @@ def extract(schema: Any, cut: tuple[str, ...]) -> Any:
 
 
 def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
-    """Return the source code of SkyPilot's schemas, and the schemas of a task and its resources."""
+    """Return SkyPilot's schemas of a task and of its resources, and their source code."""
     done = subprocess.run([python, "-c", SKY], check=True, capture_output=True, text=True)
     version, sky_schemas = json.loads(done.stdout.splitlines()[-1])
     schemas = {}

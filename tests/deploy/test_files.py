@@ -1,4 +1,4 @@
-"""Check the files in deploy/ against the schemas and checkers of the programs that read them."""
+"""Check the files in deploy/ with the schemas and checkers of the programs that read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vit.config.io import load_config
 sys.path.insert(0, str(REPOSITORY / "launch"))
 job = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "launch" / "job.py")))
 sys.path.pop(0)
-KUBERNETES = "1.31"  # the oldest version in docs/clusters.md
+KUBERNETES = "1.31"  # the oldest version that docs/clusters.md supports
 SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())["schemas"]
 [JOBSET] = documents("jobset.yaml")
 RUNTIME, TRAINJOB = documents("trainjob.yaml")
@@ -125,7 +125,6 @@ def test_the_grace_period_covers_the_time_that_torchrun_gives_a_save(spec):
 
 
 def test_our_commands_parse_the_arguments_in_the_files():
-    """The argument parser of the real command must accept each argument list in a file."""
     lines = [container_of(job_of(JOBSET["spec"]))["args"], TRAINJOB["spec"]["trainer"]["args"]]
     [line] = [line for line in SKY["run"].splitlines() if line.startswith("exec ")]
     for name, value in SKY["envs"].items():

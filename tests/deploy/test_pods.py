@@ -1,4 +1,4 @@
-"""Train in the pods of deploy/kube/ on two nodes, with evictions, wrong settings and kills.
+"""Train in the pods of deploy/kube/ on two nodes, with evictions, kills and wrong settings.
 
 A run that Kubernetes restarts must end with the same weights as an uninterrupted run.
 """
@@ -27,7 +27,7 @@ def training(folder: Path, shards: Path, *overrides: str, steps: int = STEPS) ->
 
 @pytest.fixture
 def on_this_host() -> dict[str, str]:
-    """Return environment variables that let two pods communicate without namespaces."""
+    """Return environment variables with which two pods communicate without namespaces."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     return {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
@@ -36,8 +36,8 @@ def on_this_host() -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_path, on_this_host):
-    """After one pod gets SIGTERM, both pods must save the same step and exit with the status that
-    requests a restart. Kubernetes must not count this restart as a failure."""
+    """After one pod has received SIGTERM, both pods must save the same step and exit with the
+    status that requests a restart. Kubernetes must not count such a restart as a failure."""
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
 
@@ -61,7 +61,7 @@ def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_pa
 def test_a_mistake_of_the_user_fails_the_jobset_immediately(
     cluster, shards, tmp_path, on_this_host
 ):
-    """Only the ranks can detect this mistake: 13 images cannot be divided between two ranks."""
+    """The mistake is found only by the ranks: 13 images cannot be divided between two ranks."""
     [jobset] = documents("jobset.yaml")
     arguments = training(tmp_path, shards, "data.global_batch_size=13")
     ended = cluster.run(jobset, arguments, **on_this_host)
@@ -76,8 +76,8 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
     isolated_cluster, shards, tmp_path
 ):
     """The port, names and variables are those in the file, but the number of ranks per pod differs.
-    One pod is evicted while it waits for the other, evicted again and saves, killed after a new
-    checkpoint, and killed before one. Kubernetes must count only the last failure."""
+    One pod is evicted while it waits for the other pod, evicted during training, killed after a new
+    checkpoint, and killed before a new checkpoint. Kubernetes must count only the last failure."""
     cluster = isolated_cluster
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
@@ -104,8 +104,8 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
     assert ended.codes[1] == [75, 75], logs
     assert sorted(ended.codes[2]) == [75, 137], logs
     assert sorted(ended.codes[3]) == [75, 137], logs
-    # A Job sees the killed pod first, whose exit status does not say that a newer checkpoint
-    # exists.
+    # A Job sees the killed pod first. The exit status of this pod does not show that a newer
+    # checkpoint exists.
     assert ended.actions == [ignored, ignored, "RestartJobSet", "RestartJobSet"], logs
     assert ended.codes[-1] == [0, 0], logs
     whole = tmp_path / "whole"
@@ -119,8 +119,8 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
 def test_parts_of_a_dataset_are_written_according_to_the_completion_index(
     cluster, shards, tmp_path
 ):
-    """The arguments are those in prep-job.yaml with a different source and target. Together, the
-    parts must form the complete dataset."""
+    """The arguments are those in prep-job.yaml, except for the source and the target. The parts
+    must form the complete dataset."""
     [job] = documents("prep-job.yaml")
     [container] = job["spec"]["template"]["spec"]["containers"]
     [part] = [word for word in container["args"] if word.startswith("--shards=")]

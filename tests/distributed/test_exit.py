@@ -1,4 +1,4 @@
-"""Test which signals end a process immediately and which ones let it finish the step."""
+"""Test which signals end a process immediately, and which signals let it finish the step."""
 
 from __future__ import annotations
 

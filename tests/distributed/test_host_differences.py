@@ -23,7 +23,7 @@ HOSTS = ("a",) * 8 + ("b",) * 8
         ([0, 1], (), "ranks 0-1"),
     ],
 )
-def test_places(ranks, hosts, expected):
+def test_hosts_and_ranks_are_described_in_words(ranks, hosts, expected):
     assert places(ranks, hosts) == expected
 
 

@@ -1,5 +1,5 @@
 """Test messages between ranks. The ranks are threads that share a real store, or real processes if
-a test needs them."""
+necessary."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedPro
 
 
 def test_work_on_the_main_rank_may_outlast_the_timeout_of_collectives(tmp_path):
-    """Indexing a large dataset or saving may take longer than the timeout."""
+    """Indexing a large dataset or saving may take longer than the timeout of collectives."""
     done = launch(SLOW_MAIN, tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 has 0 and 7", "rank 1 has 10 and 7"]
@@ -128,7 +128,7 @@ def test_a_bug_on_one_rank_ends_waiting_ranks():
 
 
 def test_a_later_mistake_of_another_rank_ends_ranks_that_are_ahead():
-    """The data is missing on one host but exists on rank 0's host."""
+    """The data exists on the host of rank 0, but is missing on the other host."""
 
     def function(world: World) -> None:
         try:
@@ -197,9 +197,10 @@ run_command(main)
 
 @contextmanager
 def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start ranks without torchrun, and let all of them wait. Rank 0 hosts the store."""
+    """Start ranks without torchrun, and make all of them wait. Rank 0 hosts the store."""
     with socket.socket() as reserved:
-        # Keep the port bound, so that no other process gets it. Rank 0 can still listen on it.
+        # Keep the port bound, so that no other process gets it. Rank 0 can still listen on the
+        # port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -234,7 +235,7 @@ def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
         ranks[1].send_signal(signal.SIGTERM)
         assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
         assert end_of(ranks[2]) == ("", 2)
-        # Rank 0 gets the signal inside the function that the other ranks wait for.
+        # Rank 0 gets the signal in the function for which the other ranks wait.
         ranks[0].send_signal(signal.SIGINT)
         assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
 
@@ -397,8 +398,8 @@ run_command(main)
 
 
 def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
-    """Without the check, some ranks would use NCCL and some gloo, and all would wait for ten
-    minutes."""
+    """If ranks used different devices, some would use NCCL and others gloo, and all ranks would
+    wait for ten minutes."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "the exit status must be torchrun's own"
     message = (
@@ -419,8 +420,8 @@ def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
 
 @pytest.mark.parametrize(("norm", "sent"), [(nn.BatchNorm1d(4), True), (nn.LayerNorm(4), False)])
 def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
-    """A ViT's fixed positions are identical on all ranks from the start, so they need not be
-    sent."""
+    """The fixed positions of a ViT are identical on all ranks from the start, so the ranks need not
+    send them."""
     model = nn.Sequential(nn.Linear(4, 4), norm)
     model.register_buffer("pos_embed", torch.zeros(4))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -442,4 +443,6 @@ def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     process_group.join_world("cpu")
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own setting must win"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", (
+        "the setting of the user must take precedence"
+    )

@@ -1,4 +1,4 @@
-"""Test that ranks restarted by torchrun ignore values that the previous attempt left in the
+"""Test that ranks restarted by torchrun ignore the values that an earlier attempt has left in the
 store."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LIMIT = timedelta(seconds=60)
 
 
 def attempt(store: dist.Store, size: int, late: int | None = None) -> list[dist.Store]:
-    """Run each rank in a thread, and return the ranks' stores. Rank `late` joins when all others
-    are waiting."""
+    """Run each rank in a thread, and return the stores of the ranks. Rank `late` joins when all
+    other ranks are waiting."""
     stores: dict[int, dist.Store] = {}
 
     def meet(rank: int) -> None:

@@ -28,8 +28,8 @@ LIMIT_S = 60.0
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
-    """Return the watchdog's record of a rank that reported its `count`-th progress `ago_s` seconds
-    ago and sent its last heartbeat `heard_s` seconds ago."""
+    """Return the watchdog's record of a rank that made its `count`-th progress `ago_s` seconds ago,
+    and sent its last heartbeat `heard_s` seconds ago."""
     seen = _Seen(number=1, count=count, step=7, doing="in the step")
     return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
 
@@ -44,8 +44,8 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
             (1,),
             "rank 1 on h1 has made no progress for 61 s; last at step 7",
         ),
-        # The slowest rank has just made progress, so it has not stalled, however long the others
-        # have waited.
+        # The slowest rank has just made progress, so it has not stalled, however long the other
+        # ranks have waited.
         ([beat(9, 500), beat(8, 2), beat(9, 500)], None, ""),
         (
             [beat(8, 70), beat(9, 1), beat(8, 70)],
@@ -71,7 +71,7 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
         ),
         ([beat(9, 99), beat(8, 99, is_away=True)], None, ""),
         ([beat(9, 9999), beat(8, LONGEST_WAIT.total_seconds() + 1, is_away=True)], (1,), "rank 1"),
-        # A rank without a heartbeat is still starting, and a different limit applies to starting.
+        # A rank without a heartbeat is still starting, and starting has a different time limit.
         ([beat(9, 99), _Seen()], None, ""),
         ([beat(9, 99)] + [beat(8, 99)] * 6, (1, 2, 3, 4, 5, 6), "4 on h4 and 2 more has made"),
     ],
@@ -124,7 +124,7 @@ def test_a_rank_that_stops_comparing_is_not_considered_silent():
 
 
 def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
-    """Slurm's suspend stops all ranks. A rank that stays silent after the job resumes must be
+    """Slurm can suspend all ranks of a job. A rank that stays silent after the job resumes must be
     named."""
     store = dist.HashStore()
     world = World(0, 2, torch.device("cpu"), store, ("first", "second"))
@@ -142,7 +142,7 @@ def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
 
 
 class Cable:
-    """A proxy that forwards data until its cable is pulled, and then forwards nothing but keeps all
+    """A proxy that forwards data until `pull` is called. It then forwards nothing, but keeps all
     connections open."""
 
     def __init__(self, port: int):
@@ -229,7 +229,7 @@ def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path)
     os.kill(stopped, signal.SIGSTOP)
     output = run.wait_for_output("has sent no heartbeat for 4 s; last at step")
     assert "rank 1 on " in output
-    # Kill the stalled rank now, because torchrun would wait for 30 s.
+    # Kill the stalled rank, because torchrun would wait 30 s for it.
     os.kill(stopped, signal.SIGKILL)
     output += run.end()
     assert "the same command continues from the newest checkpoint" in output

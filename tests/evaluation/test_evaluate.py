@@ -50,7 +50,7 @@ def test_results_are_equal_on_1_2_and_3_ranks_and_with_other_batches(trained_run
     assert other["loss"] == pytest.approx(reference["loss"], abs=1e-5)
 
 
-def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
+def test_evaluation_equals_a_plain_loop_over_the_images(trained_run, shards):
     trained = read_weights(trained_run)
     config = from_dict(trained.config, "test")
     model = create_model(config.model, num_classes=trained.num_classes).eval()
@@ -72,7 +72,9 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     right = int((np.array(predicted) == labels).sum())
     assert (result["correct_top1"], result["top1"]) == (right, pytest.approx(100 * right / 23))
     assert result["loss"] == pytest.approx(loss / 23, rel=1e-4)
-    assert result["correct_top5"] == 23, "the dataset has three classes"
+    assert result["correct_top5"] == 23, (
+        "with three classes, each image must be correct in the top 5"
+    )
     saved = np.load(trained_run / "predictions.npz")
     assert (saved["predictions"].tolist(), saved["labels"].tolist(), int(saved["step"])) == (
         predicted,

@@ -76,7 +76,7 @@ def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegre
 def test_the_linear_probe_has_the_same_optimum_as_scikit_learn(l2, monkeypatch):
     monkeypatch.setattr(linear_probe, "ROWS", 64)
     features, labels = blobs(333, 10, 4, seed=0)
-    features[:, 3] = 2.5  # a constant feature, which carries no information
+    features[:, 3] = 2.5  # a constant feature carries no information
     features = 4 + 3 * features
     inputs = torch.from_numpy(features)
     probe, scale = linear_probe.fit_probe(inputs, torch.from_numpy(labels), 4, WORLD, l2)

@@ -1,4 +1,4 @@
-"""Draw random settings, ranks and kills for training runs that take seconds."""
+"""Generate random settings, ranks and kills for training runs that take seconds."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""Maps the name of a row to its choices for any model."""
+"""Maps the name of a row to its choices, which apply to any model."""
 
 VIT: Choices = {
     "dropout": [
@@ -148,20 +148,19 @@ VIT: Choices = {
         ),
     ],
 }
-"""Choices that only the project's own ViT supports."""
+"""Rows with choices that only this project's ViT supports."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
     for name in ("resnet", "efficientnet", "byobnet", "vit")
 ]
-"""timm models, most of which have batch norms."""
+"""Models from timm, most of which have batch norms."""
 
 
 @dataclass(frozen=True)
 class Data:
     """The files that random settings refer to: shards of 60 images, shards of 24 images of which
-    one cannot be decoded, and a run of the tests' ViT that serves as a source of weights or as a
-    teacher."""
+    one cannot be decoded, and a run that serves as a source of weights or as a teacher."""
 
     shards: Path
     spoiled: Path
@@ -170,9 +169,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL to one rank or all ranks, in an attempt with this number of ranks. The signal is
-    sent `delay_s` seconds after the metrics reach `step` (-1: after the start). takes_folder: a run
-    at a URL also loses its local folder."""
+    """A SIGKILL to one rank or all ranks in an attempt on a given number of ranks. The signal is
+    sent `delay_s` seconds after the metrics contain `step` (-1: after the start). takes_folder:
+    whether a run at a URL also loses its local folder."""
 
     ranks: int
     step: int
@@ -183,9 +182,8 @@ class Kill:
 
 @dataclass(frozen=True)
 class Combination:
-    """The settings of a run, its location ("" for a folder, "file" or "s3"), the ranks of the
-    uninterrupted run and of the last attempt, and the kills of earlier attempts. other_ranks: a
-    second number of ranks that must give the same bits, or 0."""
+    """The settings of a run, its location ("" for a folder, "file" or "s3"), the number of ranks,
+    and the kills. other_ranks: a second number of ranks that must give the same bits, or 0."""
 
     settings: tuple[str, ...]
     place: str
@@ -263,8 +261,8 @@ def _named(data: Data) -> Choices:
 
 
 def _trained(data: Data) -> Choices:
-    """Return settings that start from a trained model. Only the project's own ViT has matching
-    layers."""
+    """Return settings for a run that starts from a trained model, which must be this project's
+    ViT."""
     teacher = f"distill.teacher={data.trained}"
     begin = f"init.checkpoint={data.trained}"
     return {

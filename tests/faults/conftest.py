@@ -1,5 +1,4 @@
-"""Fixtures that simulate two hosts with namespaces on this machine, to test a cut cable and a power
-failure."""
+"""Simulate two hosts with namespaces on this machine, to test a cut cable and a power failure."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def ip(*arguments: str) -> None:
 
 
 class Host:
-    """A host with its own name, network and process ids. It shares this machine's files."""
+    """A host with its own name, network and process ids, which shares the files of this machine."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name
@@ -39,11 +38,11 @@ class Host:
 
     @property
     def log(self) -> Path:
-        """Return the log file with the output of the host's launcher and rank."""
+        """Return the log file of the host's launcher and rank."""
         return self._folder / f"{self.name}.log"
 
     def start(self, arguments: list[str], **variables: str) -> None:
-        # The shell remains process 1, which even a SIGKILL from inside the namespace cannot end.
+        # Keep the shell as process 1, which even a SIGKILL from inside the namespace cannot end.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
             *("nsenter", f"--net=/run/netns/{self._network}"),
@@ -97,7 +96,7 @@ class Host:
 
 
 class TwoHosts:
-    """Hosts `first` and `second`, connected by a cable that a test can cut."""
+    """The hosts `first` and `second`, connected by a cable that a test can cut."""
 
     def __init__(self, folder: Path):
         self._mark = f"vh{os.getpid() % 100_000}{next(_letters)}"
@@ -118,7 +117,7 @@ class TwoHosts:
         (folder / "hosts").write_text(table)
 
     def cut(self) -> None:
-        """Silently drop all packets, so that neither host gets an error."""
+        """Drop all packets silently, so that neither host gets an error."""
         ip("link", "set", f"{self._mark}n1", "down")
 
     def mend(self) -> None:
@@ -130,7 +129,7 @@ class TwoHosts:
             limit = ["tbf", "rate", rate, "burst", "8kb", "latency", "400ms"]
             made = subprocess.run(["tc", "qdisc", "add", "dev", network, "root", *limit])
             if made.returncode:
-                pytest.skip("this kernel has no slow links (tc tbf)")
+                pytest.skip("this kernel cannot slow down links (tc tbf)")
 
     def train(
         self, config: Path, run_dir: Path, *overrides: str, launcher: tuple[str, ...] = ()
@@ -151,7 +150,7 @@ class TwoHosts:
         for host in self.hosts:
             host.close()
         for number in range(len(self.hosts)):
-            # Stop the hosts first, because a namespace lives as long as its last process.
+            # Stop the hosts first, because a namespace exists as long as one of its processes.
             ip("link", "delete", f"{self._mark}n{number}")
             ip("netns", "delete", f"{self._mark}n{number}")
         ip("link", "delete", f"{self._mark}b")
@@ -159,12 +158,12 @@ class TwoHosts:
 
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    """Simulate two hosts, which requires root on Linux."""
+    """Simulate two hosts. This requires root on Linux."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vhprobe", "type", "bridge"], capture_output=True)
     if probe.returncode:
-        pytest.skip(f"no network namespaces here: {probe.stderr.decode().strip()}")
+        pytest.skip(f"network namespaces are not available: {probe.stderr.decode().strip()}")
     ip("link", "delete", "vhprobe")
     hosts = TwoHosts(tmp_path)
     yield hosts

@@ -1,9 +1,9 @@
 """Check that a process's memory, file descriptors and threads do not grow.
 
-They must stay constant over the steps, evaluations and saves of one run, and over many starts in
-one process. The ranks are observed through /proc during the run. The first third of the
-measurements is warm-up for allocators, thread pools and library pages. A line is fitted to the rest
-of each series, and its rise is compared with a limit.
+These numbers must stay constant over the steps, evaluations and saves of one run, and over many
+starts in one process. The script observes the ranks through /proc. It skips the first third of the
+measurements, during which allocators, thread pools and library pages warm up. It then fits a line
+to the rest of each series, and compares the rise of the line with a limit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from processes import Background, call, environment, last_step
 
 LIMITS = {"MiB": 4.0, "descriptors": 1.5, "threads": 1.5}
 """The maximum rise of each number after the warm-up. If each save leaked a descriptor, a thread or
-a copy of this state (0.4 MiB), the rise would be in the hundreds. An allocator retains and frees
-one or two MiB."""
+a copy of the state (0.4 MiB), the rise would be in the hundreds. Without a leak, the memory varies
+by one or two MiB."""
 PAUSE_S = 0.25
-"""The interval between two measurements, in seconds."""
+"""The time between two measurements, in seconds."""
 LONGEST_S = 3600.0
 STARTS = """
 import json, sys
@@ -43,7 +43,8 @@ for number in range(1, int(count) + 1):
 
 @dataclass(frozen=True)
 class Look:
-    """A measurement of a process. at: its step or start; MiB: of anonymous memory."""
+    """A measurement of a process. at: the step or start of the measurement. MiB: anonymous
+    memory."""
 
     at: int
     MiB: float
@@ -52,7 +53,7 @@ class Look:
 
 
 def look(pid: int | str, at: int) -> Look:
-    """Measure a process. Raises ProcessLookupError if the process has ended."""
+    """Measure a process. Raises ProcessLookupError if the process has exited."""
     folder = Path("/proc", str(pid))
     try:
         rows = (row.partition(":") for row in (folder / "status").read_text().splitlines())
@@ -77,7 +78,7 @@ def rises(looks: Sequence[Look]) -> dict[str, float]:
 
 
 def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
-    """Return a sentence about the measurements after the first third of `last`, and the faults."""
+    """Return a sentence about the last two thirds of the measurements, and the faults."""
     counted = [each for each in looks if each.at > last / 3]
     if len(counted) < 5:
         return "", [f"{len(counted)} looks are too few"]
@@ -91,7 +92,7 @@ def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
 
 
 def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], list[str]]:
-    """Train all steps of `whole` in one attempt and observe its ranks. Return a sentence about each
+    """Train all steps of `whole` in one attempt and observe the ranks. Return a sentence about each
     rank, and the faults."""
     run_dir = folder / "run"
     run = Background(whole.config, run_dir, *whole.settings, ranks=ranks, cold=True)
@@ -99,7 +100,7 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
     pids = run.workers()
     looks: dict[int, list[Look]] = {pid: [] for pid in pids}
     with ThreadPoolExecutor(1) as pool:
-        # `end` reads the output, because a full pipe would stop the ranks.
+        # Call `end`, which reads the output, because the ranks would stop if the pipe were full.
         end = pool.submit(run.end, LONGEST_S)
         while not end.done() and (at := last_step(run_dir)) < whole.steps:
             for pid in pids:
@@ -118,8 +119,8 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
 
 
 def over_starts(whole: Whole, folder: Path, count: int) -> tuple[str, list[str]]:
-    """Start a run `count` times in one process, each time from its checkpoint and for three more
-    steps. Return a sentence, and the faults."""
+    """Start a run `count` times in one process, each time from its checkpoint for three more steps.
+    Return a sentence about the process, and the faults."""
     run_dir = folder / "run"
     code = f"import sys\nsys.path[:0] = {sys.path!r}\n{STARTS}"
     line = [sys.executable, "-c", code, whole.config, run_dir, count]

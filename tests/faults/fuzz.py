@@ -4,12 +4,12 @@ Each run must end with the bits of the uninterrupted run.
 
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
-Each combination has its own seed: the first is `--seed`, and each later seed is one higher. If the
-program rejects a combination, the script draws another one. The script compares the last
+The first combination has the seed `--seed`, and each later seed is one higher. If the program
+rejects a combination, the script draws another combination. The script compares the last
 checkpoint's tensors and state, the weights, the predictions and the metrics. With
-`train.exact_over_ranks`, it also compares a run on another number of ranks. For each combination,
-it prints a line with the command that repeats it, and appends a line of JSON to `--out`. If a
-combination differs, its runs remain in `--folder`.
+`train.exact_over_ranks`, the script also compares a run on another number of ranks. For each
+combination, the script prints a line with the command that repeats the test, and appends a line of
+JSON to `--out`. If the runs differ, they remain in `--folder`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Move the project's own folder to the front, as in soak.py.
+# Move the folder of tests to the front of the import path, as in soak.py.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -56,26 +56,26 @@ STATE = (
     *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "passed_over", "recent"),
     *("bad_images", "evaluated_step", "best_top1", "best_loss", "best_set"),
 )
-"""The values of checkpoint.json that depend only on the training."""
+"""The values in checkpoint.json that depend only on the training."""
 KINDS = ("train", "eval", "epoch", "norms", "fault", "rewind")
 MEASURED = re.compile(
     r"time|.*_s|seconds|loader_.*|data_wait_.*|images_per_s.*|mfu|peak_memory_gib"
 )
 """The fields of metrics.jsonl that differ between any two runs."""
 NAMED_DIFFERENCES = 5
-"""The maximum number of differences on a printed line. The JSON file has all of them."""
+"""The maximum number of differences in a printed line. The JSON file contains all differences."""
 LONGEST_S = 900.0
-"""The time limit of an attempt. An attempt that compiles takes minutes."""
+"""The time limit of an attempt. An attempt that has to compile the model takes minutes."""
 
 
 class Refused(Exception):
-    """Raised if the program rejects a combination. The message is the reason."""
+    """An exception raised if the program rejects a combination. The message is the reason."""
 
 
 @dataclass
 class Result:
-    """The result of a combination. refused: why earlier draws were rejected; differences: from the
-    uninterrupted run."""
+    """The result of a combination. refused: the reasons why earlier draws were rejected.
+    differences: values that differ from the uninterrupted run."""
 
     seed: int
     combination: Combination
@@ -102,7 +102,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Fuzz:
-    """A folder for all runs, their shards and models, and an object server."""
+    """A folder for all runs with their shards and models, and an object server."""
 
     folder: Path
     data: Data
@@ -144,14 +144,14 @@ class Fuzz:
         done = run(
             "launch/train.py", *arguments, ranks=ranks or combination.ranks, timeout_s=LONGEST_S
         )
-        # The combination was rejected before the run began.
+        # Metrics do not exist, so the program has rejected the combination.
         if done.returncode and not lines_of(run_dir):
             raise Refused(_error(done.stderr))
         assert done.returncode == 0, f"the run ended with status {done.returncode}: {done.stderr}"
 
     def broken(self, folder: Path, result: Result) -> Result:
-        """Kill, resume and compare. If the bits must match, also compare a run on another number of
-        ranks."""
+        """Train with kills, resume, and compare. If the bits must match, also compare a run on
+        another number of ranks."""
         combination = result.combination
         run_dir = folder / "run"
         place = self._place(combination, folder)
@@ -179,7 +179,8 @@ class Fuzz:
         return result
 
     def _place(self, combination: Combination, folder: Path) -> tuple[str, ...]:
-        """Return the settings for a run stored at a URL. The comparison uses its local folder."""
+        """Return the settings for a run stored at a URL, which keeps a local folder for the
+        comparison."""
         if not combination.place:
             return ()
         at = self.s3.new_bucket() if combination.place == "s3" else f"file://{folder / 'bucket'}"
@@ -197,7 +198,7 @@ class Fuzz:
         for pid in hit:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if kill.hits_all or not hit:  # if one rank was killed, torchrun exits without a signal
+        if kill.hits_all or not hit:  # torchrun exits without a signal if only one rank was killed
             attempt.process.kill()
         output = attempt.end(LONGEST_S)
         status = attempt.process.returncode
@@ -205,7 +206,7 @@ class Fuzz:
         assert status or is_end, f"status 0, but the run did not end: {output}"
         assert status != 2, f"the run was rejected (status 2): {output}"
         if combination.place and kill.takes_folder:
-            # Remove the folder, as if its machine were lost.
+            # Remove the folder, as if the machine were lost.
             shutil.rmtree(run_dir, ignore_errors=True)
         return bool(status)
 
@@ -234,10 +235,10 @@ def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
 
 
 def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
-    """Return {name: digest or value} for the last checkpoint, the losses of images, the weights and
+    """Return {name: digest or value} for the last checkpoint, the per-image losses, the weights and
     the predictions."""
     contents: dict[str, Any] = dict(final_state(run_dir, steps))
-    # Omit links to a file under timm's name, because a URL has no links.
+    # Omit links, because a URL has no links. They give weight files the names that timm uses.
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
         tensors = load_file(path)
         contents |= {
@@ -262,7 +263,7 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """Return the last error that a program printed, starting with "error: "."""
+    """Return the last error in the output of a program. It starts with "error: "."""
     return text[text.rfind("error: ") :].strip()
 
 
@@ -304,7 +305,7 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    # Use a folder outside the session's temporary folder, which is removed at the end.
+    # Use a folder outside the temporary folder of the session, which is removed at the end.
     if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Send SIGKILL, SIGTERM and SIGUSR1 in every phase of a run.
+"""Send SIGKILL, SIGTERM and SIGUSR1 to a run in each of its phases.
 
-The same command must then resume the run and end with the bits of an uninterrupted run.
+The same command must then resume the run, which must end with the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
-"""The maximum number of attempts to hit a phase at the random moment. Each uses a new folder."""
+"""The maximum number of attempts to hit a phase at the random moment. Each attempt uses a new
+folder."""
 
 
 class Whole:
-    """Shards, a config, and the final states of uninterrupted runs. The run for a number of ranks
-    is trained when its state is first needed. settings: settings for each run in addition to the
-    config."""
+    """Shards, a config, and the final states of uninterrupted runs, which are trained on first use.
+    settings: settings for each run in addition to the config."""
 
     def __init__(
         self, folder: Path, shards: Path, *settings: str, steps: int = 24, batch: int = 12
@@ -57,8 +57,8 @@ class Whole:
         return self._states[ranks]
 
     def faults_of(self, run_dir: Path, expected: dict[str, str] | None = None) -> list[str]:
-        """Return the faults of a finished run in `run_dir`. If `expected` is given, differences
-        from it are faults."""
+        """Return the faults of a finished run in `run_dir`. If `expected` is given, each difference
+        from it is a fault."""
         faults = []
         if expected is not None:
             state = final_state(run_dir, self.steps)
@@ -80,8 +80,8 @@ class Whole:
         return [*faults, f"left over: {left}"] if left else faults
 
     def checksum(self, first: int, last: int) -> str:
-        """Return the checksum of the samples in batches `first` to `last` (inclusive), as written
-        to metrics.jsonl."""
+        """Return the checksum of the samples in batches `first` to `last` (inclusive), as in
+        metrics.jsonl."""
         rows = [sample for batch in self._batches[first : last + 1] for sample in batch]
         return f"{sum(map(mix, rows)) % 2**64:016x}"
 
@@ -112,7 +112,7 @@ def broken_and_continued(
 ) -> Broken:
     """Train in `folder`, interrupt the run in `phase` with signal `number`, resume, and compare.
 
-    The signal goes to a random rank, to all ranks, or, for SIGTERM, to torchrun, which forwards it.
+    A random rank or all ranks get the signal. SIGTERM may also go to torchrun, which forwards it.
     If the number of ranks is 0, it is chosen at random.
     """
     ranks = ranks or rng.choice([1, 2, 2, 2, 3])
@@ -123,7 +123,7 @@ def broken_and_continued(
         attempt = _Attempt(whole, run_dir, place, phase, ranks, rng)
         victims, faults = attempt.break_by(number)
         if phase == "upload" and rng.random() < 0.5:
-            shutil.rmtree(run_dir)  # remove the folder, as if its machine were lost
+            shutil.rmtree(run_dir)  # remove the folder, as if the machine were lost
         train(whole.config, run_dir, *place.settings, ranks=ranks)
         faults += whole.faults_of(run_dir, expected)
         if phase == "report" and not (run_dir / REPORT_FOLDER / "index.html").exists():
@@ -142,8 +142,8 @@ class _Attempt:
     rng: random.Random
 
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
-        """Start the run and send the signal in its phase. Return the victims, and any faults in how
-        the run ended."""
+        """Start the run and send the signal in the given phase. Return the signaled processes, and
+        any faults in how the run ended."""
         scale = 1.0
         for _ in range(TRIES):
             if self.phase == "start" and self.rng.random() < 0.5:
@@ -163,7 +163,7 @@ class _Attempt:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
                 continue
             if self.phase != "upload" or number != signal.SIGKILL or victims == "one rank":
-                # Release the server's requests, because they could otherwise block the signal.
+                # Release the requests to the server, because they could block the signal.
                 self.place.let_go()
             return victims, self._wrong_with(run.end(), run.process.returncode, number, victims)
         raise AssertionError(f"{self.phase}: missed {TRIES} times")
@@ -173,7 +173,7 @@ class _Attempt:
         return Background(self.whole.config, self.run_dir, *settings, ranks=self.ranks)
 
     def _train_a_little(self) -> None:
-        """Train for a few steps, so that the interrupted start is a resume."""
+        """Train for a few steps, so that the interrupted attempt starts with a resume."""
         run = self._begin()
         run.wait_for_checkpoint(3)
         self._send(run, run.workers(), signal.SIGKILL, "all ranks")
@@ -191,14 +191,14 @@ class _Attempt:
         for pid in {"one rank": [self.rng.choice(pids)], "all ranks": pids}.get(victims, []):
             os.kill(pid, number)
         if number == signal.SIGKILL and victims == "all ranks":
-            run.process.kill()  # for processes, this is like a power failure
+            run.process.kill()  # for processes, SIGKILL is like a power failure
         return victims
 
     def _wrong_with(
         self, output: str, status: int, number: signal.Signals, victims: str
     ) -> list[str]:
-        """Return the faults in how the run ended. Before the first step nothing needs saving, and
-        during the report nothing can be lost."""
+        """Return the faults in how the run ended. The run has nothing to save before its first
+        step, and nothing to lose during the report."""
         if self.phase == "start":
             return []
         if number == signal.SIGKILL:

@@ -1,6 +1,6 @@
-"""Interrupt a run in a named phase, without any test code in the run.
+"""Interrupt a run in a named phase, without test code in the run.
 
-The phase is recognized from metrics.jsonl, the run's folder, a server and /proc.
+The phase is detected from metrics.jsonl, the run's folder, a server and /proc.
 
     phase        lasts while
     start        the ranks are alive, but metrics.jsonl has no `ready` line from this attempt
@@ -12,8 +12,7 @@ The phase is recognized from metrics.jsonl, the run's folder, a server and /proc
     report       metrics.jsonl has the end of the run, but the HTML page does not exist
 
 After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase has not ended by
-then, the fault is sent to the stopped ranks. Otherwise, the ranks continue until the phase occurs
-again.
+then, the stopped ranks get the fault. Otherwise, they continue until the phase occurs again.
 """
 
 from __future__ import annotations
@@ -40,26 +39,27 @@ Phase = Literal["start", "step", "save", "upload", "evaluation", "data wait", "r
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SAVE_EVERY_STEPS = 3
 EVALUATE_EVERY_STEPS = 6
-"""The number of steps in an epoch of `processes.write_config`."""
+"""The number of steps per epoch of `processes.write_config`."""
 STILL_S = 0.3
-"""A run counts as waiting if metrics.jsonl has no new line for this many seconds. A step takes a
+"""A run is assumed to wait if metrics.jsonl gets no new line for this many seconds. A step takes a
 tenth of this time."""
 LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
-"""The scale of the random delay before the fault, in the phases of a warm run. The scale is halved
-each time the fault comes too late."""
+"""The maximum random delay, in seconds, before the fault in each phase of a warm run. The delay is
+halved each time the fault comes too late."""
 FOUND_WITHIN_S = 240.0
 
 
 class Missed(Exception):
-    """Raised if the run ends before the phase occurs at the random moment."""
+    """An exception raised if the run ends before it is in the phase at the random moment."""
 
 
 @dataclass
 class Served:
-    """The source and destination of a run's data, and functions that suspend the server.
+    """A server for the data or the folder of a run, with functions that suspend it.
 
-    settings: for the run's command. `hold`: called once when the attempt to be interrupted starts.
-    `is_held`: whether the server is suspending a request. `let_go`: release all requests.
+    settings: settings for the command of the run. hold: called once when the attempt to interrupt
+    starts. is_held: returns whether the server is suspending a request. let_go: releases all
+    requests.
     """
 
     settings: tuple[str, ...] = ()
@@ -72,8 +72,8 @@ class Served:
 def served(
     phase: Phase, folder: Path, shards: Path, rng: random.Random, s3: S3Server | None = None
 ) -> Iterator[Served]:
-    """Start the server that a phase needs. The phase `upload` requires `s3`. The run's own folder
-    is always `folder / "run"`."""
+    """Start the server that a phase needs. The phase `upload` requires `s3`. The local folder of
+    the run is always `folder / "run"`."""
     if phase == "upload":
         assert s3 is not None, "the phase `upload` needs a server"
         with _uploaded(s3, folder, rng) as source:
@@ -101,7 +101,7 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
         def fault(method: str, path: str) -> str | None:
             nonlocal is_saving
             # Start counting at the first object of a save, because the config and the first metrics
-            # are uploaded at the start.
+            # are uploaded when the run starts.
             is_saving |= "/samples/" in path
             if method != "PUT" or not is_saving or "lease.json" in path:
                 return None
@@ -125,8 +125,8 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
-    """Serve data, and stop sending it at some step. The cache holds half of the data, so blocks are
-    constantly fetched."""
+    """Serve the data of a run, and stop sending it at some step. The cache holds half of the data,
+    so the run constantly fetches blocks."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
 
@@ -160,15 +160,15 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def unfinished(run_dir: Path) -> list[Path]:
-    """Return the unfinished files of a save or a page, including those of a killed save."""
+    """Return the unfinished files of a save or of a page, including those of a killed save."""
     paths = [*run_dir.glob(".*.tmp"), *run_dir.glob("checkpoints/.tmp_*")]
     return [*paths, *run_dir.glob("*/.*.tmp")]
 
 
 @dataclass
 class Watched:
-    """An attempt of a run, observed from outside. num_starts: the number of `start` lines from
-    earlier attempts."""
+    """An attempt of a run, observed from outside. num_starts: the number of `start` lines written
+    by earlier attempts."""
 
     run: Background
     run_dir: Path
@@ -215,17 +215,17 @@ class Watched:
 
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
-        """Stop all ranks in the phase until the block ends; yield their process ids. scale: the
-        scale of the random delay. Raises Missed."""
+        """Stop all ranks in the phase until the block ends, and yield their process ids. scale: a
+        factor on the maximum random delay. Raises Missed."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)
-        pids = self.run.workers()  # search early, because a search takes longer than a save
+        pids = self.run.workers()  # search early, because the search takes longer than a save
         while True:
             self._wait_until(lambda: self.is_in(phase), phase, deadline)
             time.sleep(rng.uniform(0, LONGEST_S.get(phase, 0.0) * scale))
             if phase == "start":
-                pids = self.run.workers()  # search again, because some processes have started since
+                pids = self.run.workers()  # search again, because processes may have started since
             with stopped(pids):
                 if pids and self.run.process.poll() is None and self.is_in(phase):
                     yield pids
@@ -238,7 +238,7 @@ class Watched:
         while not is_there():
             if self.run.process.poll() is not None or time.monotonic() > deadline:
                 raise Missed(f"{phase}: not seen\n{self.run.end()}")
-            # Sleep, because each check takes CPU time from the ranks.
+            # Sleep between checks, because each check takes CPU time from the ranks.
             time.sleep(0.001 if phase == "save" else 0.004)
 
 
@@ -259,8 +259,8 @@ def stopped(pids: Iterable[int]) -> Iterator[None]:
 
 
 def _wait_until_stopped(pid: int) -> None:
-    """Wait until all threads are stopped. A thread in an uninterruptible system call such as fsync
-    completes the call first."""
+    """Wait until all threads are stopped. A thread in an uninterruptible system call, such as
+    fsync, completes the call first."""
     deadline = time.monotonic() + FOUND_WITHIN_S
     while any(state not in "TtZX" for state in states_of_threads(pid).values()):
         assert time.monotonic() < deadline, f"process {pid} did not stop"

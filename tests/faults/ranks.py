@@ -19,10 +19,10 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on each of these numbers of ranks. In all attempts except the last, one
-    rank or all ranks are killed at regular intervals. Return the faults.
+    """Train in `folder` on one number of ranks after another, and return the faults. In all
+    attempts except the last, one rank or all ranks are killed at regular intervals.
 
-    If `whole` is exact over ranks, compare the bits. Otherwise, compare only the batches.
+    If `whole` is exact over ranks, the bits are compared. Otherwise, only the batches are compared.
     """
     run_dir = folder / "run"
     for number, ranks in enumerate(numbers[:-1], 1):
@@ -41,13 +41,13 @@ def on_each_number(
 
 
 def two_at_once(whole: Whole, folder: Path) -> list[str]:
-    """Start two trainings at the same time on this node, and a third one in a folder that is in
-    use. Return the faults."""
+    """Start two trainings at the same time on this node, and a third training in a folder that is
+    in use. Return the faults."""
     folders = [folder / "one", folder / "two"]
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)
     arguments = ["--config", whole.config, f"run.dir={folders[0]}", *TINY, *whole.settings]
-    # Stop the job, so that it outlasts the third run, which waits for it.
+    # Stop the job, so that it outlasts the third run, which waits for the folder.
     with stopped(jobs[0].workers()):
         third = run("launch/train.py", *arguments, ranks=2)
     faults = []

@@ -1,6 +1,6 @@
 """Interrupt runs many times.
 
-Each part prints one line, and the exit status is 1 if a part failed. All parts together take less
+Each part prints one line. The exit status is 1 if a part has failed. All parts together take less
 than an hour on two cores.
 
     python tests/faults/soak.py [--count 100] [--parts kills signals ...] [--seed 0]
@@ -17,7 +17,7 @@ than an hour on two cores.
     secrets    tests/project/test_secrets.py
 
 To save time, killed and compared runs are forked from interpreters that have imported torch.
-`steps`, `starts` and `exits` need real interpreters. A part that fails lists the failed cases and
+`steps`, `starts` and `exits` need normal interpreters. A failed part lists its failed cases and
 keeps the folder with their runs.
 """
 
@@ -38,7 +38,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-# Put the project's own folder first. tests/data_prep has the name of a package, and an editable
+# Put the folder of tests first, because tests/data_prep has the name of a package, and an editable
 # installation is searched last.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
@@ -58,7 +58,7 @@ STOPPED_FOR_S = 60.0
 
 
 class Failed(Exception):
-    """Raised if a part fails. The message has one fault per line."""
+    """An exception raised if a part fails. The message has one fault per line."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Soak:
 
     def kills(self) -> str:
         rng = random.Random(self.seed)
-        # Cover each phase once before repeating any.
+        # Use each phase once before repeating a phase.
         drawn = [phase for _ in range(-(-self.count // len(PHASES))) for phase in PHASES]
         cases = [(phase, signal.SIGKILL) for phase in drawn[: self.count]]
         rng.shuffle(cases)
@@ -113,8 +113,9 @@ class Soak:
         return _tally(len(cases), faults, "weights and optimizer bit-equal, sample checksums exact")
 
     def stops(self) -> str:
-        """Send SIGSTOP in all three cases in parallel, because they mostly wait."""
-        self.whole.state(2)  # train the reference run before threads need it
+        """Run all three cases in parallel, because they mostly wait. Each case stops a process with
+        SIGSTOP."""
+        self.whole.state(2)  # train the reference run before the threads need it
         with ThreadPoolExecutor(len(stops.TARGETS)) as pool:
             futures = {
                 target: pool.submit(
@@ -177,8 +178,8 @@ class Soak:
         return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
 
     def exits(self) -> str:
-        """Run complete trainings. Only the exit of an interpreter with gloo threads can trigger a
-        certain race."""
+        """Run trainings to completion, to trigger a race in the exit of an interpreter with gloo
+        threads."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []
@@ -200,7 +201,7 @@ class Soak:
 
 
 def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
-    """Return the end of a part's line. Raises Failed if there are faults."""
+    """Return the end of the line about a part. Raises Failed if there are faults."""
     if faults:
         raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
     return f"{num_cases}/{num_cases} {result}" if num_cases > 1 else result
@@ -233,7 +234,7 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    # Use a folder outside the session's temporary folder, which is removed at the end.
+    # Use a folder outside the temporary folder of the session, which is removed at the end.
     if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +250,7 @@ def main() -> int:
             part_began_s = time.monotonic()
             try:
                 line = PARTS[name](soak)
-            except Exception as error:  # continue with the next parts
+            except Exception as error:  # continue with the next part
                 failed.append(name)
                 line = f"{name}: FAILED: {error}"
             print(f"{line} [{duration(time.monotonic() - part_began_s)}]", flush=True)

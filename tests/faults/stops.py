@@ -1,9 +1,9 @@
-"""Stop a rank, a loader worker or the saver thread for a while: the run must continue and end with
-the same bits.
+"""Stop a rank, a loader worker or the saver thread for a while. The run must then continue and end
+with the same bits.
 
 SIGSTOP stops a process with all of its threads. To stop only the saver thread, as an unresponsive
-disk would, the test uses the system call for debuggers (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
-Training then continues to the next save, where it waits.
+disk would, the test uses the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
+Training then continues until the next save and waits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _libc.ptrace.restype = ctypes.c_long
 def stopped_and_continued(
     whole: Whole, folder: Path, target: str, for_s: float, rng: random.Random
 ) -> list[str]:
-    """Train on two ranks in `folder`, stop `target` (one of `TARGETS`) for a while, and compare.
+    """Train on two ranks in `folder`, stop `target` (one of `TARGETS`) for a while, and compare the
+    result.
 
-    Returns the faults. The run must halt while the target is stopped, unless `target` is a worker,
-    which another worker may replace. Raises PermissionError if tracing threads is not permitted.
+    Returns the faults. The run must halt while the target is stopped, except for a loader worker,
+    which another worker may replace. Raises PermissionError if this process may not trace threads.
     """
     run_dir = folder / "run"
     run = Background(
@@ -75,8 +76,8 @@ def stopped_and_continued(
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """Return the faults during the next `for_s` seconds. In this time, metrics.jsonl must not grow
-    and the run must not end."""
+    """Return the faults in the next `for_s` seconds, during which metrics.jsonl must not grow and
+    the run must not end."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)
@@ -86,7 +87,8 @@ def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[
 
 
 def _newest_thread(pid: int) -> int:
-    """Return rank 0's saver thread. It is the newest thread, because each save starts a new one."""
+    """Return rank 0's saver thread. It is the newest thread, because each save starts a new
+    thread."""
 
     def began_at(thread: int) -> int:
         return int((stat_of(pid, thread) or ["0"] * 20)[19])

@@ -1,4 +1,4 @@
-"""Test two hosts of which one is cut off, switched off or slow, with the real torchrun in
+"""Test two hosts of which one is cut off, switched off or slow. The real torchrun runs in
 namespaces on this machine."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_restarts_of_torchrun_continue_once_the_cable_is_back(two_hosts, tmp_pat
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["killed", "switched off"])
 def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, config, is_cut):
-    """Killed processes close their connections, but a host without power sends nothing."""
+    """The connections of a killed process are closed, but a host without power sends nothing."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
@@ -92,7 +92,8 @@ def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, confi
 
 
 def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
-    """No remaining process can report the loss, so the other host must end by its own timeout."""
+    """No remaining process can report the loss of the store, so the other host must end by its own
+    timeout."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")

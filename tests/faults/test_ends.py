@@ -1,5 +1,5 @@
-"""Test how runs end: closed terminals, early and late signals, exhausted limits, and ranks that
-were started differently."""
+"""Test how runs end: closed terminals, early and late signals, exhausted limits, and ranks with
+different settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 48
 
 def test_a_closed_terminal_is_remembered_but_not_after_nohup():
     def heard(number, frame):
-        """Catch signals whose default action would end this process."""
+        """Catch the signals that would end this process by default."""
 
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -83,7 +83,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_refuses_ranks_with_different_settings(tmp_path, config, word, difference):
-    """If a config file was edited on one host only, each rank would train a different model."""
+    """If a config file were edited on only one host, each rank would train a different model."""
     script = tmp_path / "otherwise.py"
     script.write_text(OTHERWISE)
     run_dir = tmp_path / "run"
@@ -104,7 +104,7 @@ def test_refuses_ranks_with_different_settings(tmp_path, config, word, differenc
 
 @pytest.mark.full
 def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
-    """A terminal that closes signals all of its processes, including the loader's workers."""
+    """Closing a terminal signals all of its processes, including the workers of the loader."""
     settings = (f"train.steps={STEPS}", "data.num_workers=2", "checkpoint.every_steps=1000")
     train(config, tmp_path / "whole", *settings, ranks=2)
     run = Background(config, tmp_path / "run", *settings, ranks=2, cold=True)
@@ -131,7 +131,7 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with stopped([first]):  # stop rank 0 while it draws the report
-        time.sleep(1)  # by now, the other rank has closed its run and waits
+        time.sleep(1)  # wait until the other rank has closed its run and waits for rank 0
         os.kill(second, signal.SIGTERM)
         while _pending(second):
             assert time.monotonic() < deadline
@@ -142,7 +142,7 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
 
 
 def _pending(pid: int) -> int:
-    """Return the pending signals of a process, or 0 if the process has ended."""
+    """Return the pending signals of a process, or 0 if the process has exited."""
     lines = status_of(pid)
     return int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
 

@@ -1,9 +1,10 @@
 """Test each writer on a disk that is full or becomes full.
 
-One printed line must name the file. A file with its final name must be complete, either old or new,
-and no partial file may remain. With free space, the same call must succeed. Other tests cover
-checkpoints and weights (tests/checkpoint/test_saver.py), the block cache (tests/data/storage),
-`--check` (tests/extras/planner/check) and shards (tests/data_prep/test_prep_errors.py).
+The writer must print one line that names the file. Each file must be complete, with either the old
+or the new content, and no partial file may remain. Once the disk has free space, the same call must
+succeed. Other tests cover checkpoints and weights (tests/checkpoint/test_saver.py), the block cache
+(tests/data/storage), `--check` (tests/extras/planner/check) and shards
+(tests/data_prep/test_prep_errors.py).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from vit.weights.programs import Subject
 ALONE = World(0, 1, torch.device("cpu"))
 FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
 PAGE_KIB = 4
-"""The page size. A file occupies whole pages, and the smallest file occupies one."""
+"""The page size. Files occupy whole pages, so even the smallest file occupies one page."""
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +78,15 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 
 class Writer(NamedTuple):
-    """A function that writes into a folder. `prepare` first creates the folder's old files."""
+    """A function that writes into a folder. `prepare` creates files that already exist before the
+    write."""
 
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None
     names: str = ""
     """The file that the message must name, or "" for the folder."""
     notes: str = ""
-    """A JSON file that contains times."""
+    """The name of a JSON file that contains times."""
 
 
 def predictions(folder: Path, step: int = 7) -> None:
@@ -135,7 +137,7 @@ def handed_over(folder: Path, program: str) -> None:
 
 def recipe(folder: Path) -> None:
     line = "torchrun main.py --model deit_small_patch16_224 --batch-size 128"
-    with chdir(folder):  # use a relative path, because the file records its command
+    with chdir(folder):  # Use a relative path, because the file records its command.
         run_here("launch/recipe.py", "import", line, "--out", "recipe.yaml")
 
 
@@ -155,7 +157,7 @@ def results(folder: Path) -> None:
 
 
 def fetched(folder: Path) -> None:
-    """Read a run at a URL through the cache on this disk."""
+    """Read a run at a URL through a cache on this disk."""
     local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
     place_at_url = Path(os.environ["PLACE_WITH_ROOM"])
     (place_at_url / "weights").mkdir(exist_ok=True)
@@ -202,7 +204,7 @@ WRITERS = {
 
 
 def whole_files(folder: Path, notes: str) -> dict[str, str]:
-    """Return digests of all files except `notes`, which must be valid JSON."""
+    """Return digests of all files except `notes`. The file `notes` must contain valid JSON."""
     digests = snapshot(folder)
     if digests.pop(notes, None) is not None:
         json.loads((folder / notes).read_text())
@@ -214,7 +216,7 @@ def line_of(write: Callable[[Path], object], folder: Path) -> str:
         write(folder)
     except Exception as error:
         return problem_of(error)
-    raise AssertionError("it was written")
+    raise AssertionError("the write must fail")
 
 
 REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
@@ -231,7 +233,7 @@ REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
 def test_reports_a_full_disk_keeps_files_intact_and_works_with_free_space(
     name, disk, tmp_path, monkeypatch, capfd
 ):
-    # Replace the current time, which matplotlib would write.
+    # Set the time that matplotlib writes into the file.
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setenv("PLACE_WITH_ROOM", str(tmp_path))
     writer = WRITERS[name]
@@ -306,7 +308,7 @@ def test_locks_a_run_on_a_full_disk(disk):
 
 
 def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
-    """Without the outcome, a launcher would restart a finished run forever."""
+    """Without the outcome of the run, a launcher would restart a finished run forever."""
     monkeypatch.setenv(OUTCOME_VARIABLE, str(disk / "outcome"))
     leave_free(disk, 0)
     for word in ("stopped", "finished"):
@@ -314,7 +316,7 @@ def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# Python only prints an unhandled exception in a thread, but such an exception must fail the test.
+# Python only prints an unhandled exception in a thread. This mark makes the test fail instead.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):
@@ -350,7 +352,7 @@ def test_wandb_ends_with_one_line(disk):
     assert message.startswith("wandb: stopped (No space left on device); metrics.jsonl has every")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_stderr_does_not_end_a_run_but_a_full_stdout_fails_a_command(config, tmp_path):
     python = warm_python.python(environment())
     arguments = command("launch/train.py", "--config", config, *TINY, "train.steps=3", ranks=0)

@@ -1,4 +1,4 @@
-"""Test combinations of `tests/faults/fuzz.py`, and its report on two runs that differ."""
+"""Test combinations from `tests/faults/fuzz.py`, and its report on two runs that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def data(shards) -> Data:
 
 @pytest.mark.full
 def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, tmp_path):
-    """The combination is a bitwise exact run with Muon that rewinds after loss spikes, on three
+    """The run is exact over ranks, uses Muon, rewinds after loss spikes, and is repeated on three
     ranks and on two."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")

@@ -21,7 +21,7 @@ def test_a_paused_process_continues_to_the_same_weights(whole, tmp_path, target)
     try:
         faults = stopped_and_continued(whole, tmp_path, target, 10, random.Random(0))
     except PermissionError as error:
-        pytest.skip(f"threads may not be traced here: {error}")
+        pytest.skip(f"this process may not trace threads: {error}")
     assert not faults
 
 

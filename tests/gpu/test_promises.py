@@ -1,6 +1,6 @@
-"""Test the parts of `make gpu-check` that need no long training.
+"""Test those parts of `make gpu-check` that need no long training.
 
-All of these tests require a GPU. tests/benchmarks/test_guarantees.py proves on a CPU that each
+All tests in this file require a GPU. tests/benchmarks/test_guarantees.py shows on a CPU that each
 check can fail.
 """
 
@@ -20,8 +20,8 @@ BUDGET_S = 500.0
 
 @pytest.mark.parametrize("part", ["slots", "equality", "waits", "graphs", "memory"])
 def test_the_check_passes(part):
-    """The check runs in a separate program, because other tests initialize CUDA in this process,
-    and a process forked after that cannot use a GPU."""
+    """The check runs in a separate program. Other tests initialize CUDA in this process, and
+    processes forked after that cannot use a GPU."""
     line = [sys.executable, str(CHECK), "--only", part]
     done = subprocess.run(line, capture_output=True, text=True, timeout=BUDGET_S)
     assert done.returncode == 0, done.stdout + done.stderr

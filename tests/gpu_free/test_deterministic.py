@@ -1,5 +1,5 @@
-"""Test that `train.deterministic` configures torch, gives identical bits on CPUs, and that every
-operation in use has a deterministic implementation."""
+"""Test that `train.deterministic` configures torch and gives identical bits on CPUs, and that all
+operations have deterministic implementations."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ WITHOUT_ORDER = {
     *("bincount", "median", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
     *("scatter_reduce", "scatter_reduce_"),
 }
-"""Operations for which, according to the documentation of torch.use_deterministic_algorithms, torch
-raises an error on a GPU."""
+"""The operations that raise an error on a GPU, according to the documentation of
+torch.use_deterministic_algorithms."""
 SETTINGS = """
 import json, os, torch
 from vit.distributed.process_group import join_world
@@ -58,14 +58,14 @@ def settings(deterministic: bool, **variables: str) -> list[object]:
     return json.loads(done.stdout)
 
 
-def test_it_configures_the_libraries_before_cuda_starts():
+def test_libraries_are_configured_before_cuda_starts():
     assert settings(True) == [True, True, True, False, ":4096:8", "^NVLS", False]
     assert settings(True, CUBLAS_WORKSPACE_CONFIG=":16:8", NCCL_ALGO="Ring")[4:6] == [
         ":16:8",
         "Ring",
     ]
     assert settings(True, CUBLAS_WORKSPACE_CONFIG=":0:0")[4] == ":4096:8", (
-        "torch must not reject this operation"
+        "a value that torch would reject must be replaced"
     )
     assert settings(False)[:3] == [False, False, False]
 
@@ -103,7 +103,7 @@ def deterministic(monkeypatch):
 
 
 def launched_forward(config: AugmentConfig) -> Launches:
-    """Return the operations launched by a forward pass with augmentation and metrics on the fake
+    """Return the operations that a forward pass with augmentation and metrics launches on the fake
     GPU."""
     model = create_model("vit_ti8", (40, 120), 10, depth=1, drop_path_rate=0.1, init_values=0.1)
     table = torch.from_numpy(mixed_table(config, 56, (40, 120)))
@@ -125,7 +125,8 @@ def launched_forward(config: AugmentConfig) -> Launches:
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_operation_before_the_backward_pass_has_a_deterministic_form(name, deterministic):
-    """For some of these operations, torch raises an error even on a fake GPU."""
+    """For some operations without a deterministic form, torch raises an error even on a fake GPU.
+    The test checks the names of all other operations."""
     counted = launched_forward(POLICIES[name])
     assert counted.total() > 100
     assert not counted.by_name.keys() & WITHOUT_ORDER
@@ -152,8 +153,8 @@ def test_every_operation_of_the_backward_pass_has_a_deterministic_form(fields, d
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_an_operation_without_a_deterministic_form_is_detected(deterministic, monkeypatch):
-    """One operation is only on torch's list. For the other one, torch raises an error even without
-    a GPU."""
+    """One operation is only on torch's list. For the other operation, torch raises an error even
+    without a GPU."""
     image = torch.zeros(1, 3, 8, 8, requires_grad=True)
     with Launches("cpu") as counted:
         torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear").sum().backward()

@@ -1,4 +1,4 @@
-"""Test that, for every setting, augmentation computes the model's inputs and targets without
+"""Test that, for every setting, augmentation computes the inputs and targets of the model without
 waiting for the GPU."""
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Limit the number of operations that each part of a step launches.
 
 In eager mode, a GPU runs the operations of a small model faster than the host launches them, so
-each operation adds to the step time. These tests count on a CPU, which runs the same operations.
+each operation adds to the step time. These tests count operations on a CPU, which runs the same
+ones.
 
 tests/data/augment/test_rounds.py limits the operations of each augmentation policy.
 """
@@ -30,12 +31,11 @@ from vit.training.step_result import Slot
 
 DEPTH = 4
 ROOM = DEPTH - 1
-"""The tolerance in operations, small enough to detect one more operation per block."""
+"""The tolerance in operations. It is smaller than the number of blocks, so one more operation per
+block is detected."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
-"""The operations of a ViT as in the recipes, with `DEPTH` blocks in bf16, clipping and averaged
-weights. `rest` covers the rest of a step with one micro-batch and without augmentation. Four
-operations of `rest` compute the margins of the rows. The losses add none, because they are copied
-to the host with the sums. Two operations of the update add the norm and the verdict to the sums."""
+"""The expected operations of a ViT as in the recipes, with `DEPTH` blocks in bf16, clipping and
+averaged weights. `rest` covers the rest of a step with one micro-batch and without augmentation."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 

@@ -65,7 +65,7 @@ def test_every_optimizer_is_tried():
 def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> TrainStep:
     """Return a step whose parameters have gradients. Call this function inside
     `gpu_without_memory`."""
-    # skip the conversion, which fails for fake tensors even from fp32 to fp32
+    # Skip the conversion, which fails for fake tensors even from fp32 to fp32.
     monkeypatch.setattr(nn.Module, "float", lambda self: self)
     model = move_to_fake_gpu(create_model("vit_ti8", 16, 5, **FIELDS))
     step = plain_step(

@@ -1,4 +1,4 @@
-"""Images, keys and augmentation tables for tests."""
+"""Create images, keys and augmentation tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """Return augmentation parameters for `num` rows starting at `first`, without mixing. All images
+    """Return augmentation parameters for `num` rows from row `first` on, without mixing. All images
     have 300 x 200 pixels."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
@@ -58,12 +58,13 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """Return an `Augment` that returns gray levels, with ten classes and identity normalization."""
+    """Return an `Augment` for ten classes that returns gray levels, because its normalization is
+    the identity."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
 
 def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Apply `table` to (B, C, H, W) uint8 images and return integer levels."""
+    """Apply `table` to images, (B, C, H, W) uint8, and return integer levels."""
     labels = torch.zeros(len(images), dtype=torch.int64)
     inputs, _ = on_pixels(config, images.shape[1])(
         torch.from_numpy(images), labels, torch.from_numpy(table)
@@ -74,9 +75,9 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(
     config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
 ) -> np.ndarray:
-    """Apply operation `op` of a config's first layer, and return integer levels.
+    """Apply operation `op` in the first layer of a config, and return integer levels.
 
-    values: strength and position. Each is given either once for all images or once per image.
+    values: strength and position, each either for all images or per image.
     """
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
@@ -91,7 +92,7 @@ def one_op(
 def at_strengths(
     config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]
 ) -> Iterator[np.ndarray]:
-    """Apply `one_op` at all strengths in one batch."""
+    """Apply `one_op` at all strengths in a single batch."""
     levels = one_op(
         config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images))
     )
@@ -105,7 +106,7 @@ def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def photographs() -> np.ndarray:
-    """Return (7, 3, 40, 120) images: edges, low contrast, dark, bright, noise, and two with flat
+    """Return images, (7, 3, 40, 120): edges, low contrast, dark, bright, noise, and two with flat
     channels."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]

@@ -1,8 +1,8 @@
 """Compare files by short digests, so that a failed comparison prints file names instead of
 contents.
 
-The module also simulates images that were corrupt before indexing, by changing their bytes and
-their checksums in the index.
+The module can also corrupt images together with their checksums in the index, as if they had been
+corrupt before indexing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:
-    """Write the checksums of the samples' current bytes into the index, as a new indexing would."""
+    """Recompute the checksums in the index from the current bytes of the samples."""
     path = Path(split.root) / f"{split.name}.index.npy"
     rows = np.load(path)
     for sample in samples:
         with open(split.where(sample), "rb") as tar:
             tar.seek(int(rows["offset"][sample]))
             rows["crc32c"][sample] = crc32c(tar.read(int(rows["size"][sample])))
-    with open(path, "r+b") as file:  # an open split sees changes made in place
+    with open(path, "r+b") as file:  # Write in place, because the split may already be open.
         file.seek(-rows.nbytes, 2)
         file.write(rows.tobytes())

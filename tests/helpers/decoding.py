@@ -1,4 +1,4 @@
-"""Images to decode, the pixels that Pillow decodes from them, and the colors in a plot."""
+"""Create images to decode, decode them with Pillow, and find colors in plots."""
 
 import io
 import os
@@ -18,7 +18,7 @@ needs_native = pytest.mark.skipif(
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Return a photo-like image of smooth shapes with edges and some noise."""
+    """Return a photo-like image with smooth shapes, edges and some noise."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -42,7 +42,7 @@ def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
 
 
 def photographs() -> list[bytes]:
-    from sklearn.datasets import load_sample_images  # slow to import
+    from sklearn.datasets import load_sample_images  # importing is slow
 
     photos = [Image.fromarray(photo) for photo in load_sample_images().images]
     return [
@@ -53,9 +53,9 @@ def photographs() -> list[bytes]:
 
 
 def pixels(picture: Path) -> np.ndarray:
-    """Return the (H, W, 3) int16 pixels of a PNG.
+    """Read a PNG and return its pixels, (H, W, 3) int16.
 
-    Asserts that the image is 1400 pixels wide, not blank and not truncated.
+    Fails if the image is not 1400 pixels wide, is blank or is truncated.
     """
     with Image.open(picture) as image:
         assert image.format == "PNG"
@@ -68,8 +68,8 @@ def pixels(picture: Path) -> np.ndarray:
 
 
 def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndarray:
-    """Return an (H, W) bool mask of the pixels with this color, given as #rrggbb or (red, green,
-    blue) in 0..255."""
+    """Return a mask, (H, W) bool, of the pixels with this color, given as #rrggbb or as (red,
+    green, blue) in 0..255."""
     if isinstance(color, str):
         color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
     return (np.abs(shown - np.array(color)) <= tolerance).all(2)

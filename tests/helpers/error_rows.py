@@ -1,5 +1,4 @@
-"""Read the rows of errors/rows.yaml for tests that trigger these errors, and define command
-prefixes that cause failures."""
+"""Read rows of errors/rows.yaml, and define command prefixes that make commands fail."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ NEEDS_MOUNT = "needs Linux and the right to mount a file system"
 
 
 class Row(NamedTuple):
-    """A row of a table: the mistake, the printed lines with <placeholders>, and the exit status."""
+    """A table row with the mistake, the printed lines with <placeholders>, and the exit status."""
 
     what: str
     printed: str
@@ -38,13 +37,13 @@ def rows(section: str) -> list[Row]:
 
 
 def pattern_of(printed: str) -> str:
-    """Convert the text to a regular expression. A <placeholder> matches one or more characters
-    within a line."""
+    """Convert `text` to a regular expression in which each <placeholder> matches one or more
+    characters within a line."""
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Return digests of all files below `folder`, except for the run's lock."""
+    """Return digests of all files below `folder` except the lock file of the run."""
     return {
         str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
@@ -56,15 +55,15 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def python(code: str) -> tuple[object, ...]:
-    """Return a command prefix that runs `code` and then executes the command after it in the same
-    process."""
+    """Return a command prefix that runs `code` in the process of the command, before the
+    command."""
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 
 WITH_SHORT_FILES = python(
     "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 )
-"""A prefix that limits the size of files to less than a checkpoint, so that a write fails midway,
+"""A prefix that limits files to less than the size of a checkpoint, so that a write fails midway,
 as on a full disk."""
 # Drop the two capabilities that let root ignore permission bits.
 WITHOUT_PRIVILEGES = python(
@@ -75,7 +74,7 @@ WITHOUT_PRIVILEGES = python(
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
-    """Mount a file system of 8 MiB, or of the size given in the mount `options`."""
+    """Mount an 8 MiB file system. `options`: mount options, which may set a different size."""
     place.mkdir()
     if (
         sys.platform != "linux"
@@ -91,7 +90,7 @@ def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
 
 
 def leave_free(disk: Path, free_kib: int) -> Path:
-    """Fill `disk` until `free_kib` are left. Return the file that fills it."""
+    """Write a file that fills `disk` except for `free_kib`, and return the file."""
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
     return filler
@@ -104,8 +103,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with its own config, in which commands run. It stores the last command's output and
-    file changes."""
+    """A folder with a config in which commands run. It stores the output of the last command and
+    the files that the command changed."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -127,8 +126,8 @@ class Place:
         config: Path | None = None,
         **variables: str,
     ) -> None:
-        """Run `launch/train.py` on one rank. Prefixes and variables require a real interpreter,
-        because a warm interpreter is already running."""
+        """Run `launch/train.py` on one rank. With a prefix or environment variables, which have no
+        effect on a warm interpreter, a new interpreter starts."""
         arguments = [
             "--config",
             config or self.config,
@@ -163,17 +162,17 @@ class Place:
 
 
 class Scenarios:
-    """The scenarios for the rows of "Training and evaluation". `@scenario("first cell of the row")`
-    registers a function that takes a `Place`.
+    """The test scenarios for the rows of "Training and evaluation". `@scenario("first cell of the
+    row")` registers a function that takes a `Place`.
 
-    The output, the exit status and the remaining files are checked. A mistake found before the
-    start must leave no files. A later mistake must leave only complete files.
+    Each test checks the output, the exit status and the remaining files. A mistake found before
+    training starts must leave no files. A later mistake must leave only complete files.
     """
 
     def __init__(self) -> None:
         self.of: dict[str, Callable[[Place], None]] = {}
         self.begun: set[str] = set()
-        """The rows about a training run that had already started."""
+        """The rows whose mistake is found after training has started."""
         self.slow: set[str] = set()
         """The rows that take more than five seconds."""
 

@@ -1,12 +1,13 @@
-"""A small ImageNet: the official files in their formats, with real WordNet ids and tiny images.
+"""Create a small ImageNet in the formats of the official files, with real WordNet ids and tiny
+images.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-Images are created once, and then written in the requested layout. As in the original, the ids in
-the development kit (ILSVRC2012_ID) are not in WNID order, numbers in file names have gaps and no
-fixed width, and validation images are not sorted by class.
+Images are created once, and then written in the requested layout. As in ImageNet, the ids in the
+development kit (ILSVRC2012_ID) are not in WNID order. Numbers in file names have gaps and no fixed
+width, and validation images are not sorted by class.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WNIDS = sorted((Path(timm.__file__).parent / "data/_info/imagenet_synsets.txt").
 
 @dataclass(frozen=True)
 class Fake:
-    """The images by their original names, such as n01440764_18.JPEG."""
+    """The images by their original name, for example n01440764_18.JPEG."""
 
     wnids: list[str]
     """The sorted WNIDs. A label is an index into this list."""
@@ -76,12 +77,12 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """Return one file of each unusual kind that ImageNet contains, all named .JPEG. Only
+    """Return one file of each unusual kind in ImageNet. All names end in .JPEG, and only
     "truncated" is unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
-    turned[0x0112] = 6  # rotates by 90 degrees
+    turned[0x0112] = 6  # rotate by 90 degrees
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),
@@ -100,9 +101,9 @@ def make_fake(
     odd: bool = False,
     seed: int = 0,
 ) -> Fake:
-    """Return a fake ImageNet with the first classes.
+    """Return a fake ImageNet with the first `num_classes` classes.
 
-    With `odd`, one class after another gets an unusual file as its last training image.
+    With `odd`, the last training image of one class after another is an unusual file.
     """
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
@@ -166,7 +167,7 @@ def write_train_tar(fake: Fake, path: Path) -> Path:
 
 
 def write_inner_tars(fake: Fake, folder: Path) -> Path:
-    """Write the tar of each class that the official tar contains."""
+    """Write the tars that the official tar contains, one per class."""
     folder.mkdir(parents=True)
     for wnid, images in fake.train.items():
         (folder / f"{wnid}.tar").write_bytes(tar_of(images.items()))
@@ -299,7 +300,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """Return all files of imagenet-object-localization-challenge. The rows of its tables are in
+    """Return all files of imagenet-object-localization-challenge, with the rows of its tables in
     random order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
@@ -450,4 +451,4 @@ LAYOUTS = {
     for name, function in sorted(globals().items())
     if name.startswith("as_")
 }
-"""All layouts above, by name. Each must produce the same shards."""
+"""Maps the name of each layout above to its function. All layouts must produce the same shards."""

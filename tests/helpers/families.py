@@ -1,11 +1,11 @@
-"""Kill every process that a test starts.
+"""Kill all processes that a test starts.
 
-This includes processes in other sessions, which torchrun creates. Every process of a test has a
-mark in its environment, which child processes inherit in any session. `Family` gives its process a
-unique mark and kills all processes that have the mark. Processes also inherit the test's name,
-which pytest puts into the environment. If the test fails, its processes are killed. If pytest is
-killed, a small guard process kills them. Only Linux exposes the environment of processes. On other
-systems, a `Family` kills only its own process.
+A test marks its processes with an environment variable. Child processes inherit the mark, even in
+the new sessions that torchrun creates. `Family` gives its process a unique mark and kills all
+processes with this mark. Processes also inherit the test's name, which pytest puts into the
+environment. If the test fails, its processes are killed. If pytest is killed, a small guard process
+kills them. Only Linux exposes the environment of processes. On other systems, a `Family` kills only
+its own process.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from proc import all_pids, command_line, environment_of, stat_of
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
 ENDS_WITHIN_S = 60.0
-"""The maximum time to wait until helper processes (of multiprocessing or W&B) exit after their
-program has ended."""
+"""The maximum time to wait for helper processes (of multiprocessing or W&B) after their program has
+exited."""
 _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
     """Return the live processes whose mark begins with `mark`: {id: command line and test}.
 
-    The current process is excluded. name: select only the processes of this test.
+    The result excludes the current process. name: return only the processes of this test.
     """
     processes = {}
     for pid in all_pids():
@@ -50,16 +50,16 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
         if int(parent) == os.getpid() and re.search(
             "multiprocessing.(resource_tracker|forkserver) import", line
         ):
-            continue  # skip the helper, which lives as long as this process
+            continue  # skip the helper, which runs as long as this process
         if state != "Z" and (not name or test == name):
             processes[pid] = f"{line[:200]} [{test}]"
     return processes
 
 
 def kill(mark: str, name: str = "") -> None:
-    """Send SIGKILL to all processes that `bearing` lists, until none is left.
+    """Send SIGKILL to all processes that `bearing` returns, until it returns none.
 
-    A single search is not enough, because a process may start another one during the search.
+    One search is not enough, because a process may start another process during the search.
     """
     deadline = time.monotonic() + ENDS_WITHIN_S
     while processes := bearing(mark, name):
@@ -69,12 +69,12 @@ def kill(mark: str, name: str = "") -> None:
             except ProcessLookupError:
                 continue
         if time.monotonic() > deadline:
-            raise AssertionError(f"not to be killed: {processes}")
+            raise AssertionError(f"these processes cannot be killed: {processes}")
         time.sleep(0.01)
 
 
 def left_over(mark: str) -> dict[int, str]:
-    """Return the processes that still have `mark` after the time limit for helpers."""
+    """Return the processes that still have `mark` after `ENDS_WITHIN_S`."""
     deadline = time.monotonic() + ENDS_WITHIN_S
     while (processes := bearing(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -82,12 +82,11 @@ def left_over(mark: str) -> dict[int, str]:
 
 
 class Family:
-    """A process and its descendants, which end with the block. Takes the arguments of
-    `subprocess.Popen`.
+    """A context manager that starts a process, and kills the process and its descendants at the
+    end. The arguments are those of `subprocess.Popen`.
 
-    If the process is alive when the block ends, or if the block raises an exception, the process
-    and its descendants are killed. If the process has ended but its children do not exit soon, an
-    AssertionError names them.
+    If the process has exited but its children do not exit soon afterwards, the context manager
+    raises an AssertionError that names the children.
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str], **options: Any):
@@ -105,13 +104,12 @@ class Family:
     ) -> None:
         orphans = left_over(self.mark) if kind is None and self.process.poll() is not None else {}
         self.kill()
-        assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
+        assert not orphans, f"{self.process.args!r} has exited but left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """Wait until the process ends, and return its stdout and stderr.
+        """Wait until the process exits, and return its stdout and stderr.
 
-        Children that outlive the process keep its streams open. They must close them within the
-        time limit.
+        Children that outlive the process must close its streams within the time limit.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -121,11 +119,11 @@ class Family:
                     timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0)
                 )
             except subprocess.TimeoutExpired:
-                # Check first, because the next call closes the streams of a process that has just
-                # ended.
+                # Check first, because `communicate` closes the streams of a process that has just
+                # exited.
                 if had_ended:
                     raise AssertionError(
-                        f"{self.process.args!r} has ended and left {bearing(self.mark)}"
+                        f"{self.process.args!r} has exited but left {bearing(self.mark)}"
                     ) from None
                 if time.monotonic() > deadline:
                     raise
@@ -142,11 +140,10 @@ class Family:
 def inherited() -> dict[str, str]:
     """Return the environment for a child process.
 
-    Other threads than the main thread serve several tests at a time, so their processes get no test
-    name.
+    Threads other than the main thread serve several tests, so their processes get no test name.
     """
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
-    # Copy the names, because pytest changes its variable in the main thread.
+    # Copy the names, because pytest changes one of its variables in the main thread.
     names = [name for name in list(os.environ) if name not in hidden]
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
@@ -157,26 +154,28 @@ def inherited() -> dict[str, str]:
 def begin_session() -> None:
     """Mark the processes that this pytest process (or pytest-xdist worker) will start, and start
     the guard."""
-    # Restore SIGINT, because a shell's `&` ignores it and children inherit this. Some tests send
-    # Ctrl-C.
+    # Restore SIGINT for the tests that send Ctrl-C. A shell's `&` ignores the signal, and child
+    # processes inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
     folder = _own_temporary_folder()
-    # The guard runs without -I, because it imports modules from its folder.
+    # Run the guard without -I, because it imports modules from its own folder.
     command = [sys.executable, "-ESs", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def _own_temporary_folder() -> str:
-    """Create a folder that replaces /tmp for this session and for all processes of its tests.
+    """Create a temporary folder for this session, and make all processes of its tests use it
+    instead of /tmp.
 
-    Some programs leave folders in /tmp: torchrun always does, and W&B does when it is killed.
+    torchrun always leaves folders in /tmp, and W&B leaves folders there when it is killed.
     """
-    # Keep pytest's own folders, so that people can inspect them.
+    # Let pytest create its own folders elsewhere, so that people can inspect them after the
+    # session.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    # Use a short path, because a socket's path is limited to 107 bytes.
+    # Use a short path, because the path of a socket is limited to 107 bytes.
     folder = tempfile.mkdtemp(prefix="vit-")
     os.chmod(folder, 0o1777)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -184,7 +183,7 @@ def _own_temporary_folder() -> str:
 
 
 def end_session() -> list[str]:
-    """Kill the remaining processes. Return a line about each process that should have ended."""
+    """Kill the remaining processes. Return one line per process that should have exited."""
     left = [f"{pid}: {line}" for pid, line in left_over(os.environ[MARK]).items()]
     kill(os.environ[MARK])
     return left
@@ -195,7 +194,7 @@ def end_of_failed_test() -> None:
 
 
 def _guard(pid: int, mark: str, folder: str) -> None:
-    """Wait until pytest ends, then kill all processes with `mark` and remove the folder."""
+    """Wait until pytest exits, then kill all processes with `mark` and remove the folder."""
     while os.getppid() == pid:
         time.sleep(0.5)
     kill(mark)

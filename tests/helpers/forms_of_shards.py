@@ -1,4 +1,4 @@
-"""Shards in the formats of other tools."""
+"""Write shards in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layout_of(flags: str) -> SampleLayout:
 
 
 def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    """Write (key, {suffix: content}) in order to a tar, using the standard library."""
+    """Write (key, {suffix: content}) to a tar in the given order, using the standard library."""
     with tarfile.open(path, "w") as tar:
         for key, members in samples:
             for suffix, data in members.items():

@@ -1,4 +1,4 @@
-"""Batches that contain their own number, for tests of the processes that prepare batches."""
+"""Create batches that contain their own number, to test the processes that prepare batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compute the expected sample order one sample at a time.
 
-The code uses Python's integers and lists, without numpy or the tested code. Only `orders`, which
-generates random cases, creates a real `Order`.
+This module uses only Python integers and lists, without numpy or the code under test. Only
+`orders`, which generates random cases, creates a real `Order`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def feistel(n: int, key: int, value: int) -> int:
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
     """Return all batches of (sample, copy) in one shuffle.
 
-    A shuffle is an epoch. In the form `batch`, a shuffle covers as many epochs as there are copies.
+    A shuffle covers one epoch or, in the form `batch`, one epoch per copy.
     """
     n = order.num_samples
     block = order.block_samples
@@ -102,7 +102,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """Return an equal order, created independently as in another process."""
+    """Create an equal order, as another process would."""
     o = order
     sizes = (
         o.num_samples,

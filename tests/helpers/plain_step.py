@@ -1,4 +1,4 @@
-"""A `TrainStep` without a config, for tests that need only a step."""
+"""Create a `TrainStep` without a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A folder in which the scenarios of tests/data_prep/test_prep_errors.py run data_prep commands."""
+"""Define a folder for the scenarios of tests/data_prep/test_prep_errors.py, which run data_prep
+commands."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ _catalogues = ExitStack()
 
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """Call `open_catalogue`. The result stays referenced, so its folder exists until the test
-    ends."""
+    """Call `open_catalogue`. Keep a reference to the result, so that its folder exists until the
+    test ends."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
 
@@ -43,8 +44,8 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder in which a scenario runs data_prep commands. It stores the last command's output and
-    file changes."""
+    """A folder in which a scenario runs data_prep commands. It stores the output of the last
+    command and the files that the command changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -76,7 +77,7 @@ class Place:
         self.after = snapshot(self.folder)
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
-        """Prepare a source with this command, which writes to `out`."""
+        """Prepare a source. The command writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
@@ -96,8 +97,8 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Check that each tar is readable to its end and matches its sidecar. With `complete`, all must
-    exist."""
+    """Check that each tar can be read to its end and matches its sidecar. complete: whether all
+    tars must exist."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
         "partial files were left"
     )
@@ -124,7 +125,7 @@ BEGUN: set[str] = set()
 
 
 def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario for the row `problem`. begun: whether the command had started to write
+    """Register the scenario for the row `problem`. begun: whether the command has started to write
     shards."""
 
     def register(function: Scenario) -> Scenario:

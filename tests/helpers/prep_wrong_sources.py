@@ -1,4 +1,5 @@
-"""Scenarios for test_prep_errors.py: invalid archives and folders, and failing downloads."""
+"""Define scenarios for test_prep_errors.py with invalid archives and folders, and with failing
+downloads."""
 
 from __future__ import annotations
 
@@ -254,13 +255,13 @@ def _(place: Place) -> None:
 @scenario("an encrypted zip")
 def _(place: Place) -> None:
     data = bytearray(write_zip(animals(), place.folder / "archive.zip").read_bytes())
-    data[data.index(b"PK\1\2") + 8] |= 1  # set the first member's encryption flag
+    data[data.index(b"PK\1\2") + 8] |= 1  # set the encryption flag of the first member
     (place.folder / "archive.zip").write_bytes(data)
     place.prepare("animals10", place.folder / "archive.zip")
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Set a member's size in the zip's central directory, and return the path."""
+    """Change the size of a member in the central directory of the zip, and return the path."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -295,7 +296,7 @@ def _(place: Place) -> None:
 def idx_files(place: Place, **contents: bytes) -> Path:
     """Write MNIST files with correct labels.
 
-    The first word of a file's name selects its images. A file without such a word is empty.
+    The first word in the name of a file selects its images. Other files are empty.
     """
     folder = place.folder / "mnist"
     folder.mkdir()
@@ -427,7 +428,7 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: the server cannot be reached")
 def _(place: Place) -> None:
-    # Bind the port without listening, so that no other process uses it.
+    # Bind the port without listening, so that connections fail and no other process gets the port.
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")

@@ -1,7 +1,7 @@
 """Read information about processes from Linux's /proc.
 
-A process may end at any moment. Functions return an empty value if the process has ended or belongs
-to another user.
+A process may exit at any moment. Functions return an empty value if the process has exited or
+belongs to another user.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ def status_of(pid: int) -> dict[str, str]:
 
 
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
-    """Return the fields of `stat` after the name, for a process or one of its threads.
+    """Return the fields after the name in the `stat` file of a process or thread.
 
-    The first fields are the state (R, S, D, T, Z ...) and the parent's id (proc(5), from field 3).
+    The first two fields are the state (R, S, D, T, Z ...) and the id of the parent (proc(5), from
+    field 3).
     """
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
 
 
 def state_of(pid: int) -> str:
-    """Return the state R, S, D, T, Z ..., or "" if the process has ended."""
+    """Return the state of a process (R, S, D, T, Z ...), or "" if it has exited."""
     return (stat_of(pid) or [""])[0]
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process is running. A zombie counts as ended."""
+    """Return whether the process is running. A zombie does not count as running."""
     return state_of(pid) not in ("", "Z", "X")
 
 
 def states_of_threads(pid: int) -> dict[int, str]:
-    """Map each thread id to its state R, S, D, T ..."""
+    """Map each thread id to its state (R, S, D, T ...)."""
     fields = {thread: stat_of(pid, thread) for thread in _threads(pid)}
     return {
         thread: fields_of_thread[0]

@@ -1,7 +1,7 @@
-"""Helpers for tests with real processes: tiny shards, torchrun and kills.
+"""Write tiny shards, start training with torchrun, and kill it.
 
 Models and images are small (width 32, 16 px), because the tested behavior does not depend on size.
-Most of the time is spent starting Python.
+Starting Python takes most of the time.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def make_shards(
     size: tuple[int, int] = (24, 20),
     seed: int = 0,
 ) -> Path:
-    """Write shards of noise images with the real writer. The noise is centered on the color of the
-    class.
+    """Use the real writer to write shards of noise images, each centered on the color of its class.
 
     Returns the root folder.
     """
@@ -122,8 +121,8 @@ eval: {{every_steps: 6}}
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment, limited to one thread per process and without W&B
-    variables."""
+    """Return the environment of this process without W&B variables, and with one thread per child
+    process."""
     variables = {
         key: value
         for key, value in inherited().items()
@@ -150,7 +149,7 @@ def call(
     cwd: Path = REPOSITORY,
     timeout_s: float = 240,
 ) -> subprocess.CompletedProcess:
-    """Run a command and its child processes to completion. Return stdout and stderr as text."""
+    """Run a command until all of its processes have exited. Return stdout and stderr as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
         stdout, stderr = family.communicate(timeout_s)
@@ -165,10 +164,10 @@ def run(
     timeout_s: float = 240,
     cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to completion. Return stdout and stderr as text.
+    """Run a command until it exits. Return stdout and stderr as text.
 
     torchrun and its ranks use warm interpreters (tests/helpers/warm_python.py). With `cold`, they
-    start as for a user.
+    start as they do for users.
     """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
@@ -180,7 +179,8 @@ def run(
 
 @contextmanager
 def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
-    """Set this process's arguments and path as if it ran `script` with `arguments`."""
+    """Set the arguments and the import path of this process as if it ran `script` with
+    `arguments`."""
     argv = sys.argv
     path = list(sys.path)
     sys.argv = [script, *map(str, arguments)]
@@ -195,7 +195,7 @@ def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
 def run_here(script: str, *arguments: object) -> None:
     """Run a command of launch/ in this process, where torch is already imported.
 
-    Raises ValueError instead of exiting with status 2.
+    Raises ValueError where the command would exit with status 2.
     """
     with _typed(script, arguments):
         runpy.run_path(str(COMMANDS / script))["main"]()
@@ -204,7 +204,8 @@ def run_here(script: str, *arguments: object) -> None:
 def train(
     config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a complete training. If the exit status is not 0, fail the test with the output."""
+    """Run a training until it ends. If the exit status is not 0, fail the test and show the
+    output."""
     done = run(
         "launch/train.py",
         "--config",
@@ -222,8 +223,9 @@ def train(
 class Background:
     """A training run that a test will kill.
 
-    torchrun and its ranks are warm: `process` and `trainers` are programs that forward signals to
-    forks and exit with them. With `cold`, they are real processes.
+    By default, torchrun and its ranks are warm: `process` and `trainers` forward signals to forked
+    processes, and exit when those exit. With `cold`, `process` and `trainers` are the real
+    processes.
     """
 
     def __init__(
@@ -231,7 +233,8 @@ class Background:
     ):
         self.run_dir = run_dir
         env = environment()
-        # Without torchrun, tests stop the process itself and look for its children.
+        # Without torchrun, tests stop the process itself and search for its children, so it must
+        # not be warm.
         self._warm = bool(ranks) and not cold
         python = warm_python.python(env) if self._warm else sys.executable
         env["PYTHON_EXEC"] = python
@@ -263,8 +266,7 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until metrics.jsonl lists a checkpoint at `step` or later. The checkpoint is then
-        complete."""
+        """Wait until metrics.jsonl records a complete checkpoint at `step` or later."""
         deadline = time.monotonic() + timeout_s
         while last_checkpoint(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -272,8 +274,8 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_output(self, text: str, timeout_s: float = 240) -> str:
-        """Wait until the process has printed `text`. Return the output up to `text`, which `end`
-        does not repeat."""
+        """Wait until the process has printed `text`, and return the output up to `text`. `end`
+        returns only later output."""
         assert self.process.stdout is not None
         seen = b""
         deadline = time.monotonic() + timeout_s
@@ -289,19 +291,19 @@ class Background:
     def trainers(self) -> list[int]:
         """Return the process ids of the ranks, rank 0 first.
 
-        torchrun starts each rank in its own session, so ranks are found through their parents. Warm
-        ranks are found through the mark.
+        torchrun starts each rank in its own session, so the function searches for the children of
+        torchrun. Warm ranks are found by their mark.
         """
         pids = bearing(self._family.mark) if self._warm else children(self.process.pid)
         lines = {pid: command_line(pid) for pid in pids if pid != self.process.pid}
         ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
-        return sorted(ranks, key=_rank_of)  # process ids wrap around
+        return sorted(ranks, key=_rank_of)  # sort by rank, because process ids wrap around
 
     def workers(self) -> list[int]:
-        """Return the process ids that do the work of `trainers`.
+        """Return the ids of the processes that do the work of `trainers`.
 
-        For warm ranks, these are the forks, which SIGSTOP stops. Otherwise, the ids are the same.
-        Ranks that have not started yet are omitted.
+        For warm ranks, the result contains the forked processes, which a test can stop with
+        SIGSTOP. Ranks that have not started yet are omitted.
         """
         pids = []
         for pid in self.trainers():
@@ -310,9 +312,9 @@ class Background:
         return pids
 
     def kill_all(self) -> None:
-        """Send SIGKILL to torchrun and all ranks at the same time, like a power failure."""
+        """Send SIGKILL to torchrun and all ranks at the same time, as in a power failure."""
         for pid in [*self.trainers(), self.process.pid]:
-            # Skip a rank that has ended and was reaped by torchrun.
+            # Skip a rank that has exited and whose status torchrun has read.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
@@ -330,14 +332,15 @@ def _rank_of(pid: int) -> int:
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the newest step in metrics.jsonl, or -1 if none exists."""
+    """Return the last step in metrics.jsonl, or -1 if it contains no step."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
 
 
 def last_checkpoint(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint in metrics.jsonl, or -1 if none exists."""
+    """Return the step of the last checkpoint in metrics.jsonl, or -1 if it contains no
+    checkpoint."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
@@ -345,21 +348,21 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor, which may be bfloat16."""
+    """Return the bytes of a tensor of any dtype, including bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def final_state(run_dir: Path, step: int) -> dict[str, str]:
-    """Return digests of all checkpoint tensors at `step` and of all per-image losses, for bitwise
-    comparison."""
+    """Return digests of all checkpoint tensors at `step` and of all per-image losses, to compare
+    runs bit for bit."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
-    assert losses, "a run must keep the losses of images by default"
+    assert losses, "a run must save the losses of images by default"
     return {**{name: digest(bytes_of(tensor)) for name, tensor in tensors.items()}, **losses}
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a weights file's metadata without its hash, as another program would write it."""
+    """Return the metadata of a weights file without its hash, as another program would write it."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 
@@ -378,7 +381,8 @@ def jpeg(pixels: np.ndarray) -> bytes:
 
 
 def run_of(plan: Plan, world: World, record: Record, image_format: ImageFormat) -> Any:
-    """Return an object with the run attributes that `vit.hooks.monitor.Monitor` reads."""
+    """Return an object with only those attributes of a run that `vit.hooks.monitor.Monitor`
+    reads."""
     return SimpleNamespace(
         hooks=(),
         plan=plan,

@@ -1,4 +1,4 @@
-"""Run ranks as threads that share a torch store, for tests of their communication."""
+"""Run ranks as threads that share a torch store, to test their communication."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vit.distributed.process_group import World
 
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """Run `function` on each of `size` ranks, which are threads with a shared store. Return each
-    result or exception."""
-    # The store is in memory. Tests with processes use a store behind a socket.
+    """Run `function` on each of `size` ranks, which are threads with a shared store. Return the
+    result or the exception of each rank."""
+    # Use a store in memory. Tests with processes use a store behind a socket.
     store = dist.HashStore()
     ended: list[Any] = [None] * size
 

@@ -1,6 +1,6 @@
-"""Real servers on 127.0.0.1: HTTP with configurable faults, a Hugging Face Hub, FTP and S3.
+"""Run servers on 127.0.0.1: HTTP with configurable faults, a Hugging Face Hub, FTP and S3.
 
-`cable` and `Gate` are connections that a test can interrupt.
+`cable` and `Gate` forward connections that a test can interrupt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moto.server import ThreadedMotoServer
 
 
 class LocalServer:
-    """A server that runs in threads of this process until the block ends."""
+    """A context manager that runs a server in threads of this process."""
 
     def __init__(self, server: ThreadingHTTPServer | socketserver.ThreadingTCPServer):
         self._server = server
@@ -49,24 +49,24 @@ class LocalServer:
 
 
 class WebServer(LocalServer):
-    """A web server for `files` ({"/path": bytes}) with ranges and ETags until the block ends.
+    """A context manager that serves `files` ({"/path": bytes}) over HTTP with ranges and ETags.
 
         with WebServer({"/a.bin": data}) as server:
             server.cuts = [1000, 5000]     # the first two GET responses end after this many bytes
             download(f"{server.url}/a.bin", path)
 
-    `statuses`: status codes to send instead of the file, one per GET. `ranges`: False for a server
-    that ignores Range. `lengths`: False for a server that sends no sizes. `claimed_length`: a
-    length to send instead of the true one. `hang_after`: a response pauses after this many bytes
-    until the value is None. `whole_if_empty`: an empty file gets 200 instead of 416, as from
-    servers in Go. `fails_each`: one in this many GETs gets 503, and is cut midway the next time.
-    `delay_s`: the delay before each response. `retry_after`: sent with each status. `away_until_s`
-    (of time.monotonic): 503 until then. `wrong_ranges`: this many responses have a range that was
-    not requested. `endless`: responses never end. `drip` (bytes, seconds): pause after this many
-    bytes. `tags`: sent with responses in rotation, as by mirrors. `login` ("user:password"),
-    `header` (name, value), `signature` (a query): requests without it get 401, or 403 for a
-    signature. `redirects`: maps paths to addresses. `requests`: (method, path, Range or None) of
-    each request. `headers`: the headers of each request.
+    `statuses`: status codes to send instead of the file, one per GET. `ranges`: False to ignore the
+    Range header. `lengths`: False to omit Content-Length. `claimed_length`: a wrong Content-Length
+    to send. `hang_after`: a response pauses after this many bytes until the value is None.
+    `whole_if_empty`: send status 200 instead of 416 for an empty file, as servers in Go do.
+    `fails_each`: one in this many GETs fails, alternately with 503 and with a truncated body.
+    `delay_s`: the delay before each response. `retry_after`: sent with each status. `away_until_s`:
+    send 503 until this time (time.monotonic). `wrong_ranges`: the number of responses with a range
+    that was not requested. `endless`: send responses that never end. `drip` (bytes, seconds): pause
+    after this many bytes. `tags`: ETags to send in rotation, as a set of mirrors would. `login`
+    ("user:password"), `header` (name, value), `signature` (a query): requests without it fail with
+    401, or with 403 for a signature. `redirects`: maps paths to addresses. `requests`: (method,
+    path, Range or None) of each request. `headers`: the headers of each request.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -204,7 +204,8 @@ class _FileHandler(BaseHTTPRequestHandler):
 
 
 class HubServer(LocalServer):
-    """A Hub with `repositories` ({name: {file: bytes}}) of one commit each, until the block ends.
+    """A context manager that serves a Hub with `repositories` ({name: {file: bytes}}) of one commit
+    each.
 
     `gated`: repositories that refuse all readers. `licences`: maps repository names to the licenses
     on their cards. `requests`: the path of each request. `downloads`: the files that were sent.
@@ -304,10 +305,10 @@ class _HubHandler(BaseHTTPRequestHandler):
 
 
 class FtpServer(LocalServer):
-    """An FTP server for `files` ({"/folder/name": bytes}) until the block ends. The server accepts
+    """A context manager that serves `files` ({"/folder/name": bytes}) over FTP. The server accepts
     any user and does not report file versions.
 
-    `commands_each`: the number of commands after which a connection ends.
+    `commands_each`: the number of commands after which the server closes a connection.
     """
 
     def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
@@ -330,7 +331,7 @@ class _FtpHandler(socketserver.StreamRequestHandler):
     ftp: FtpServer
 
     def handle(self) -> None:
-        # Receive ABOR, which clients send out of band.
+        # Receive the ABOR command, which clients send out of band.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
         # Ignore a client that disconnects after receiving the bytes it needs.
         with suppress(ConnectionError):
@@ -366,14 +367,13 @@ class _FtpHandler(socketserver.StreamRequestHandler):
 
 
 _NUMBERS = itertools.count()
-"""Numbers for bucket names, because all servers in a process share their buckets."""
+"""Distinct numbers for bucket names, because all servers in a process share their buckets."""
 
 
 class S3Server:
-    """An S3 server in this process.
+    """A context manager that runs an S3 server in this process.
 
-    Until the block ends, the environment contains the server's address and credentials, which child
-    processes inherit.
+    It sets the server's address and credentials in the environment, which child processes inherit.
     """
 
     def __init__(self) -> None:
@@ -383,7 +383,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        # Restore only these variables, because other tests set their own variables.
+        # Use a separate MonkeyPatch, because other tests set their own environment variables.
         self._environment = pytest.MonkeyPatch()
         for name, value in {
             "AWS_ACCESS_KEY_ID": "test",
@@ -412,7 +412,7 @@ class S3Server:
         return f"s3://{name}"
 
     def objects(self, url: str) -> dict[str, bytes]:
-        """Return all objects in a bucket by key, as Amazon's client sees them."""
+        """Return all objects in a bucket by key, as Amazon's client reads them."""
         client = boto3.client("s3")
         bucket = url.split("/")[2]
         entries = client.list_objects_v2(Bucket=bucket).get("Contents", [])
@@ -423,8 +423,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Until the block ends, use credentials with only these permissions, and let the server
-        check them."""
+        """Use credentials that have only the given permissions, until the block ends. The server
+        checks the permissions."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -460,15 +460,15 @@ class S3Server:
 def forget_clients() -> None:
     """Drop fsspec's clients.
 
-    fsspec caches a client for each kind of URL, with the address and credentials of its first use.
+    fsspec caches one client per kind of URL, with the address and credentials of its first use.
     """
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Gate:
-    """A port that forwards to `port` on this machine.
+    """A proxy that forwards a new port to `port` on this machine.
 
-    While the gate is `closed`, existing connections end, and new connections get status 503.
+    While the gate is `closed`, it closes existing connections and answers new ones with status 503.
     """
 
     def __init__(self, port: int):
@@ -497,7 +497,7 @@ class Gate:
         self.closed = False
 
     def _serve(self) -> None:
-        with suppress(OSError):  # ignore the error of a closed listener
+        with suppress(OSError):  # ignore the error that a closed listener raises
             while True:
                 client = self._listener.accept()[0]
                 threading.Thread(
@@ -537,9 +537,9 @@ def cable(
 ) -> Iterator[tuple[int, threading.Event]]:
     """Forward a port to `port` on this machine.
 
-    Each of the first `times` connections stops after sending `carries` bytes to the server, and
-    sets the event. Then the connection is "cut" or "hangs", as `then` specifies. Later connections
-    work normally.
+    Each of the first `times` connections sets the event after it has sent `carries` bytes to the
+    server. The connection then closes if `then` is "cut", or hangs if `then` is "hangs". Later
+    connections work normally.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()

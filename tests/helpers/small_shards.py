@@ -1,4 +1,4 @@
-"""Images that encode their own number, and tars and folders of such images."""
+"""Create images that encode their own number, and tars and folders of these images."""
 
 import io
 import tarfile
@@ -56,8 +56,8 @@ def image_bytes(
 def source_of(
     folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options: Any
 ) -> Source:
-    """Write (name, label, encoded image) into a file in `folder`, and return the file as a
-    source."""
+    """Write all (name, label, encoded image) into one file in `folder`, and return the file as a
+    `Source`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "images.bin"
     path.write_bytes(b"".join(data for samples in splits.values() for _, _, data in samples))

@@ -1,4 +1,4 @@
-"""Datasets to verify, functions that alter datasets, and helpers to read the reported problems."""
+"""Create datasets to verify, alter them, and parse the problems that `verify` reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def edit(path: Path, change: Callable[[bytearray], object]) -> None:
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    # Update the digest, as a deliberate edit would. Other tests cover edits without this update.
+    # Update the digest, as someone who edits the file deliberately would. Other tests leave the
+    # digest unchanged.
     if path.name == "_info.json" and "info_sha256" in content:
         content["info_sha256"] = info_sha256(content)
     path.write_text(json.dumps(content))

@@ -1,16 +1,15 @@
-"""A fast-starting interpreter, forked from a server that has already imported torch and this
-project.
+"""Start Python quickly by forking a server that has already imported torch and this project.
 
 Most commands in tests need three seconds to import torch, and then work for one second. A fork
 starts in a tenth of a second. `python()` returns the path of a program that takes the arguments of
 `python [-u] SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as a
-separate process with the caller's arguments, environment, folder and streams. Exit status and
-signals are passed through. Tests of versions, missing packages, process limits or parent processes
-need a real start and use `sys.executable`. A real interpreter also starts if a variable that
-Python, torch or the project reads during import has a different value in the server.
+separate process with the caller's arguments, environment, folder and streams. The program passes on
+signals and the exit status. Tests of versions, missing packages, process limits or parent processes
+need a normal start and use `sys.executable`. A normal start is also used if a variable that Python,
+torch or the project reads during import has a different value in the server.
 
-The program sends its streams over a socket to the server, which forks. The program runs until the
-fork ends. If the program is killed, the fork is also killed.
+The program sends its streams to the server over a socket, and the server forks. The program runs
+until the fork exits. If the program is killed, the fork is killed as well.
 """
 
 from __future__ import annotations
@@ -100,21 +99,21 @@ _starting = threading.Lock()
 
 
 def python(environment: dict[str, str]) -> str:
-    """Return the path of the program.
+    """Return the path of the program that starts Python quickly.
 
     The first call starts the server with `environment`. The server runs until `stop` is called. If
-    the system cannot fork safely, return the path of the real interpreter.
+    the system cannot fork safely, the result is the path of the real interpreter.
     """
     if sys.platform != "linux":
         return sys.executable
     with _starting:
         if not _started:
-            # Use a short path, because a socket's path is limited to 107 bytes.
+            # Use a short path, because the path of a socket is limited to 107 bytes.
             folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
             program.chmod(0o755)
-            # Drop the test's name, because all tests share the server.
+            # Remove the name of the test, because all tests share the server.
             env = {key: value for key, value in environment.items() if key != families.NAME}
             server = subprocess.Popen(
                 [sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True
@@ -126,9 +125,9 @@ def python(environment: dict[str, str]) -> str:
 
 
 def fork_of(pid: int) -> int:
-    """Return the id of the fork that works for the program's process `pid`.
+    """Return the process id of the fork that the program with id `pid` has requested.
 
-    Child processes belong to this fork.
+    The fork is the parent of the program's child processes.
     """
     folder, _ = _started[0]
     return int(Path(folder, str(pid)).read_text())
@@ -164,9 +163,9 @@ def _receive(client: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
-    """Fork for each request, until SIGTERM arrives or the parent ends.
+    """Fork for each request until SIGTERM arrives or the parent exits.
 
-    Returns None in the server. Returns the request and its streams in a fork.
+    Returns None in the server, and the request with its streams in a fork.
     """
     expected = _early(dict(os.environ))
     parent = os.getppid()
@@ -218,7 +217,7 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
             client = clients.pop(done[0])
             # Unregister the client first. Sending to an exited client fails, and the next client
-            # may get the same file descriptor.
+            # may reuse its file descriptor.
             with suppress(KeyError):
                 selector.unregister(client)
             with client, suppress(OSError):
@@ -263,7 +262,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    # Exit as Python does, but do not destroy all modules, because this would copy shared memory.
+    # Run Python's shutdown without destroying the modules, which would copy shared memory.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -277,7 +276,7 @@ def _import_all() -> None:
     import vit
 
     for module in pkgutil.walk_packages(vit.__path__, "vit."):
-        if not module.name.startswith("vit._native"):  # skip plain libraries
+        if not module.name.startswith("vit._native"):  # skip libraries other than Python modules
             importlib.import_module(module.name)
 
 
@@ -288,6 +287,6 @@ if __name__ == "__main__":
     accepted = _serve(sys.argv[1])
     if accepted is not None:
         _become(*accepted)
-    # If pytest was killed, no other process removes the socket.
+    # Remove the folder of the socket, which no other process removes if pytest was killed.
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     os._exit(0)  # exit without destroying the frozen modules

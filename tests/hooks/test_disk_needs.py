@@ -1,4 +1,4 @@
-"""Test that a run's disk space is estimated correctly before the run starts."""
+"""Test that a run estimates its disk space correctly before it starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards,
         (needs.checkpoint_bytes, "checkpoints/step_*/*"),
         (needs.weights_bytes, "weights/*"),
     ):
-        # one of the files is a link, so do not follow it
+        # do not follow the link among these files
         saved_bytes = sum(file.lstat().st_size for file in folder.glob(pattern))
         assert expected == pytest.approx(saved_bytes, rel=0.02, abs=20_000)
     losses = [file.stat().st_size for file in folder.glob("samples/*")]
@@ -96,7 +96,7 @@ def test_counts_the_checkpoints_that_exist_at_the_same_time(config):
 
 
 def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
-    """If all checkpoints and weights to keep already exist, only one more checkpoint needs
+    """If all checkpoints and weights to keep already exist, only one additional checkpoint needs
     space."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)

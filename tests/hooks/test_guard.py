@@ -1,5 +1,5 @@
-"""Test the guard with a batch of wrong labels: the guard skips the update, stops the run, or
-rewinds the run and skips the batch."""
+"""Test that, after a batch with wrong labels, the guard skips the update, stops the run, or rewinds
+the run and skips the batch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
         late = guard.limits(step)
         if step >= 2:
             guard.read(step - 1, values_of(losses[step - 1], norms[step - 1]))
-            # The limits must not change if the host has read one more step, as after a pause.
+            # The limits must not change if the host reads one more step, which happens after a
+            # pause.
             assert guard.limits(step) == late
         else:
             guard.read(0, values_of(losses[0], norms[0])) if step else None
@@ -125,7 +126,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
 
 
 def test_a_rewind_keeps_the_current_facts_of_the_run():
-    """The checkpoint may have been saved before `train.exact_over_ranks` was switched on."""
+    """The checkpoint may be older than the switch to `train.exact_over_ranks`."""
     saved = RunState(step=10, facts={"seed": 1}, restarts=0)
     now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
     state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
@@ -134,8 +135,8 @@ def test_a_rewind_keeps_the_current_facts_of_the_run():
 
 
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
-    """The loss jumps when the size changes. With the limits of smaller images, the guard would skip
-    each later update."""
+    """The loss jumps when the size changes. If the limits of smaller images still applied, the
+    guard would skip each later update."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
     loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")
@@ -191,8 +192,8 @@ def test_actions_after_each_verdict(precision, settings, values, expected, confi
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a config for one epoch. The color of an image gives its class, except for wrong labels
-    in one batch."""
+    """Return a config for one epoch. The color of an image determines its class, except in one
+    batch with wrong labels."""
     folder = tmp_path_factory.mktemp("planted")
     root = folder / "shards"
     root.mkdir()

@@ -67,7 +67,7 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
             waited_before_s = loader.stats.wait_s
             next(loader)
             waited_s = loader.stats.wait_s - waited_before_s
-            if computing_s:  # check only a minimum, because waits may be longer on a busy machine
+            if computing_s:  # check only a minimum, because waits are longer on a busy machine
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
             time.sleep(computing_s)
@@ -144,8 +144,8 @@ def test_waits_of_all_ranks_are_summed_up():
     ],
 )
 def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
-    """If all ranks wait for one rank, only the slow part of that rank counts, even if another rank
-    spends more time on a different part."""
+    """If all ranks wait for one rank, the remedy must be for the slowest part of that rank, even if
+    another rank spends more time on a different part."""
 
     def tally(name: str, seconds: float) -> Tally:
         return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}
@@ -188,7 +188,8 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
 
 
 def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
-    """The other ranks wait in the all-reduce for the stalled rank, not for their own data."""
+    """The other ranks wait for the stalled rank in the all-reduce, which must not count as waiting
+    for data."""
     run_dir = tmp_path / "run"
     settings = [
         "train.steps=1000000",
@@ -217,7 +218,8 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
             assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
                 "the totals of all ranks must include those of the slowest rank"
             )
-    # All ranks read as much as the slowest one. Their own times depend on how busy the machine is.
+    # All ranks read as much as the slowest rank, but their own times depend on how busy the machine
+    # is.
     read_bytes = sum(line["loader_read_bytes"] for line in lines)
     assert read_bytes > 1.3 * sum(line["loader_slowest"]["read_bytes"] for line in lines) > 0
     assert sum(line["loader_slowest"]["decode_s"] for line in lines) > 0

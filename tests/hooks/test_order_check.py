@@ -1,4 +1,5 @@
-"""Test that a step's samples are compared with the plan before the step is evaluated or saved."""
+"""Test that the samples of a step are compared with the plan before the step is evaluated or
+saved."""
 
 from __future__ import annotations
 

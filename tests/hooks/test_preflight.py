@@ -1,5 +1,5 @@
-"""Test the memory and core counts read from copies of the kernel's files, and the notes printed
-about them."""
+"""Test the memory and core counts that are read from copies of the kernel's files, and the notes
+printed about them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 
 
 def machine(root: Path, files: dict[str, object]) -> Path:
-    """Return a folder that contains the kernel's `files` (a dict from path to content)."""
+    """Return a folder that contains the kernel's `files`, a dict from path to content."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,8 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 40 * GIB),
-        # cgroup version 2, with a limit on the parent group. The inactive file cache can be
-        # reclaimed.
+        # cgroup version 2 with a limit on the parent group. The kernel can reclaim the inactive
+        # file cache.
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -70,7 +70,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB,
         ),
-        # cgroup version 2 in a container: the group has its name on the host, but its files are at
+        # cgroup version 2 in a container. The group has its name on the host, but its files are at
         # the mount point.
         (
             {
@@ -81,7 +81,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB // 2,
         ),
-        (  # cgroup version 1 next to version 2 without controllers
+        (  # cgroup version 1, next to version 2 without controllers
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "12:cpu,cpuacct:/a\n4:memory:/a/b\n0::/",
@@ -239,7 +239,7 @@ def test_notes_a_cache_that_is_too_small(config, shards, tmp_path):
 
 
 def test_reports_whether_memory_suffices(config, tmp_path):
-    """The message and metrics.jsonl must contain the same numbers. Eight ranks on a host need eight
+    """The message and metrics.jsonl must contain the same numbers. Eight ranks per host need eight
     times as much memory."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
     report = check(tiny(config, "data.num_workers=2"), enough)
@@ -275,7 +275,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "data.num_workers=2"), enough)
         cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
-        # each worker has four threads that fetch data
+        # Each worker has four threads that fetch data.
         with pytest.raises(
             ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
         ):
@@ -333,7 +333,7 @@ def test_notes_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
-    """The test needs a separate process, because a process cannot raise its hard limit again."""
+    """The test uses a separate process, because a process cannot raise its hard limit again."""
     code = """
 import resource, sys
 from vit.system.host import raise_open_files
@@ -366,8 +366,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
     match = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
     assert start["preflight"]["cores"] == int(match[1])
-    # There are fewer buffers than batches, so some batches must be made after the first step, no
-    # matter how late it is.
+    # Fewer buffers than batches exist, so some batches must be made after the first step, however
+    # late it is.
     assert start["preflight"]["batch_slots"] == 20
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 4
@@ -375,8 +375,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
 
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
-    """On such a CPU, two steps of ViT-B in bf16 take minutes, which looks like a hang. The test
-    simulates the CPU by limiting torch's instructions."""
+    """If the CPU emulates bf16, two steps of ViT-B take minutes, which looks like a hang. The test
+    limits torch's instructions to simulate such a CPU."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"

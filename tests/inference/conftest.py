@@ -12,7 +12,7 @@ from processes import TINY, run_here, write_config
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train for three steps on three classes."""
+    """Train a run on three classes for three steps."""
     folder = tmp_path_factory.mktemp("tiny")
     config = write_config(folder, shards, steps=3)
     settings = [*TINY, f"run.dir={folder / 'run'}", "train.ema_decay=null"]

@@ -1,6 +1,6 @@
 """Test phone photos that are stored sideways.
 
-They must be turned upright when shards are written, and wherever a model that was trained on these
+Such photos must be rotated upright when shards are written, and whenever a model trained on these
 shards is used.
 """
 
@@ -27,9 +27,8 @@ from vit.model import VisionTransformer
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write photos with EXIF orientation 6, one of them also as an upright PNG. Also write shards
-    of the rotated photos (`upright`) and of the stored pixels (`lying`), and a run on the upright
-    shards."""
+    """Write photos with EXIF orientation 6, shards of the rotated photos (`upright`) and of the
+    stored pixels (`lying`), and a run on the upright shards."""
     folder = tmp_path_factory.mktemp("phone")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -103,8 +102,8 @@ def test_an_evaluation_turns_the_images_of_shards_with_lying_photos(place):
 
 @pytest.mark.parametrize("program", ["timm", "huggingface", "onnx"])
 def test_exports_make_other_programs_turn_a_lying_photo(program, place, tmp_path, monkeypatch):
-    """Other programs run the code of the card as printed. `vit.load` reads the config in the
-    folder."""
+    """The code in the card runs in other programs exactly as printed. `vit.load` reads the config
+    in the folder."""
     config = write_config(tmp_path, place / "upright", steps=1)
     plain = [*TINY, f"run.dir={tmp_path / 'run'}", "eval.resizer=pillow"]
     run_here("launch/train.py", "--config", config, *plain)

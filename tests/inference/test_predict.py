@@ -41,7 +41,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
-    """Run the command on a folder that contains a tar; return all its outputs."""
+    """Run the command on a folder that contains a tar, and return all of its outputs."""
     out = tmp_path_factory.mktemp("out")
     flags = ["--csv", out / "out.csv", "--sheet", out / "sheet.png", "--attention"]
     done = run("launch/predict.py", "--checkpoint", tiny_run, odd_files, *flags, "--top", 2)
@@ -51,7 +51,7 @@ def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
 def test_each_image_is_predicted_as_it_is_alone(predicted, tiny_run, odd_files):
     trained = vit.load(tiny_run)
     rows = rows_of(predicted.out / "out.csv")
-    # The files of a folder come before its subfolders.
+    # The files of a folder come before the files of its subfolders.
     names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
     assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
     for row, name in zip(rows, names, strict=True):
@@ -173,7 +173,7 @@ def test_many_images_are_summed_up_by_class(tiny_run, shards, tmp_path, capfd):
 
 
 def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
-    """A truncated tar and a link to itself count as one problem each. All other images must be
+    """A truncated tar and a link to itself each count as one problem. All other images must be
     read."""
     image = (odd_files / "a" / "cmyk.jpg").read_bytes()
     (tmp_path / "z").mkdir()
@@ -198,7 +198,7 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 
 def test_file_names_cannot_control_the_terminal():
-    """Control characters must be escaped, but letters of all languages stay readable."""
+    """Control characters must be escaped, but letters of all languages must stay readable."""
     assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
     assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 

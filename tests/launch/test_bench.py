@@ -96,8 +96,8 @@ def test_reduces_a_batch_that_takes_too_long(no_data):
 
 
 def test_the_reduced_batch_divides_by_copies_and_lanes(config):
-    """Copies and lanes must divide the batch size, so of 1, 2, 3, 4, 6 and 12 images only 4 and 12
-    are possible."""
+    """Copies and shard readers must divide the batch size. Of 1, 2, 3, 4, 6 and 12 images, only 4
+    and 12 are possible."""
     lanes = ("data.aug_repeats=4", "data.num_lanes=1", "augment.mixup_alpha=0")
     unmixed = ("augment.cutmix_alpha=0", "augment.mix_group_size=4")
     settings = (*lanes, *unmixed, "data.micro_batch_size=2")
@@ -157,8 +157,8 @@ def test_reports_a_mistake_in_one_line(arguments, message, no_data, monkeypatch)
 
 @pytest.mark.full
 def test_measures_the_configs_and_the_largest_micro_batch_that_fits(no_data):
-    """The GPU's out-of-memory error for more than four images is simulated; everything else is
-    real."""
+    """The test simulates the GPU's out-of-memory error for more than four images. Everything else
+    is real."""
     imitation = """
 import runpy, sys, torch, vit.model
 from vit.extras.planner.benchmark import bench

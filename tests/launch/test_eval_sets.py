@@ -33,8 +33,8 @@ NAMES = [f"class{label}" for label in range(3)]
 
 
 class ByColour(nn.Module):
-    """A model with 12 classes whose logits depend only on the image's mean color, so that a plain
-    loop can compute them."""
+    """A model with 12 classes whose logits depend only on the mean color of the image, so that a
+    plain loop can compute them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str,
 
 
 def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
-    """Return the model's logits for each validation image, and the labels."""
+    """Return the logits of the model for each validation image, and the labels."""
     config = config_of(root, {})
     split = open_split(root, "val")
     model = ByColour()
@@ -107,7 +107,8 @@ def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def model_classes() -> list[str]:
-    """Return twelve model classes, in which the classes of the shards have different positions."""
+    """Return twelve class names for the model, in which the classes of the shards have different
+    positions."""
     names = [f"other{number}" for number in range(12)]
     names[7], names[2], names[11] = NAMES
     return names
@@ -116,8 +117,8 @@ def model_classes() -> list[str]:
 def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(
     shards, model_classes, tmp_path
 ):
-    """A plain loop computes the results both for the class subset, as in ImageNet-A's protocol, and
-    for all outputs."""
+    """A plain loop computes the results over the subset of classes, which is the protocol of
+    ImageNet-A, and over all outputs."""
     logits, labels = logits_of(shards)
     other = renamed(shards, tmp_path / "a", NAMES)
     sets = {"own": {"root": str(other)}, "all": {"root": str(other), "classes": "all"}}
@@ -146,15 +147,15 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
     rows = [[] if i % 4 == 0 else sorted({int(own[i]), i % 3}) for i in range(len(keys))]
     by_key = tmp_path / "by_key.json"
     by_key.write_text(json.dumps(dict(zip(keys, rows, strict=True))))
-    # ReaL's labels are ordered by the numbers at the ends of the keys, which is not the order of
-    # the shards.
+    # ReaL's labels are ordered by the number at the end of the key, unlike the shards.
     ordered = sorted(range(len(keys)), key=lambda i: int(keys[i].rpartition("_")[2]))
     assert ordered != list(range(len(keys)))
     in_order = tmp_path / "real.json"
     in_order.write_text(json.dumps([rows[i] for i in ordered]))
     sets = {"real": {"labels": str(in_order)}, "keyed": {"labels": str(by_key)}}
     results, opened_sets = evaluated(shards, sets, [*NAMES, *map(str, range(9))])
-    # the three classes of the shards are the first of twelve, and only these three compete
+    # The model has twelve classes, but only the first three, which are those of the shards, are
+    # compared.
     scored = [i for i, row in enumerate(rows) if row]
     best = logits[:, :3].argmax(1).tolist()
     right = sum(best[i] in rows[i] for i in scored)
@@ -170,7 +171,7 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
 
 
 def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
-    """ImageNet-V2's folders are named 0, 1, 2, ... 11, and sorting these names as text gives a
+    """ImageNet-V2's folders are named 0, 1, 2, ... 11. Sorting these names as text gives a
     different order."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
     names = sorted(f"class{label}" for label in range(12))  # the same labels as those of the shards
@@ -191,7 +192,7 @@ def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
     assert opened_sets["text"].columns.tolist()[:4] == [0, 1, 10, 11]
     for order in sets:
         numbered, standard = (results[name].accuracy.to_dict() for name in (order, "val"))
-        # the same logits are summed in different orders
+        # The same logits are summed in different orders.
         assert numbered == pytest.approx(standard, abs=1e-5)
 
 
@@ -266,7 +267,8 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):
 
 
 def set_words(shards: Path, folder: Path) -> list[str]:
-    """Return the settings for two more sets. Accuracy on one of them selects the best weights."""
+    """Return the settings for two additional sets. Accuracy on one of these sets selects the best
+    weights."""
     split = open_split(shards, "val")
     labels = {split.key(i): [int(split.index["label"][i]), 0][i % 2 :] for i in range(22)}
     path = folder / "real.json"
@@ -284,7 +286,7 @@ def results_of(run_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Return a run of six steps with two more sets."""
+    """Return a run of six steps with two additional sets."""
     folder = tmp_path_factory.mktemp("sets")
     arguments = set_words(shards, folder)
     config = write_config(folder, shards, steps=6)
@@ -335,7 +337,7 @@ def test_the_command_agrees_with_the_record_and_compares_image_by_image(finished
     rows = printed.err[printed.err.index("set ") :].splitlines()
     assert len(rows) == 7
     assert rows[0].split()[:3] == ["set", "weights", "images"]
-    # With other data, the run's own sets are skipped, but those given on the command line are
+    # With other data, the sets of the run are skipped, but sets given on the command line are
     # evaluated.
     arguments = ["--split", "train", "eval.sets.again.split=val"]
     run_here("launch/eval.py", finished, *arguments, "--device", "cpu", "--json")

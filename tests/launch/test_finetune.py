@@ -166,7 +166,7 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_resumes(base, tmp
     assert (tmp_path / "tuned" / "stopped_early").exists()
     assert finetune(base, tmp_path, shards, steps=60).returncode == 0
     assert final_state(tmp_path / "tuned", 60) == final_state(whole / "tuned", 60), (
-        "equal bit for bit"
+        "the runs must be equal bit for bit"
     )
     assert len(metrics(tmp_path / "tuned", "start")) == 2
 

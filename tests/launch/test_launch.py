@@ -1,4 +1,4 @@
-"""Test details of the training command. tests/project/errors tests its error messages."""
+"""Test details of the training command. tests/project/errors tests the error messages."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_print_config_without_data_assumes_and_reports_imagenets_size(capsys, mo
         "launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere"
     )
     assert "(weights, optimizer), 2 are kept" in capsys.readouterr().out, (
-        "the demo has no averaged weights"
+        "the demo must have no averaged weights"
     )
 
 

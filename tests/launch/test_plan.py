@@ -1,5 +1,3 @@
-"""Test `launch/plan.py`."""
-
 from __future__ import annotations
 
 import json

@@ -2,9 +2,9 @@
 
     python tests/loggers/draw_wandb_page.py runs/demo docs/images/wandb.png
 
-W&B's service lays out one section per prefix of the keys, with one panel per key over the x-axis
-that the run declares, and shows logged pictures as media. This reads the same history and media in
-RUN/wandb/offline-run-*, which `wandb sync` would upload, and draws a selection of the panels.
+W&B shows one section per key prefix, with one panel per key, and shows logged images as media. The
+x-axis is declared by the run. The script reads the history and media in RUN/wandb/offline-run-*,
+which `wandb sync` would upload, and draws a selection of the panels.
 """
 
 from __future__ import annotations

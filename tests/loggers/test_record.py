@@ -1,5 +1,5 @@
-"""Test that metrics.jsonl has only complete lines, that a restart replaces the lines it repeats,
-and that only one process writes."""
+"""Test that metrics.jsonl contains only complete lines, that a restart replaces the lines that it
+repeats, and that only one process writes."""
 
 import gc
 import json
@@ -90,7 +90,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path, value):
     record.write("norms", 1, grad_norm={"embed": value, "head": 2.0})
     record.close()
     text = (tmp_path / METRICS_FILE).read_text()
-    refuse = partial(json.loads, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    refuse = partial(json.loads, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     line, norms = map(refuse, text.splitlines())
     assert (line["loss"], line["lr"]) == (None, 0.1)
     assert norms["grad_norm"] == {"embed": None, "head": 2.0}
@@ -108,7 +108,9 @@ def test_reopening_removes_a_line_truncated_by_a_kill(tmp_path_factory, cut):
     whole = path.read_bytes()
     os.truncate(path, max(len(whole) - cut, 0))
     survivors = [json.loads(line) for line in whole[: max(len(whole) - cut, 0)].split(b"\n")[:-1]]
-    assert read_metrics(path) == survivors, "a killed run can be plotted without a restart"
+    assert read_metrics(path) == survivors, (
+        "the file of a killed run must be readable without a restart"
+    )
 
     second = record_in(folder)
     second.write("train", 7)
@@ -142,7 +144,7 @@ def test_a_restart_replaces_lines_after_its_checkpoint(tmp_path):
         ("start", 4, 2),
         *(("train", step, 2) for step in (5, 6, 7)),
     ]
-    assert written(tmp_path)[:9] == everything, "the file itself only grows"
+    assert written(tmp_path)[:9] == everything, "the file must only grow"
 
 
 def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
@@ -159,7 +161,7 @@ def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
         (3, 3),
     ]
     assert [line["attempt"] for line in lines if line["kind"] == "start"] == [1, 2, 3], (
-        "every start stays on record"
+        "every start must stay in the file"
     )
 
 
@@ -180,7 +182,7 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
 
 
 def test_a_log_file_gets_a_line_a_minute_for_slow_steps(tmp_path, capsys, monkeypatch):
-    """On a laptop CPU, fifty steps of ViT-B, the default logging interval, take an hour."""
+    """At the default interval of fifty steps, ViT-B on a laptop CPU would log one line per hour."""
     record = record_in(tmp_path)
     record.progress(1, "step 1/10")
     assert capsys.readouterr().err == ""
@@ -261,8 +263,8 @@ def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
 
 
 def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
-    """Opening the file a second time would lose the lock, because a POSIX lock ends when its
-    process closes any handle of the file."""
+    """A POSIX lock ends when its process closes any handle of the file, so opening the file a
+    second time would lose the lock."""
     record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
     gc.collect()
     trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

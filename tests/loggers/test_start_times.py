@@ -7,7 +7,7 @@ import re
 from processes import metrics, train
 
 
-def test_a_line_and_the_record_have_the_time_of_a_start(tmp_path, config):
+def test_a_line_and_the_record_contain_the_startup_time(tmp_path, config):
     messages = train(config, tmp_path / "run", "train.steps=3").stderr
     resumed = train(config, tmp_path / "run", "train.steps=6", "--allow-change", "train.steps")
     parts = ["ranks", "data", "checkpoint", "model", "record", "workers and first batch"]

@@ -1,5 +1,5 @@
-"""Test that TensorBoard reads each step once, even after a kill, and that its errors are reported
-in one line."""
+"""Test that TensorBoard reads each step once, even after a kill, and that errors of TensorBoard are
+reported in one line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Return the same mapping from metrics.jsonl, in float32 as in event files."""
+    """Return name -> (step, time, value) for metrics.jsonl, in float32 as in event files."""
     events = defaultdict(list)
     for line in read_metrics(folder / METRICS_FILE):
         for key, value in line.items():
@@ -56,7 +56,7 @@ def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
     return dict(events)
 
 
-def test_numbers_and_pictures(tmp_path):
+def test_numbers_and_images_are_shown(tmp_path):
     record = started(tmp_path, 0)
     for step in (1, 2, 3):
         record.write("train", step, loss=0.1 * step, lr=1e-3, mfu=None, data_wait_host="vm")
@@ -78,7 +78,8 @@ def test_numbers_and_pictures(tmp_path):
 
 
 def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
-    """The first attempt is not closed, so the lines that are still in its thread are lost."""
+    """The first attempt is not closed, so the lines that its thread has not written yet are
+    lost."""
     first = started(tmp_path, 0)
     for step in range(1, 7):
         first.write("train", step, loss=float(step))
@@ -96,7 +97,7 @@ def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
         *((step, float(step)) for step in range(1, 5)),
         *((step, 10.0 * step) for step in range(5, 8)),
     ]
-    assert path.read_bytes() == b"", "one file holds all"
+    assert path.read_bytes() == b"", "one file must contain all events"
     looks_on.Reload()
     assert [event.step for event in looks_on.Scalars("train/loss")] == list(range(1, 8))
 
@@ -117,7 +118,7 @@ def test_steps_before_a_rewind_are_not_shown(tmp_path):
 
 @pytest.mark.full
 def test_shows_each_step_of_a_killed_and_resumed_run_once(shards, tmp_path):
-    """Real processes are killed between two checkpoints and started again with the same command."""
+    """Real processes are killed between two checkpoints, and restarted with the same command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"
     settings = ("log.tensorboard=true", "checkpoint.every_steps=5")
@@ -171,11 +172,11 @@ def test_reports_a_missing_picture_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("moment", ["at the start", "in the middle"])
-def test_an_error_ends_only_the_view(moment, tmp_path, capsys):
+def test_an_error_ends_only_tensorboard(moment, tmp_path, capsys):
     if moment == "at the start":
         (tmp_path / "tensorboard").write_text("in the way")
     record = started(tmp_path, 0)
-    if moment == "in the middle":  # simulate an error of the thread on a full disk
+    if moment == "in the middle":  # simulate an error in the thread on a full disk
         worker = record._tensorboard._writer.file_writer.event_writer._async_writer._worker
         worker.exception = OSError(errno.ENOSPC, "No space left on device")
     record.write("train", 1, loss=1.0)

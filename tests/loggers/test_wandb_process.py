@@ -1,7 +1,7 @@
-"""Test that W&B shows the metrics, and that W&B's failures neither harm nor delay a run.
+"""Test that W&B shows the metrics, and that failures of W&B neither harm nor delay a run.
 
-The tests use the real wandb package, processes and sockets. The server implements the part of W&B's
-API that wandb-core uses.
+The tests use the real wandb package with real processes and sockets. The server implements the part
+of W&B's API that wandb-core uses.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
     record.log_pictures({"gone": tmp_path / "gone.png", "curves": tmp_path / "red.png"})
     record.log_table("uneven", ["class", "loss"], [["one"]])
     record.log_table("classes", ["class", "loss"], rows)
-    time.sleep(1.1 - time.time() % 1)  # W&B names its folders by the second
+    time.sleep(1.1 - time.time() % 1)  # W&B names folders by the second
     record.close()
 
     (part,) = parts(folder)  # the whole run replaces the first part
@@ -98,7 +98,7 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
 
 
 def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, server, capfd):
-    """The second attempt repeats steps 2 and 3, which must keep their first values."""
+    """The second attempt repeats steps 2 and 3, which must keep the values of the first attempt."""
     one_run(tmp_path, range(0, 4))
     first = numbers(server.history)
     assert first == expected(range(4))
@@ -112,7 +112,7 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
     record.log_pictures({"curves": tmp_path / "red.png"})
     record.close()
     run_id = (tmp_path / "wandb_id").read_text()
-    # this message appears only if the upload takes seconds
+    # Ignore a message that appears only if the upload takes seconds.
     messages = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
     assert messages == [f"wandb: {server.url}/me/vit/runs/{run_id}"] * 2
     assert set(server.names) == {run_id}
@@ -122,8 +122,8 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
 
 
 def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
-    """A finished run is continued. W&B counts logged images as steps, but metrics.jsonl does not
-    contain them."""
+    """A finished run is continued. W&B counts logged images as steps, but metrics.jsonl contains no
+    such steps."""
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     for restarts, steps in enumerate((range(3), range(3, 6))):
         record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)
@@ -139,7 +139,7 @@ def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
 
 @pytest.mark.full
 def test_the_next_start_sends_lines_that_the_service_lacks(tmp_path, server):
-    """The service has lost the end of the first attempt, as when a host fails."""
+    """The service has lost the end of the first attempt, which can happen when a host fails."""
     one_run(tmp_path, range(0, 6))
     del server.history[3:]
     one_run(tmp_path, range(6, 8), restarts=1)
@@ -165,8 +165,8 @@ def test_a_rewound_run_is_shown_without_its_discarded_steps(tmp_path):
 
 @pytest.mark.full
 def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd, server):
-    """`wandb sync` uploads the first attempt. After that, only the service knows which lines it
-    has."""
+    """`wandb sync` uploads the first attempt. After that, only the service has a list of the
+    uploaded lines."""
     folder = tmp_path / "my run"
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     one_run(folder, range(0, 4), setting="offline")
@@ -186,7 +186,7 @@ def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd
 
 @pytest.mark.full
 def test_shows_a_repeatedly_killed_run_once(shards, tmp_path):
-    """Real processes are killed after each of three checkpoints and started again with the same
+    """Real processes are killed after each of three checkpoints, and restarted with the same
     command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"

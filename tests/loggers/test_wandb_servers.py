@@ -23,13 +23,13 @@ from vit.loggers import wandb_logger
 
 WAITING_S = 15.0
 """The promised limit: with any server, starting and finishing W&B together delay the run by at most
-this time."""
+this many seconds."""
 
 
 @pytest.fixture
 def holds(tmp_path_factory) -> Callable[[float], bool]:
-    """Return whether the given time is within the promised limit, scaled to the machine's current
-    speed. On 2 idle cores, starting and finishing W&B takes 1.5 s."""
+    """Return whether the time is within the documented limit, scaled to the current speed of this
+    machine. On 2 idle cores, starting and finishing W&B takes 1.5 s."""
 
     def check(spent_s: float) -> bool:
         if spent_s < WAITING_S:
@@ -81,7 +81,7 @@ def answering() -> Iterator[Callable[[list[bytes]], str]]:
     [
         ("accepts and is silent", "not ready 10 s after"),
         ("401", "CommError: .* error 401"),
-        # each test starts W&B once, and ends in one of these two ways
+        # Each test starts W&B once, and ends in one of two ways.
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -111,7 +111,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
             socket.create_server(("127.0.0.1", 0), backlog=0 if case == "drops packets" else 9)
         )
         url = f"http://127.0.0.1:{held[0].getsockname()[1]}"
-        # when the queue is full, Linux drops further connections
+        # When the queue is full, Linux drops further connections.
         for _ in range(8 if case == "drops packets" else 0):
             held.append(socket.socket())
             held[-1].setblocking(False)
@@ -125,7 +125,8 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         )
         url = answering(pieces)
     use_server(monkeypatch, url)
-    if reason.startswith("CommError"):  # the reason given by W&B, if W&B has reported one
+    # Wait longer for the reason, because W&B reports it only after some time.
+    if reason.startswith("CommError"):
         monkeypatch.setattr(wandb_logger.WandbProcess.close, "__defaults__", (False, False, 60.0))
     spent_s = one_run(tmp_path)
     for each in held:
@@ -135,9 +136,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     assert holds(spent_s)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     one_run(tmp_path / "off")
-    assert record_of(tmp_path) == record_of(tmp_path / "off"), (
-        "W&B is a view: the record is the same"
-    )
+    assert record_of(tmp_path) == record_of(tmp_path / "off"), "W&B must not change metrics.jsonl"
     wait_for(lambda: not wandb_pids())
 
 
@@ -156,7 +155,7 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
     first, *_, last = capfd.readouterr().err.splitlines()
     assert holds(spent_s)
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
-    # W&B may report its own error before the third probe
+    # W&B may report its own error before the third probe.
     assert re.match(r"wandb: stopped \(.*\); .* --to-wandb$", last), last
     assert len(record_of(tmp_path)) == 7
     server.released.set()
@@ -164,7 +163,7 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
 
 
 def test_a_server_that_hangs_for_five_seconds_about_the_end_gets_every_line(tmp_path, server):
-    """One unanswered probe must not end the upload."""
+    """A single unanswered probe must not end the upload."""
 
     def recover() -> None:
         server.mode = "ok"

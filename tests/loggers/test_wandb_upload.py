@@ -1,4 +1,4 @@
-"""Test that `launch/report.py --to-wandb` rebuilds W&B's run from metrics.jsonl, with each line
+"""Test that `launch/report.py --to-wandb` recreates the W&B run from metrics.jsonl, with each line
 once."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_uploads_missing_lines_and_rebuilds_a_deleted_run(tmp_path, server, caps
     run_here(*command)
     assert numbers(server.history) == recorded(folder)
 
-    server.history.clear()  # deleted on the service, so the id cannot be reused
+    server.history.clear()  # a run deleted on the service, so its id cannot be reused
     (folder / "wandb_id").unlink()
     shutil.rmtree(folder / "wandb")
     run_here(*command)

@@ -1,5 +1,4 @@
-"""Runs that use the real W&B package, and a server with the part of W&B's API that wandb-core
-uses."""
+"""Run trainings with the real W&B package, and serve the part of W&B's API that wandb-core uses."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 
 def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
-    """Return the run id, config and history from a .wandb file, which contains protobufs in
-    LevelDB's log framing (blocks of 32 KiB)."""
+    """Return the run id, config and history in a .wandb file, which contains protobufs in LevelDB's
+    log format (blocks of 32 KiB)."""
     from wandb.proto.wandb_internal_pb2 import Record as Message  # type: ignore[attr-defined]
 
     data = path.read_bytes()
@@ -87,7 +86,7 @@ def numbers(history: list[dict]) -> list[dict]:
 
 
 def expected(steps: range, restarts: int = 0) -> list[dict]:
-    """Return the rows that a `one_run` must log."""
+    """Return the rows that `one_run` must log."""
     trained = [
         {"global_step": step, "restarts": restarts, "train/loss": 1 / (step + 1)} for step in steps
     ]
@@ -95,8 +94,8 @@ def expected(steps: range, restarts: int = 0) -> list[dict]:
 
 
 def recorded(folder: Path) -> list[dict]:
-    """Return the rows expected from a run's metrics.jsonl: each line whose numbers no later line
-    replaces."""
+    """Return the rows that W&B must contain: the lines of metrics.jsonl, except those whose numbers
+    a later line replaces."""
     lines = record_of(folder)
     restarts = 0
     rows = []
@@ -125,7 +124,7 @@ def one_run(
     restarts: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> float:
-    """Run a short training. Return the seconds that starting and finishing W&B took."""
+    """Run a short training. Return how many seconds starting and finishing W&B took."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("optim: {lr: 0.1}\nlog: {wandb_project: digits}\n")
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
@@ -156,7 +155,7 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
 
 
 def wandb_pids() -> list[int]:
-    """Return the ids of W&B's processes that this test started, which have its home folder."""
+    """Return the ids of the W&B processes that this test has started, which use its home folder."""
     return [
         pid
         for pid in all_pids()
@@ -166,8 +165,8 @@ def wandb_pids() -> list[int]:
 
 
 def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
-    """Send a signal to each of `wandb_pids` whose command line contains `program`, and return their
-    ids."""
+    """Send a signal to each of `wandb_pids` whose command line contains `program`, and return the
+    ids of these processes."""
     chosen = [pid for pid in wandb_pids() if program in command_line(pid)]
     for pid in chosen:
         for each in signals:
@@ -217,7 +216,7 @@ class Server:
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
             if lines := [json.loads(line) for line in sent.get("content", [])]:
                 at = sent["offset"]
-                assert at <= len(self.history), "a row would be missing"
+                assert at <= len(self.history), "a row is missing"
                 self.history[at : at + len(lines)] = lines
         elif path == "/graphql":
             query = json.loads(body)

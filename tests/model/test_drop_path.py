@@ -1,5 +1,5 @@
-"""Compare drop path by subsets with the block's formula, and with the exact mean over all possible
-drops."""
+"""Compare drop path by subsets with the formula of a block, and with the exact mean over all
+possible drops."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 
 
 def small(depth: int = 2, **fields) -> VisionTransformer:
-    """Return a model without zero weights, because a zero head would hide errors in all other
-    parts."""
+    """Return a model without zero weights. A head of zeros would hide errors in all other parts."""
     torch.manual_seed(0)
     sizes = {"embed_dim": 8, "num_heads": 2, "depth": depth}
     model = create_model("vit_ti8", 16, 3, **sizes, **fields)
@@ -84,7 +83,7 @@ def test_kept_rows_follow_the_formula_and_other_rows_pass_unchanged(precision, f
 
 
 def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean logits over the rows, and the flattened gradient of the mean loss."""
+    """Return the logits averaged over the rows, and the flattened gradient of the mean loss."""
     logits = model(x)
     loss = logits.square().sum(1).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -92,8 +91,8 @@ def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_means(rate: float) -> tuple[Tensor, Tensor]:
-    """Return the expected `outcomes` of one image: the sum over all possible drops, weighted by
-    probability."""
+    """Return the expected `outcomes` of one image: the probability-weighted sum over all possible
+    drops."""
     model = small().eval()
     branches = [branch for block in model.blocks for branch in (block.attn, block.mlp)]
     factors = [0.0] * len(branches)
@@ -120,7 +119,7 @@ def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
     for values, expected in zip(zip(*drawn, strict=True), exact_means(rate), strict=True):
         stacked = torch.stack(values).double()
         error = stacked.std(0) / math.sqrt(passes)
-        # Allow for rounding, because the gradients of the key biases are mathematically zero.
+        # Allow for rounding, because the exact gradients of the key biases are zero.
         allowed = 5 * error + 1e-4 * expected.abs().max()
         assert ((stacked.mean(0) - expected).abs() < allowed).all()
         assert error.max() < 0.1 * expected.abs().max(), (

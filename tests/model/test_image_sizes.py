@@ -1,5 +1,5 @@
-"""Test a model on images of other sizes. The results must be correct, and results for the model's
-own size must not change."""
+"""Test a model on images of other sizes. Results for these sizes must be correct, and results for
+the model's own size must not change."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def with_others(**fields) -> nn.Module:
 )
 @pytest.mark.parametrize("size", OTHERS)
 def test_logits_and_gradients_equal_timm_with_dynamic_img_size(fields, size):
-    """timm also resamples in each forward pass, with torch's own resize, so gradients flow through
-    the resize to the position embeddings."""
+    """timm also resizes the position embeddings in each forward pass, with torch's own resize, so
+    gradients flow through the resize."""
     model = with_others(**fields)
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=OWN, dynamic_img_size=True, **TINY, **fields
@@ -97,10 +97,10 @@ def test_positions_equal_those_of_the_file_reader_up_to_rounding():
         hook = model.pos_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         model(images((48, 40)) * 0)
         hook.remove()
-    # For black images, the output is the positions plus a bias.
+    # The inputs are black images, so the output is the sum of position and bias.
     shown = seen[0][:, 1:] - model.patch_embed.proj.bias
-    # bfloat16 would round positions to 3 digits. Only the sum of the bias and the product of
-    # weights and patches, which is zero, is rounded.
+    # bfloat16 would round positions to 3 digits. Only the patch embedding, which equals its bias
+    # for black images, is rounded.
     bias_rounding = model.patch_embed.proj.bias.abs().max() * 2**-8
     assert (shown - expected[:, 1:]).abs().max() <= bias_rounding + 1e-5
 

@@ -1,4 +1,4 @@
-"""Compare the model with independent implementations: timm, torchvision, and brute force."""
+"""Compare the model with independent implementations: timm, torchvision and brute force."""
 
 import math
 
@@ -34,8 +34,8 @@ CONFIGURATIONS = {
 
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
-    """Return timm's model, sharing the memory of `weights`. Its attention uses matmul and softmax,
-    but ours uses a fused kernel."""
+    """Return timm's model with the memory of `weights`. It computes attention with matmul and
+    softmax, whereas ours uses a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)
@@ -109,7 +109,7 @@ def test_state_dict_logits_and_gradients_equal_timm(fields):
 
 
 def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
-    """Map each image size to the relative difference between our logits and timm's, for weights
+    """Map image sizes to the relative difference between our logits and timm's. The weights were
     trained at 224 pixels."""
     model = randomise(create_model(name, **fields))
     weights = model.state_dict()
@@ -122,7 +122,7 @@ def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
     for size in sizes:
         with torch.device("meta"):
             resized = VisionTransformer(size, **fields)
-        # All sizes share the block weights, and only the positions need new memory, so H/14 fits on
+        # All sizes share the block weights, so only the positions need new memory, and H/14 fits on
         # a small machine.
         resized.load_state_dict(
             {**weights, "pos_embed": torch.zeros(resized.pos_embed.shape)}, assign=True
@@ -150,8 +150,8 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "fields"),
-    # L and H have full width but only a few blocks, because 2.5 GB of weights would take two
-    # minutes.
+    # L and H have their full width but only a few blocks, because initializing 2.5 GB of weights
+    # takes two minutes.
     [
         ("vit_b16", [224, 384, (192, 288)], {}),
         ("vit_l16", [224, 384, (192, 288)], {"depth": 6}),
@@ -295,7 +295,8 @@ def test_accepts_any_number_of_channels(in_chans):
 
 @pytest.mark.parametrize("fields", [{}, {"representation_size": 24}, {"global_pool": "avg"}])
 def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
-    """Logits rounded to bf16 would tie, and the class number would decide."""
+    """Logits rounded to bf16 would tie, and the order of the classes would decide the
+    prediction."""
     model = randomise(VisionTransformer(image_size=64, **TINY, **fields))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Test that a model created without random initialization matches an initialized one after both
-load a checkpoint."""
+"""Test that a model created without random initialization matches an initialized model after both
+have loaded a checkpoint."""
 
 import pytest
 import timm

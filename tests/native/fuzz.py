@@ -1,7 +1,7 @@
 """Fuzz the C decoder and transcoder with corrupt files: `python tests/native/fuzz.py --minutes 10`.
 
 The seeds are small JPEGs of every kind, so that mutations reach every part of the format. fuzz.c
-mutates the seeds and compares the library's two implementations. Both are compiled by gcc or clang
+mutates the seeds and compares the two implementations of the library, both compiled by gcc or clang
 with the address, leak and undefined-behavior sanitizers.
 """
 
@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "progressive": {"progressive": True},
     "optimised": {"optimize": True},
 }
-"""Maps a kind of JPEG to the options with which Pillow writes it."""
+"""Maps each kind of JPEG to the options with which Pillow writes it."""
 MARKERS: tuple[dict[str, Any], ...] = (
     {},
     *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)),
@@ -44,7 +44,8 @@ MARKERS: tuple[dict[str, Any], ...] = (
 
 
 class NoSanitizer(Exception):
-    """Raised if this machine's compilers cannot build a working program with sanitizers."""
+    """An exception raised if the compilers of this machine cannot build a working program with
+    sanitizers."""
 
 
 def write_seeds(folder: Path) -> Path:
@@ -76,16 +77,16 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """Return a JPEG whose only block needs 64 codes of 16 bits with 15-bit values, all of which are
-    missing.
+    """Return a JPEG whose only block needs 64 codes of 16 bits with 15-bit values. All of these
+    bits are missing.
 
-    No other file makes the decoder read further beyond the end.
+    With this file, the decoder tries to read as far beyond the end as possible.
     """
 
     def segment(marker: int, content: bytes) -> bytes:
         return bytes((0xFF, marker)) + (len(content) + 2).to_bytes(2, "big") + content
 
-    # The only code has 16 bits and stands for no zeros and a 15-bit value.
+    # The only code has 16 bits, and means no zeros followed by a 15-bit value.
     one_code = bytes([*[0] * 15, 1, 15])
     tables = (
         segment(0xDB, bytes([0] + [1] * 64))
@@ -98,7 +99,7 @@ def longest_block() -> bytes:
 
 
 def build(folder: Path, sources: Path = SOURCES) -> Path:
-    """Build the program with the C files in `sources`. Raises NoSanitizer."""
+    """Build the fuzzer with the C files in `sources`. Raises NoSanitizer."""
     program = folder / "fuzz"
     problems: list[str] = []
     files = [str(path) for path in (HERE / "fuzz.c", *sorted(sources.glob("*.c")))]
@@ -133,10 +134,10 @@ def run(
     seconds: int = 10**9,
     fill: int = -1,
 ) -> tuple[int, str]:
-    """Run the program, and return its exit status and output.
+    """Run the fuzzer, and return its exit status and output.
 
-    If a file fails, the program saves it next to the folder of seeds. fill: the byte with which
-    fresh memory is filled. -1 means any byte.
+    If a file fails, the fuzzer saves it next to the folder of seeds. fill: the byte value in newly
+    allocated memory. -1 uses the default of the sanitizer.
     """
     options = "quarantine_size_mb=64"
     if fill >= 0:

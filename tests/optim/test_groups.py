@@ -1,5 +1,5 @@
-"""Compare parameter groups with timm's and torchvision's. Each parameter must be in exactly one
-group."""
+"""Compare parameter groups with those of timm and torchvision. Each parameter must be in exactly
+one group."""
 
 import itertools
 
@@ -91,7 +91,7 @@ def test_exempts_the_same_norms_as_torchvision(create):
 
 
 def test_kernels_are_the_same_as_in_flax():
-    """A head that pools by attention has a query with two or more dimensions that is not a
+    """The attention-pooling head has a query that has two or more dimensions but is not a
     kernel."""
     model = our_model(class_token=False, global_pool="map", reg_tokens=2)
     kernels = {n for n, p in model.named_parameters() if n.endswith(".weight") and p.ndim > 1}
@@ -156,13 +156,16 @@ def test_layers_are_the_same_as_in_timm(fields):
     )
     for form in ("timm", "beit"):
         config = AdamWConfig(weight_decay=0.05, layer_decay=0.7, layer_decay_form=form)
-        got = scales(parameter_groups(ours, config), ours)
-        assert got.keys() <= expected.keys()
-        differ = {name for name in got if got[name] != pytest.approx(expected[name])}
-        # BEiT and MAE treat the last norm as part of the head. MAE's norm after pooling is timm's.
+        scales_of_ours = scales(parameter_groups(ours, config), ours)
+        assert scales_of_ours.keys() <= expected.keys()
+        differ = {
+            name for name in scales_of_ours if scales_of_ours[name] != pytest.approx(expected[name])
+        }
+        # BEiT and MAE treat the last norm as part of the head. MAE's norm after pooling is the same
+        # as timm's.
         has_norm = form == "beit" and "avg" not in fields.values()
         assert differ == ({"norm.weight", "norm.bias"} if has_norm else set())
-        assert all(got[name][0] == 1 for name in differ)
+        assert all(scales_of_ours[name][0] == 1 for name in differ)
 
 
 def test_networks_with_stages_have_the_same_layers_as_in_timm():
@@ -175,7 +178,7 @@ def test_networks_with_stages_have_the_same_layers_as_in_timm():
 
 
 def test_each_lower_block_learns_slower_by_the_factor():
-    """BEiT assigns number 0 to the embedding, n to block n, and depth + 1 to the head."""
+    """BEiT numbers the layers: 0 for the embedding, n for block n, and depth + 1 for the head."""
     model = our_model()
     numbers = layer_numbers(model, "beit")
     assert {numbers[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.weight")} == {0}

@@ -1,5 +1,5 @@
-"""Compare each layer's norms with plain loops over parameters, and the attention logits with the
-inputs of the attention kernel."""
+"""Compare layer norms with plain loops over the parameters, and attention logits with the inputs of
+the attention kernel."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_norms_equal_a_plain_loop_over_parameters(name, precision):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
     if precision == "fp16":
-        # A scale of 65,536 would overflow, and the skipped updates would lower it.
+        # A scale of 65,536 would overflow and be lowered after the skipped updates.
         step.loss_scale.value.fill_(2.0**8)
     assert step(make_batch(), 0).read().norms is None
     before = copy.deepcopy(step.model)
@@ -177,7 +177,7 @@ def test_measuring_does_not_change_the_training():
 
 @pytest.fixture
 def largest_of_calls(monkeypatch) -> list[torch.Tensor]:
-    """Return the largest logit of each image in each call of the attention kernel."""
+    """Return the largest logit of each image for each call of the attention kernel."""
     seen = []
     kernel = F.scaled_dot_product_attention
 

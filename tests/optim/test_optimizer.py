@@ -1,5 +1,5 @@
-"""Compare updates with the papers' formulas in float64 and with the original libraries'
-optimizers."""
+"""Compare updates with the formulas of the papers in float64, and with the optimizers of the
+original libraries."""
 
 import copy
 import functools
@@ -81,7 +81,7 @@ def adamw_reference(
     rates: list[float],
     decay: float,
 ) -> torch.Tensor:
-    """Return the weights after Algorithm 2 of Loshchilov & Hutter 2019, but with the decay
+    """Return the weights after Algorithm 2 of Loshchilov & Hutter 2019, with the weight decay
     multiplied by the learning rate."""
     first = torch.zeros_like(weight)
     second = torch.zeros_like(weight)
@@ -148,7 +148,7 @@ def test_the_first_learning_rate_is_that_of_the_config():
 @each_config
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_gradient_leaves_no_trace(config, bad):
-    """Weights and state must remain bit-identical, and later updates must not be affected."""
+    """Weights and optimizer state must stay bit-identical, and later updates must be unaffected."""
     models = [small_model(), small_model()]
     skipped, plain = (create_optimizer(model, config) for model in models)
     for step in range(5):
@@ -159,8 +159,8 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
             update(skipped, 1.0)
             after = (*models[0].parameters(), *tensors_of(skipped))
             same = [bits_equal(a, b) for a, b in zip(before, after, strict=True)]
-            # Adafactor's step counter is part of its schedule, so it advances like that of the
-            # learning rate.
+            # Adafactor's step counter is part of its schedule, so it advances even if an update is
+            # skipped.
             counts = len(list(models[0].parameters())) if config.name == "adafactorbv" else 0
             assert same.count(False) == counts
         for model, optimizer in zip(models, (skipped, plain), strict=True):
@@ -175,7 +175,7 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
 
 @pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
 def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
-    """On a CPU, timm takes a different branch. Two of the six updates are skipped."""
+    """On a CPU, timm updates tensors in a different branch. Two of the six updates are skipped."""
     models = [small_model(), small_model()]
     one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)
     num_taken = 0
@@ -198,7 +198,7 @@ def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
             update(at_once, float(is_bad))
     assert num_taken >= 6, "timm must call the patched function"
     for one, other in zip(*(model.parameters() for model in models), strict=True):
-        # Allow for rounding in four updates, each with a few operations on numbers of about 1.
+        # Allow for rounding in four updates, each with a few operations on numbers around 1.
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     for one, other in zip(*map(tensors_of, (one_by_one, at_once)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
@@ -216,7 +216,7 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class UnknownConfig(SgdConfig):
-    """A config outside the union with every field that SGD reads."""
+    """A config that is not in the union but has every field that SGD reads."""
 
 
 def test_every_optimizer_of_the_config_is_tested_here():
@@ -306,7 +306,7 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_muon_equals_torch_with_a_separate_adam(nesterov):
-    """torch's Muon supports only matrices, and its code is independent of timm's."""
+    """torch's Muon supports only matrices. Its code is independent of timm's."""
     model = small_model()
     theirs = copy.deepcopy(model)
     config = MuonConfig(
@@ -329,8 +329,8 @@ def test_muon_equals_torch_with_a_separate_adam(nesterov):
         ours.step()
         muon.step()
         adam.step()
-    # The iterations run in bf16, so the order of additions in a kernel changes an update of 0.02 by
-    # a relative 2^-8.
+    # The iterations run in bf16, so the summation order of a kernel changes an update of 0.02 by a
+    # relative 2^-8.
     torch.testing.assert_close(model.blocks[0][0].weight, matrix, rtol=0, atol=4 * 0.02 / 128)
     if not nesterov:  # with Nesterov momentum, NAdamW updates the other parameters
         names = {n for n, p in theirs.named_parameters() if p is not matrix}
@@ -341,7 +341,8 @@ def test_muon_equals_torch_with_a_separate_adam(nesterov):
 
 @each_config
 def test_a_first_update_that_is_skipped_leaves_the_state_at_zero(config):
-    """torch's fused SGD would leave uninitialized memory in the momentum."""
+    """After a skipped first update, the momentum of torch's fused SGD would be uninitialized
+    memory."""
     model = small_model()
     optimizer = create_optimizer(model, config)
     give_gradients(model, 0)

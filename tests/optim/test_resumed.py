@@ -1,4 +1,4 @@
-"""Test that two-rank runs resume bit for bit with each optimizer, schedule and loss."""
+"""Test that runs on two ranks resume bit for bit with each optimizer, schedule and loss."""
 
 import pytest
 from processes import final_state, train, write_config
@@ -10,7 +10,7 @@ RUNS = {
     "nadamw": ["optim.name=nadamw"],
 }
 EVERY_TIME = ("adafactorbv",)
-"""An optimizer whose state has two dtypes, and is on two devices if a GPU exists."""
+"""An optimizer whose state has two dtypes, and is split over two devices if a GPU exists."""
 
 
 @pytest.mark.slow

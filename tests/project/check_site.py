@@ -1,9 +1,9 @@
-"""Check that every link, image and anchor in a built site has a target in the site.
+"""Check that every link, image and anchor in a built site points to an existing target.
 
     python tests/project/check_site.py build/site
 
-`make docs` runs this check, because the site's generator accepts links to files outside its pages.
-The script prints a line for each dead link and exits with status 1 if any exist.
+`make docs` runs this check, because the site generator accepts links to files outside its pages.
+The script prints one line per dead link, and exits with status 1 if it finds one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def find_dead_links(site: Path) -> list[str]:
     read = cache(Page)
     dead = []
     for path in sorted(site.rglob("*.html")):
-        # This page has absolute links, because a server shows it at any address.
+        # The links of this page are absolute, because a server shows it at any address.
         if path.name == "404.html":
             continue
         for link in read(path).links:

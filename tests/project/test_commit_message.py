@@ -1,4 +1,4 @@
-"""Test the check of commit messages as called by the hook and the workflow."""
+"""Test the check of commit messages, called as the hook and the workflow call it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test that every recipe fits the schema, names its source, uses the source's values, and runs its
-first steps."""
+"""Test that every recipe fits the schema, names its source, uses the values of the source, and runs
+its first steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 HEADER = ("source", "command")
 
-# He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet": the ViT-B
-# column.
+# He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet", column
+# ViT-B.
 MAE_TABLE_11 = {
     "optim.name": "adamw",
     "optim.lr": 1e-4 * 4096 / 256,
@@ -43,7 +43,7 @@ MAE_TABLE_11 = {
     "model.drop_path_rate": 0.1,
     "train.ema_decay": 0.9999,
 }
-# The values for ViT-L and ViT-H in Table 11.
+# Table 11, columns ViT-L and ViT-H.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
 # The options of the commands in facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for
 # ViT-S, B and L at resolution 384x384". Omitted options have the defaults of main.py and timm.
@@ -60,7 +60,7 @@ DEIT3_FINETUNE_384 = {
     "schedule.min_lr": 1e-5,  # default
     "schedule.warmup_epochs": 5,  # --warmup-epochs 5
     "train.epochs": 20,  # --epochs 20
-    "train.ema_decay": None,  # main.py keeps averaged weights, but never evaluates them
+    "train.ema_decay": None,  # main.py computes averaged weights, but never evaluates them
     "augment.randaugment_layers": 2,  # --aa rand-m9-mstd0.5-inc1
     "augment.randaugment_magnitude": 9,
     "augment.randaugment_magnitude_std": 0.5,
@@ -79,7 +79,7 @@ TABLES = {
     "vit_b16": MAE_TABLE_11,
     "vit_l16": MAE_TABLE_11_LARGE,
     "vit_h14": MAE_TABLE_11_LARGE,
-    # Drop path uses the value of the base model, as in
+    # The drop-path rate is that of the base model, as in
     # affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k.
     "vit_b16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.1, "model.image_size": 384},
     "vit_l16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 384},
@@ -87,8 +87,8 @@ TABLES = {
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
-# A recipe may set these keys in addition to its source: paths, hardware, and the frequency of logs
-# and evaluations. tests/extras/recipes/test_shipped.py tests other recipes.
+# A recipe may set these keys in addition to those of its source: paths, hardware, and the frequency
+# of logs and evaluations. tests/extras/recipes/test_shipped.py tests the other recipes.
 OURS = {
     "model.name",
     "model.image_size",
@@ -161,8 +161,8 @@ def test_a_recipe_has_exactly_the_values_in_the_table_of_its_source(path):
     ],
 )
 def test_derived_values_in_a_header_follow_from_the_recipe(path):
-    """The header contains the number of steps on ImageNet, and hours and memory as forecast by
-    `launch/plan.py` for 8 H200 GPUs."""
+    """The header contains the number of steps on ImageNet, and the hours and memory that
+    `launch/plan.py` predicts for 8 H200 GPUs."""
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"])
     text = path.read_text()
@@ -237,14 +237,15 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """Return the setting that gives the recipe `name` images of `side` x `side` patches."""
+    """Return the setting that makes the images of the recipe `name` `side` x `side` patches
+    large."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shards):
-    """Return a function that trains a small base recipe and returns its run folder."""
+    """Return a function that trains a small version of a base recipe and returns its run folder."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:
@@ -325,7 +326,7 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(
 @pytest.mark.full
 @pytest.mark.slow
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
-    """Without bf16 instructions, a bf16 step would take minutes, so the test then uses fp32."""
+    """Without bf16 instructions, a bf16 step takes minutes, so the test then uses fp32."""
     precision = "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
     done = run(
         "launch/train.py",
@@ -351,8 +352,8 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
 
 
 def test_the_table_of_deit_options_has_valid_settings(tmp_path):
-    """Each cell is `section.key: value`. A key without a section belongs to the previous
-    section."""
+    """Each cell is `section.key: value`. A key without a section is in the section of the previous
+    key."""
     table = (
         (ROOT / "docs" / "recipes.md")
         .read_text()

@@ -21,7 +21,7 @@ NEEDED_BY = {
     "stream": ("data.reader=webdataset", "data.reader=webdataset needs"),
 }
 """Maps an extra to an argument of launch/train.py that needs it, and to the first words of the
-error. No config needs the other extras."""
+error. Configs never need the other extras."""
 SCRIPT = """
 import importlib, pkgutil, sys
 import vit, data_prep

@@ -1,5 +1,5 @@
-"""Test that a test's processes end with the test, and that tests/conftest.py lists the programs
-that skipped tests need."""
+"""Test that the processes of a test exit with the test, and that tests/conftest.py lists the
+programs that skipped tests need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proc import is_alive
 from processes import REPOSITORY, environment, run
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="only Linux tells the environment of processes"
+    not Path("/proc/self/environ").exists(), reason="only Linux shows the environment of processes"
 )
 
 SESSIONS = '''
@@ -42,7 +42,7 @@ time.sleep(600 if len(sys.argv) == 2 else 0)
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
-    """Return a script that starts three processes, each in its own session, writes their ids to its
+    """Return a script that starts three processes in separate sessions, writes their ids to its
     file, and then waits or exits."""
     (tmp_path / "sessions.py").write_text(SESSIONS)
     return tmp_path / "sessions.py"
@@ -57,7 +57,7 @@ def pids_in(path: Path) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Wait some seconds for the processes to end. A zombie counts as ended."""
+    """Wait some seconds for the processes to exit. A zombie counts as exited."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
@@ -86,7 +86,7 @@ def test_a_process_that_outlives_its_command_is_reported(sessions, tmp_path, mon
     monkeypatch.setattr(families, "ENDS_WITHIN_S", 0.2)
     with pytest.raises(
         AssertionError,
-        match=r"has ended and left .*time.sleep\(600\).*test_a_process_that_outlives",
+        match=r"has exited but left .*time.sleep\(600\).*test_a_process_that_outlives",
     ):
         run(sessions, tmp_path / "pids", "end", cold=True)
     assert not any(map(is_alive, pids_in(tmp_path / "pids")))

@@ -1,7 +1,7 @@
-"""Test the section about GPUs in errors/rows.yaml: the real command must print each row.
+"""Test the section about GPUs in errors/rows.yaml. The command must print each row.
 
-No GPU is needed. Before the command runs, a few lines of Python in its process simulate the driver,
-torch and the GPU.
+The test needs no GPU. Before the command runs, a few lines of Python in its process simulate the
+driver, torch and the GPU.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ print("note:", precision_note("bf16", torch.device("cuda", 0)), file=sys.stderr)
 
 
 class Place:
-    """A folder with a config, in which commands run after a few lines of Python that prepare the
+    """A folder with a config, where commands run after a few lines of Python that prepare the
     process."""
 
     def __init__(self, folder: Path, shards: Path):
@@ -120,9 +120,10 @@ class Place:
         return call(line, env)
 
     def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
-        """Return lines that simulate a GPU whose memory fits a micro-batch of at most this size.
+        """Return lines of Python that simulate a GPU whose memory fits a micro-batch of at most
+        this size.
 
-        A fraction is between two sizes, and 0 means no memory at all. `spare_gib`: additional
+        The size may be a fraction. Size 0 simulates a GPU without memory. spare_gib: additional
         memory.
         """
         GIB = pytest.importorskip("vit.extras.planner.forecast").GIB

@@ -1,5 +1,5 @@
-"""Test that packages are ordered: each package imports only lower packages, and no file imports too
-many modules."""
+"""Test that the packages form layers: each package imports only lower packages, and no file imports
+too many modules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # These modules of checkpoint/ find weights in a run's folder. The other modules of checkpoint/
-    # are in a higher layer.
+    # These modules of checkpoint/ find weights in the folder of a run. The other modules of
+    # checkpoint/ are in a higher layer.
     "vit.run_folder",
     "vit.weights",
     "vit.training",
@@ -54,17 +54,18 @@ ROOMS = (
     "vit",
     "launch",
 )
-"""The packages from bottom to top. A module belongs to the package with the longest name that is a
-prefix of the module's name."""
+"""The packages from bottom to top. A module belongs to the package whose name is the longest prefix
+of the module's name."""
 LATE = {
     ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
-"""Maps a module, and a project module that one of its functions imports, to the reason."""
+"""Maps (module, project module that one of its functions imports) to the reason for the late
+import."""
 MOST_IMPORTS = 20
 """The maximum number of project modules that a file may import."""
 MOST_FILES = 10
 MOST_FOLDERS = 14
-"""The files directly in vit/, which give an overview of the project."""
+"""The maximum number of packages directly in vit/."""
 NEEDS_TORCH = (
     "vit.system.device_memory",
     "vit.system.devices",
@@ -84,20 +85,20 @@ NEEDS_TORCH = (
     "vit.data.augment.pixel_ops",
     "vit.data.augment.rounds",
 )
-"""The modules of vit.system, vit.data and data_prep that need torch. The other modules work without
-torch."""
+"""The modules of vit.system, vit.data and data_prep that need torch. All other modules in these
+packages work without torch."""
 
 
 class Arrow(NamedTuple):
     target: str
     line: int
     is_late: bool
-    """True if the import is inside a function."""
+    """Whether the import is inside a function."""
 
 
 @functools.cache
 def modules() -> dict[str, tuple[Arrow, ...]]:
-    """Return the project's modules and the imports between them, including type-only imports and
+    """Return the project's modules and all imports between them, including type-only imports and
     imports inside functions."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -147,7 +148,7 @@ def shown(module: str, arrow: Arrow) -> str:
 
 
 def violations(rule) -> str:
-    """Return a line for each import for which `rule(module, arrow)` returns a reason."""
+    """Return one line per import for which `rule(module, arrow)` returns a reason."""
     lines = [
         f"{shown(module, arrow)}: {text}"
         for module, all_arrows in modules().items()
@@ -170,7 +171,7 @@ def test_packages_import_only_packages_below_them():
     def rule(module, arrow):
         own, target = room_of(module), room_of(arrow.target)
         if is_extra(own) and is_extra(target):
-            return ""  # the next test checks this import
+            return ""  # the next test checks such imports
         return f"{target} is above {own}" if ROOMS.index(target) > ROOMS.index(own) else ""
 
     upward = violations(rule)
@@ -191,7 +192,7 @@ def test_extras_import_the_core_and_not_each_other():
 
 def test_files_do_not_import_each_other_in_a_cycle():
     graph = {name: {arrow.target for arrow in imports} for name, imports in modules().items()}
-    # A settings class and its checks may refer to each other in types.
+    # The types in a settings class and in its checks may refer to each other.
     graph = {
         name: {t for t in imports if t != name} for name, imports in without_types(graph).items()
     }
@@ -199,8 +200,8 @@ def test_files_do_not_import_each_other_in_a_cycle():
 
 
 def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return `graph` without type-only imports, because files in a package may refer to each other
-    in types."""
+    """Return `graph` without type-only imports, because the types in the files of a package may
+    refer to each other."""
     graph_at_run_time = {}
     for name in graph:
         tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
@@ -238,8 +239,8 @@ def test_no_file_imports_too_many():
 
 
 def test_every_object_loaded_by_name_exists():
-    """The core refers to rarely needed code by a string `module:attribute`, which no type checker
-    reads."""
+    """The core refers to rarely needed code by strings `module:attribute`, which type checkers do
+    not read."""
     lost = []
     for module in modules():
         path = ROOT / f"{module.replace('.', '/')}.py"
@@ -257,7 +258,7 @@ def test_every_object_loaded_by_name_exists():
 
 
 def test_every_import_in_a_shell_script_exists():
-    """Batch scripts run lines of Python that neither mypy nor ruff checks."""
+    """Batch scripts run lines of Python, which neither mypy nor ruff checks."""
     imports = [
         (path, match[1], name.strip())
         for folder in ("slurm", "deploy", "launch")

@@ -1,4 +1,4 @@
-"""Test facts in the docs: Python calls must match the real signatures, and counts must be
+"""Test facts in the docs: Python calls must match the signatures in the code, and counts must be
 correct."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ELSEWHERE = {
     *("AutoAugment", "HuggingFaceStorageWriter", "KNeighborsClassifier", "LogisticRegression"),
     *("fn.readers.webdataset", "wandb.login", "webdataset.WebDataset"),
 }
-"""Calls to other programs, mentioned for comparison."""
+"""Calls to functions of other programs, which the docs mention for comparison."""
 
 
 def calls_of(text: str) -> list[str]:
-    """Return the calls with a keyword argument in backticks within a page's sentences."""
+    """Return the calls in backticks, within sentences of a page, that have a keyword argument."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
     return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]
@@ -41,7 +41,8 @@ def places_of_names() -> dict[str, list[str]]:
 
 
 def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
-    """Return the objects that `name` may refer to, by its module or only by its last part."""
+    """Return the objects that `name` may refer to. A name without a module is looked up in
+    `places`."""
     prefix, _, last = name.rpartition(".")
     if prefix:
         try:
@@ -52,7 +53,7 @@ def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
 
 
 def problem_of(call: str, places: dict[str, list[str]]) -> str:
-    """Return why a call does not match its function's signature, or "" if it matches."""
+    """Return why a call does not match the signature of its function, or "" if the call matches."""
     name = call.partition("(")[0]
     if name in ELSEWHERE:
         return ""
@@ -134,7 +135,7 @@ def published_commands() -> int:
 
 
 def recipes_with_a_curve() -> int:
-    """Return the number of recipes with a curve. The demo is excluded, because it is not
+    """Return the number of recipes with a curve, excluding the demo, whose curve is not
     published."""
     recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "demo"]
     return sum(bool(re.search(r"^ +reference: \w", path.read_text(), re.M)) for path in recipes)
@@ -152,7 +153,7 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ),
     ("recipes.md", r"(\w+) recipes come with a \[published", recipes_with_a_curve, 0),
 ]
-"""Each row has a page, a sentence, the counted objects, and the relative tolerance of a rounded
+"""Rows with a page, a sentence, the counted objects, and the relative tolerance of a rounded
 number."""
 C_FILES = "vit/data/decode/c/*.[ch]"
 

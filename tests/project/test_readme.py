@@ -1,5 +1,5 @@
-"""Test the examples in the docs: the real commands accept them, their files exist, their settings
-fit the schema, and their Python code runs."""
+"""Test the examples in the docs: commands accept their arguments, files exist, settings fit the
+schema, and Python code runs."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ SCRIPTS = {
     "slurm/sweep.sh": "launch/train.py",
     "slurm/eval.sh": "launch/eval.py",
 }
-"""The script to which a batch script passes its arguments."""
+"""Maps a batch script to the script that receives its arguments."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
-"""The start of a command, perhaps after a variable assignment."""
+"""A pattern for the start of a command, which may follow a variable assignment."""
 
 
 def name_of(page: Path) -> str:
@@ -97,12 +97,12 @@ def test_there_are_commands_to_test():
 
 
 class Understood(BaseException):
-    """Raised when a command has accepted its arguments."""
+    """An exception raised when a command has accepted its arguments."""
 
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Make the real command parse its arguments without running. If they are invalid, fail with the
+    """Let the command parse its arguments, but do not run it. If they are invalid, fail with the
     command's own message."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
     if launcher == "bash":
         assert (ROOT / arguments[0]).is_file()
         return
-    if launcher in ("torchrun", "sbatch"):  # the launcher's own options come before the script
+    if launcher in ("torchrun", "sbatch"):  # skip the options of the launcher
         arguments = arguments[
             next(
                 (i for i, word in enumerate(arguments) if not word.startswith("--")), len(arguments)
@@ -163,7 +163,7 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
             arguments = ["-m", f"data_prep.{arguments[0]}", *arguments[1:]]
         else:
             arguments = [SCRIPTS[script], *arguments]
-            # Add the script's default.
+            # Add the default of the script.
             if "--config" not in arguments and script == "slurm/train.sh":
                 arguments += ["--config", "configs/vit_b16.yaml"]
     if arguments[:2] in (["-m", "venv"], ["-m", "data_prep"]) or not arguments:
@@ -178,8 +178,8 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_examples_print_the_output_shown_below_them(page):
-    """All examples run from top to bottom in one namespace, as if a reader pasted them. Examples
-    that need data have their own tests."""
+    """All examples run from top to bottom in one namespace, as if a reader had pasted them.
+    Examples that need data have their own tests."""
     names: dict[str, object] = {}
     shown = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.S)
     for code, output in shown:
@@ -190,8 +190,8 @@ def test_python_examples_print_the_output_shown_below_them(page):
 
 
 def write_digits(root: Path) -> None:
-    """Write shards of scikit-learn's 1,797 digits in white on black. Every fifth digit is for
-    evaluation."""
+    """Write shards of scikit-learn's 1,797 digits in white on black. Every fifth digit is used for
+    validation."""
     root.mkdir()
     digits = load_digits()
     splits = {}
@@ -225,8 +225,8 @@ def write_digits(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
-    """The page's code runs on real digits. They are easier than the demo's digits, so four epochs
-    take only seconds."""
+    """The code runs on real digits, which are easier than the digits of the demo. Four epochs are
+    enough and take only seconds."""
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
     write_digits(tmp_path / "data")
@@ -276,7 +276,8 @@ def test_a_command_starts_in_a_new_interpreter(script):
 
 
 def test_trains_a_model_of_the_user_by_its_name(shards, tmp_path):
-    """As docs/own_loop.md states, a model registered with timm must work like timm's own models."""
+    """docs/own_loop.md promises that a user's model registered with timm works like timm's own
+    models."""
 
     def own_for_this_test(
         num_classes: int = 1000, in_chans: int = 3, **options: object
@@ -321,14 +322,14 @@ def test_the_readme_is_short_and_its_measured_numbers_are_in_results_files():
 
 
 def anchors(page: Path) -> set[str]:
-    """Return possible link targets in a Markdown page: its headings, with the names that GitHub and
-    the site give them."""
+    """Return all possible link targets in a Markdown page: the anchors that GitHub and the site
+    give to its headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def sections(name: str) -> dict[str, str]:
-    """Map each third-level heading in a page of docs/ to the text below it."""
+    """Map each third-level heading in a page of docs/ to the text below the heading."""
     parts = re.split(r"^### ", (ROOT / "docs" / name).read_text(), flags=re.M)[1:]
     cut = [part.partition("\n## ")[0].partition("\n") for part in parts]
     texts = {heading: text for heading, _, text in cut}

@@ -1,5 +1,5 @@
-"""Test that commands do not leak logins: the test uses one login of each kind, and searches all
-files and output for it."""
+"""Test that commands do not leak logins. Each test uses one kind of login, and searches all files
+and output for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def forms(secret: str) -> set[bytes]:
 
 
 def leaks(place: Path, *printed: str) -> list[str]:
-    """Return where secrets were found: `name in file`."""
+    """Return where the secrets were found, as `name in file`."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))

@@ -1,7 +1,7 @@
-"""Test promises in docs/security.md that concern more than one module.
+"""Test the promises in docs/security.md that affect more than one module.
 
-A shell must never run a setting as code, a name must not control the terminal, and temporary paths
-must be private.
+A shell must never run a setting as code, a file name must not control the terminal, and temporary
+paths must be private.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trap:
 
 
 def objects(trap: Trap) -> bytes:
-    """Return an .npy file of Python objects, which is a pickle."""
+    """Return the bytes of an .npy file that contains Python objects, and therefore a pickle."""
     file = io.BytesIO()
     np.save(file, np.array([trap], dtype=object), allow_pickle=True)
     return file.getvalue()
@@ -110,7 +110,7 @@ PROGRAMS = {
     "squeue": "echo node0",
     "getent": ":",
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    # The scripts call Python for the config, the run's folder and the training.
+    # The scripts call Python for the config, the folder of the run and the training.
     "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
     'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
 }
@@ -119,7 +119,8 @@ PROGRAMS = {
 
 @pytest.fixture
 def cluster(tmp_path) -> Path:
-    """Create a checkout that contains only slurm/, and the programs that the scripts call."""
+    """Create a checkout that contains only slurm/, and fakes of the programs that the scripts
+    call."""
     (tmp_path / "bin").mkdir()
     for name, lines in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
@@ -190,7 +191,7 @@ def test_splits_srun_arguments_as_a_shell_does(cluster):
 
 @pytest.mark.parametrize("ranks", ["a[$(touch HARM)]", "08"])
 def test_rejects_a_number_of_ranks_that_is_not_a_number(ranks, cluster):
-    """In arithmetic, bash runs embedded commands, and it rejects 08 as a number."""
+    """In arithmetic, bash runs embedded commands and rejects 08 as a number."""
     assert batch(cluster, "train.sh", RANKS_PER_NODE=ranks) == []
     assert batch(cluster, "train.sh", SRUN_ARGS="'not closed") == []
 
@@ -223,7 +224,7 @@ def test_the_spot_script_passes_settings_unchanged(cluster):
 
 
 def test_a_name_cannot_control_the_terminal(tmp_path):
-    """A name may contain codes that change the window's title, fill the clipboard or clear the
+    """A file name may contain codes that change the window title, fill the clipboard or clear the
     screen."""
     name = "a\x1b]0;title\x07\x1b]52;c;aGFybQ==\x07\x1b[2J\x9b2J\u202e.jpg"
     done = subprocess.run(
@@ -282,7 +283,7 @@ def test_a_predictable_temporary_path_is_private(tmp_path):
             private_folder(path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change the owner of a folder")
 def test_ignores_a_cache_made_by_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "is_shared", lambda kind: False)
     monkeypatch.setattr(host, "file_system", lambda path, root: "ext4")

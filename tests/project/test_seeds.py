@@ -40,7 +40,7 @@ HERE = {
     row: re.findall(r"`([^`]+)`|\]\(([^)#]+)\)", cell)
     for row, cell in re.findall(r"^\| ([A-Z]\d) \| [^|]* \| ([^|]*) \|", PAGE, re.M)
 }
-"""Maps a row to (text in backticks or "", target of a link or "") from the column "here"."""
+"""Maps a row to (text in backticks or "", link target or "") from the column "here"."""
 COMMANDS = {
     row: [text for text, _ in entries if text.startswith(("python ", "torchrun "))]
     for row, entries in HERE.items()

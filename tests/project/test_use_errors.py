@@ -1,6 +1,6 @@
 """Test the rows of errors/rows.yaml about prediction and plots.
 
-If a mistake ends the command, the command runs in this process and raises ValueError.
+Commands run in this process and raise ValueError for a mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = rows("Prediction and pictures")
 
 
 class Left(Exception):
-    """Raised if the command exits with a status."""
+    """An exception raised when the command exits with a status."""
 
 
 @pytest.fixture(scope="module")

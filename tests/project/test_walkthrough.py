@@ -1,5 +1,5 @@
-"""Test docs/walkthrough.ipynb: the code from docs/model.md, a training run, and plots of the
-trained model."""
+"""Test docs/walkthrough.ipynb, which contains the code from docs/model.md, a training, and plots of
+the trained model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_all_cells_run(notebook, tmp_path):
     done = run(tmp_path / "cells.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^right: \d+ of 360 ", done.stdout, re.M)
-    assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "pictures must not be printed"
+    assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "the cells must write no files"
 
 
 @pytest.mark.full
@@ -77,7 +77,7 @@ def test_a_kernel_runs_the_unchanged_notebook(notebook, monkeypatch, tmp_path):
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
     (right,) = re.findall(r"^right: (\d+) of 360 ", printed, re.M)
-    assert int(right) > 300, "chance gives 36 of 360"
+    assert int(right) > 300, "guessing gives only 36 of 360"
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) >= 12
     page = PAGE.read_text()

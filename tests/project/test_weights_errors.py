@@ -1,6 +1,6 @@
 """Test the rows of errors/rows.yaml about weights from other programs and about exports.
 
-The real command must print each row and leave no files.
+The command must print each row and leave no files.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def objects(place):
 
 
 def refilled(place, name, value):
-    """Return the finished run's weights with one tensor filled with `value`."""
+    """Return the weights of the finished run, with one tensor filled with `value`."""
     path = place.folder / "refilled.safetensors"
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         metadata = as_by_another_program(file.metadata())

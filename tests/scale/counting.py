@@ -1,4 +1,5 @@
-"""A store and a process group of torch that count every request and every collective.
+"""Replace torch's store and process group with versions that count each request and each
+collective.
 
 Counts       counts by part of a run; wraps the functions that are the parts
 Store        a dict with the interface of TCPStore; `Connection` forwards to a real store
@@ -31,12 +32,12 @@ REQUEST_BYTES = 16
 
 
 class _Thread(threading.local):
-    """The part of the run that a thread is in, and whether the thread simulates another rank."""
+    """The part of the run that a thread executes, and whether the thread simulates another rank."""
 
     def __init__(self) -> None:
         self.parts = ["other"]
         self.others_s = 0.0
-        """The seconds spent on simulating other ranks."""
+        """The time spent on simulating other ranks, in seconds."""
         self.is_others = False
 
 
@@ -50,7 +51,7 @@ class Counts:
         self._thread = _Thread()
 
     def add(self, quantity: str, nbytes: int, key: str) -> None:
-        """Count a request, a collective or a file access. key: its kind."""
+        """Count a request, a collective or a file access. key: the kind of event."""
         if self.is_on and not self._thread.is_others:
             part = self._thread.parts[-1]
             self.values[part][quantity] += 1
@@ -88,7 +89,7 @@ class Counts:
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """Exclude the requests of simulated ranks from the counts during the `with` block."""
+        """Exclude the requests of simulated ranks from the counts, until the block ends."""
         thread = self._thread
         began_s = time.thread_time()
         thread.is_others = True
@@ -124,8 +125,8 @@ class Counts:
 
 
 class Store(dist.Store):
-    """A replacement for torch's store over the dict `entries`, which counts requests as a TCPStore
-    would receive them."""
+    """A replacement for torch's store that stores values in the dict `entries`, and counts requests
+    as a TCPStore would receive them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):
         super().__init__()
@@ -168,7 +169,7 @@ class Store(dist.Store):
 
 
 class Connection(Store):
-    """A client of a real store that counts its requests in the same way."""
+    """A client of a real store that counts requests as `Store` does."""
 
     def __init__(self, store: dist.Store, counts: Counts):
         super().__init__({}, counts)
@@ -202,8 +203,8 @@ class Connection(Store):
 
 
 class Group(dist.ProcessGroup):
-    """A replacement for torch's process group that counts collectives. All ranks contribute the
-    same values."""
+    """A replacement for torch's process group that counts collectives. All ranks contribute equal
+    values."""
 
     def __init__(self, rank: int, size: int, counts: Counts):
         super().__init__(rank, size)
@@ -229,9 +230,9 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Broadcast ones instead of weights, because a simulated rank does not have rank 0's
-        weights. Integers describe DDP's buckets, which are equal on all ranks, so they are not
-        replaced."""
+        """Broadcast ones instead of weights, because a simulated rank does not have the weights of
+        rank 0. Integers, which describe DDP's buckets, are the same on all ranks and stay
+        unchanged."""
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
                 tensor.fill_(1)
@@ -254,5 +255,5 @@ class Group(dist.ProcessGroup):
         output.copy_(own)
         return self._done("all_to_all", [own], output)
 
-    all_gather_single = _allgather_base  # the method's name since torch 2.15
+    all_gather_single = _allgather_base  # the name of this method since torch 2.15
     all_to_all_single = alltoall_base

@@ -1,4 +1,4 @@
-"""Run a whole training as one rank of n in one process, and count its communication by part.
+"""Run a training as one of n ranks in one process, and count its communication by part.
 
     the rank     calls launch/train.py's functions on a real folder of shards
     the others   use the code of `World` to send their messages just before rank 0 reads them; the
@@ -8,9 +8,9 @@
 
     python tests/scale/one_of_many.py SHARDS --batch 4096 --ranks 64 512 4096 > counts.json
 
-No rank is late in this simulation, so a waiting rank polls once. A real rank that waits polls again
-after at most `World.look_s`. Sums assume n equal ranks, so the counts are right but the weights
-are wrong. `tests/scale/table.py` formats the counts as tables.
+No simulated rank is late, so a waiting rank polls once. A real rank that waits polls again after at
+most `World.look_s`. Sums assume n equal ranks, so the counts are right but the weights are wrong.
+`tests/scale/table.py` formats the counts as tables.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (OrderHook, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
     (vit.train, "_save", "save"),
-    # a separate part, because the next save or the next step may include it
+    # a separate part, because it may happen in the next save or in the next step
     (Saver, "_tell_complete", "save recorded"),
     (vit.train, "_finish", "end"),
     (exit, "leave_world", "end"),
     (Watch, "_verdict", "watch: a beat"),
 )
-"""The functions whose calls are counted as parts of a run. A nested call counts as the inner
-part."""
+"""The functions whose calls are counted as parts of a run. A nested call is counted only in the
+inner part."""
 
 
 class _Waits(BaseException):
-    """Raised when a simulated rank has sent its message and would wait."""
+    """An exception raised when a simulated rank has sent its message and would wait."""
 
 
 class _SendingStore:
-    """The store of a simulated rank, which passes on the rank's messages and raises _Waits when the
-    rank first reads."""
+    """The store of a simulated rank. It accepts the rank's messages, and raises _Waits at the
+    rank's first read."""
 
     def __init__(self, store: dist.Store):
         self._store = store
@@ -121,7 +121,7 @@ def others_speak(
             stub: Any = _SendingStore(world.store)
             other = World(rank, world.size, world.device, stub, hosts)
             own = arguments
-            # `gather` sends one value from each rank
+            # `gather` sends one value from each rank.
             if len(arguments) == 2 and isinstance(arguments[1], dict):
                 own = (arguments[0], _value_of(rank, *arguments, other))
             try:
@@ -198,7 +198,7 @@ def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, stor
 def first_and_last(
     settings: tuple[Path, list[str]], size: int, counts: Counts
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the counts of rank 0 and of the last of `size` ranks for a run that resumes and
+    """Return the counts of rank 0 and of the last of `size` ranks, for a run that resumes and
     finishes."""
     stopped_attempt(settings, size, 0, Store({}, counts))
     entries: dict[str, bytes] = {}
@@ -213,7 +213,7 @@ def first_and_last(
 
 
 def real(shards: Path, batch: int, folder: Path) -> None:
-    """Train as one of the ranks that torchrun started, and write the counts of this rank to
+    """Train as one of the ranks that torchrun has started, and write the counts of this rank to
     `folder`."""
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])

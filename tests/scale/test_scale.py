@@ -1,5 +1,5 @@
-"""Test that communication does not grow with the number of ranks, except as stated in `OF_A_RANK`,
-`OF_A_HOST` and `SUMMED`."""
+"""Test that communication does not grow with the number of ranks, except where `OF_A_RANK`,
+`OF_A_HOST` and `SUMMED` allow it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OF_A_RANK = {
 """The number of bytes per rank that rank 0 may read from the store in each part. The default is
 0."""
 OF_A_HOST = {"start: ranks meet": 40}
-"""The number of bytes per host that any other rank may read, for the host's name."""
+"""The number of bytes per host that any other rank may read to learn the host names."""
 SUMMED = {"step": 4 * (1 + len(LOADER_COUNTS) / 5), "evaluation": 4}
 """The number of bytes per rank in collectives: the rank's wait for data in each step, and its
-loader's counts with each line of metrics (every five steps in this test)."""
+loader counters in each line of metrics (every five steps in this test)."""
 DIGITS = 3
-"""The number of digits by which a count or a rank number may grow."""
+"""The number of decimal digits by which a count or a rank number may grow."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def simulated(shards, *ranks):
 
 @pytest.fixture(scope="module")
 def counted(images):
-    """Map (rank, part, quantity) to the counts with few ranks and with many ranks."""
+    """Map (rank, part, quantity) to two counts: with few ranks and with many ranks."""
     few, many = simulated(images, FEW, MANY).values()
     return {
         (who, part, quantity): (values.get(quantity, 0), number)
@@ -60,7 +60,8 @@ def counted(images):
 
 
 def grown(counted, quantity):
-    """Return rows with the rank, the part, the count with few ranks, and its growth."""
+    """Return rows with the rank, the part, the count with few ranks, and the growth of the
+    count."""
     rows = [
         (key[0], key[1], few, many - few)
         for key, (few, many) in counted.items()
@@ -103,7 +104,7 @@ def test_all_parts_of_a_run_were_counted(counted):
 
 @pytest.mark.full
 def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
-    """Real ranks use gloo and torch's store. Polls are not compared, because they depend on
+    """Real ranks use gloo and torch's store. The comparison excludes polls, whose number depends on
     timing."""
     counts = simulated(images, 4)["4"]
     script = [images, "--batch", MANY, "--real", tmp_path]
@@ -117,7 +118,7 @@ def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
 
 
 def requests_of(counts):
-    """Return the requests to the store without polls, heartbeats and torch's own requests."""
+    """Return the requests to the store, without polls, heartbeats and torch's own requests."""
     ours = {name: number for name, number in counts["keys"].items() if " vit/" in name}
     return {
         name: number

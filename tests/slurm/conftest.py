@@ -1,6 +1,6 @@
-"""Fixtures that start and stop a real two-node Slurm on this machine, using Debian's daemons.
+"""Start and stop a real Slurm with two nodes on this machine, using Debian's daemons.
 
-Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons require root. Without
+Debian's slurmd can run several times on a host (`slurmd -N n1`). The daemons require root. Without
 root or Slurm, the tests are skipped with the reason, or fail if VIT_REQUIRE_SLURM=1, as in CI.
 """
 
@@ -26,8 +26,8 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# All times are short, and all other settings have Slurm's defaults. GPUs are not real hardware, so
-# that scripts that request GPUs run unchanged.
+# All times are short. Other settings have Slurm's defaults. The GPUs do not exist, but scripts that
+# request GPUs run unchanged.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={first_job}
@@ -81,7 +81,7 @@ UNFINISHED = (
 
 
 class Cluster:
-    """Slurm's commands, connected to the daemons of the tests."""
+    """Slurm's commands, which talk to the daemons of the tests."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -112,10 +112,10 @@ class Cluster:
             )
 
     def start_node(self, name: str) -> None:
-        """Start a node's slurmd in a process namespace. When the namespace ends, all its processes
-        end, as if the machine lost power."""
+        """Start a node's slurmd in a process namespace. Ending the namespace kills all of its
+        processes, as if the machine lost power."""
         slurmd = f"slurmd -D -f {self.folder}/slurm.conf -N {name}"
-        # Like an init, bash adopts orphans. unshare ignores SIGTERM.
+        # bash adopts orphans as an init process does. unshare ignores SIGTERM.
         line = f'{slurmd} & trap "kill $!" TERM; wait $!; wait $!'
         apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
         self.nodes[name] = self.start(*apart, "bash", "-c", line)
@@ -137,8 +137,8 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
-        """Submit a script with options for sbatch and arguments for the script. sbatch passes
-        `variables` to the job's environment."""
+        """Submit a script with options for sbatch and arguments for the script. variables:
+        environment variables of the job."""
         command = [
             "env",
             *(f"{key}={value}" for key, value in variables.items()),
@@ -167,8 +167,8 @@ class Job:
         self.path = log
 
     def facts(self) -> dict[str, str]:
-        """Return the output of `scontrol show job` as a dict. For an array, describe an unfinished
-        task if one exists."""
+        """Return the output of `scontrol show job` as a dict. For a job array, describe an
+        unfinished task if one exists."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -208,8 +208,8 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Start two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a
-    preemption) and urgent, whose jobs preempt those of the other two."""
+    """Start two nodes, n1 and n2, with three partitions: main, grace (30 s of notice before a
+    preemption) and urgent. Jobs in urgent preempt jobs in the other partitions."""
     missing = [
         name
         for name in DAEMONS
@@ -224,7 +224,7 @@ def cluster() -> Iterator[Cluster]:
         if os.environ.get("VIT_REQUIRE_SLURM") == "1":
             pytest.fail(f"{reason}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
         pytest.skip(f"{reason} ({remedy})")
-    # use a short path, because a socket's path is limited to 107 bytes
+    # Use a short path, because the path of a socket is limited to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))
     os.chmod(folder, 0o755)
     for name in ("state", "spool-n1", "spool-n2"):
@@ -236,7 +236,7 @@ def cluster() -> Iterator[Cluster]:
         "first_port": first_port,
         "second_port": second_port,
     }
-    # Jobs derive their ports from their job numbers, so two test runs on one machine need different
+    # Ports are derived from job numbers, so two test runs on one machine need different job
     # numbers.
     numbers["first_job"] = random.randrange(1000, 60000)
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
@@ -270,7 +270,7 @@ def cluster() -> Iterator[Cluster]:
         wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-        # Wait for jobs before ending the daemons, because jobs would become orphans.
+        # Wait for the jobs before stopping the daemons. Otherwise, the jobs would become orphans.
         wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
         for node in cluster.nodes:
@@ -289,8 +289,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
-    """Cancel the jobs of a failed test, which would occupy the nodes during the next test. Jobs of
-    fixtures that several tests share are not canceled, because they were submitted earlier."""
+    """Cancel the jobs that a failed test has submitted, because they would occupy the nodes during
+    the next test."""
     before = len(cluster.submitted)
     yield
     if jobs := cluster.submitted[before:]:

@@ -1,5 +1,5 @@
-"""Test that `sbatch slurm/train.sh ... --check` writes its table to the log and that the job exits
-with the check's status."""
+"""Test that `sbatch slurm/train.sh ... --check` writes its table to the log, and that the job exits
+with the status of the check."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from processes import TINY, write_config
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
-# Both nodes are this machine. This command prefix, used like a container's, gives each node a
-# different name, and hides the data on n2 behind an empty folder.
+# Both nodes are this machine. Like a container, this command prefix gives each node a different
+# name, and hides the data on n2 behind an empty folder.
 AS_A_NODE = """#!/bin/bash
 export HIDDEN={hidden}
 exec unshare --uts --mount bash -c '
@@ -24,7 +24,7 @@ exec unshare --uts --mount bash -c '
 
 
 def checked(cluster, folder, shards, hidden=""):
-    """Submit a job that checks the requirements of a training run in `folder`/run."""
+    """Submit a job that checks the requirements of a training in `folder`/run."""
     program = folder / "as_a_node"
     program.write_text(AS_A_NODE.format(hidden=hidden))
     program.chmod(0o755)
@@ -37,7 +37,7 @@ def checked(cluster, folder, shards, hidden=""):
 
 
 def rows(job):
-    """Map each part to its verdict and to the first line of its finding."""
+    """Map each part of the table to its verdict and to the first line of its finding."""
     findings = re.findall(r"^ +(ok|note|FAIL|-) +(\S+(?: \S+)?) {2,}(.*)$", job.log, re.M)
     return {part: (verdict, finding) for verdict, part, finding in findings}
 
@@ -62,10 +62,10 @@ def test_a_node_without_the_data_is_named_and_the_job_fails(cluster, shards, tmp
     assert facts["ExitCode"] != "0:0"
     verdict, finding = rows(job)["shards"]
     assert verdict == "FAIL", job.log
-    # torchrun does not always start rank 0 on the job's first node.
+    # torchrun does not always start rank 0 on the first node of the job.
     assert re.match(r"n2 \(rank [01]\): ", finding), (
         "the message must name the node without the data"
     )
-    assert rows(job)["step"][0] == "-", "training must not be tried"
+    assert rows(job)["step"][0] == "-", "the check must not try a step"
     assert re.search(r"checked, and nothing was started; exit status [1-9]", job.log)
     assert not (tmp_path / "run").exists()

@@ -1,8 +1,8 @@
-"""Test slurm/*.sh on a real two-node Slurm: jobs that finish, time out, are canceled or preempted,
-or contain mistakes.
+"""Test slurm/*.sh on a real Slurm with two nodes: jobs that finish, time out, are canceled or
+preempted, or contain mistakes.
 
-Both nodes are this machine, and Slurm's GPUs are not real: each job runs one rank per GPU, on the
-CPU.
+Both nodes are this machine, and the GPUs that Slurm allocates do not exist. Each job runs one rank
+per allocated GPU, on the CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def submit_training(
 
 
 def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None:
-    """Wait until metrics.jsonl has reached `step`. The job must not end earlier."""
+    """Wait until metrics.jsonl contains `step`. Fail if the job ends earlier."""
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
         state = job.facts()["JobState"]
@@ -107,7 +107,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_ends_like_an_undisturbed_job(
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 20)
-    # send the signal that Slurm sends shortly before the limit
+    # Slurm sends this signal shortly before the time limit.
     job.cancel("--batch", "--signal=USR1")
     facts = job.wait()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), (
@@ -144,8 +144,8 @@ def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards,
 
 
 def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
-    """Ranks on GPUs wait for a failed node in the same way. In this test, a rank is stopped.
-    SRUN_ARGS is passed to srun."""
+    """The test stops a rank to simulate a failed node, for which ranks on GPUs would wait in the
+    same way. SRUN_ARGS is passed to srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -169,7 +169,7 @@ def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_pa
 @pytest.mark.patient
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
     """The node's slurmd, step and ranks end without a message. After SlurmdTimeout, Slurm requeues
-    the job, which waits until the node returns."""
+    the job, which waits until the node comes back."""
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
@@ -178,8 +178,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
     cluster.start_node("n2")
     facts = job.wait()
-    # When the node returns, Slurm may repeat its order to end this job. The job is then saved and
-    # requeued a second time.
+    # When the node comes back, Slurm may resend the request to terminate the job. The job is then
+    # saved and requeued a second time.
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) >= 1
     first, second, *_ = starts(run_dir)
@@ -189,8 +189,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
 
 
 def trainers(run_dir: Path) -> list[int]:
-    """Return the process ids of the ranks that train in `run_dir`. Only the command lines of
-    launchers and srun contain torchrun."""
+    """Return the process ids of the ranks that train in `run_dir`. Only launchers and srun have
+    torchrun in their command lines."""
     lines = {pid: command_line(pid).split() for pid in all_pids()}
     return [
         pid
@@ -278,8 +278,8 @@ def test_an_array_of_tasks_writes_the_same_shards_as_one_process(cluster, shards
 
 @pytest.fixture(scope="module")
 def limited(cluster, shards, tmp_path_factory):
-    """Submit a job that repeatedly reaches its time limit of a minute, in a partition without
-    preemption. Return the job and its run folder."""
+    """Submit a job to a partition without preemption. The job repeatedly reaches its time limit of
+    one minute. Return the job and its run folder."""
     folder = tmp_path_factory.mktemp("limited")
     options = (*TWO_NODES[:-1], "--time=1", "--signal=B:USR1@20", "--partition=urgent")
     return (
@@ -289,8 +289,8 @@ def limited(cluster, shards, tmp_path_factory):
 
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
-    """Without notice, Slurm ends and requeues the job. With notice, only the script can requeue
-    it."""
+    """Without notice of a preemption, Slurm ends and requeues the job. With notice, only the script
+    can requeue the job."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()
@@ -328,8 +328,8 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
 
 def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     job, run_dir = limited
-    # Cancel the job early. A job with a limit of a minute saves and requeues itself at 40 s, and
-    # canceling it later is a different case.
+    # Cancel the job early, because a job with a limit of one minute saves and requeues itself at 40
+    # s.
     job.wait(
         lambda facts: (
             int(facts["Restarts"]) > 0
@@ -346,7 +346,7 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 180
-    # The job prints the second message if it is canceled during its restart.
+    # The job prints the second message if it is canceled while it restarts.
     ended = ("the job itself was asked to end", "not started")
     while not any(message in job.log.splitlines()[-1] for message in ended):
         assert time.monotonic() < deadline, job.log

@@ -1,4 +1,4 @@
-"""Test that each mistake on the command lines of launch/ prints one line with the probable
+"""Test that each mistake on a command line of launch/ prints one line with the probable
 intention."""
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from vit.system.files import remove_leftovers, replacing, temporary_beside, temp
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
-"""A command prefix for a separate process-id namespace. As in containers with the host's network,
-the host name is the same and process ids are small."""
+"""A command prefix for a separate process-id namespace. As in containers that use the host's
+network, the host name is the same and process ids are small."""
 
 
 def can_unshare() -> bool:
@@ -30,7 +30,7 @@ def test_no_two_temporary_names_are_equal(tmp_path):
     assert len({temporary_beside(tmp_path / "a.tar") for _ in range(1000)}) == 1000
 
 
-@pytest.mark.skipif(not can_unshare(), reason="needs the right to make a process-id namespace")
+@pytest.mark.skipif(not can_unshare(), reason="needs permission to create a process-id namespace")
 def test_containers_with_equal_host_names_and_process_ids_leave_each_other_alone(tmp_path):
     writer = f"""
 import sys

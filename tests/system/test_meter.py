@@ -1,5 +1,5 @@
-"""Test progress messages: rate and remaining time, periodic lines in a log file, and no output if
-nobody can read it."""
+"""Test progress messages: rate and remaining time, periodic lines in a log file, and no output
+without a reader."""
 
 import math
 import re

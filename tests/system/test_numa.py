@@ -1,4 +1,4 @@
-"""Test that the cores next to a GPU are read from the kernel's files on a host with several
+"""Test that the cores next to a GPU are read from the kernel's files on a host with several NUMA
 nodes."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
         ("00001111", ALL, NEAR_1),
         ("00001111", ALL - {63}, ALL - {63}),  # the rank may use fewer cores than its share
         ("00001111", set(range(8, 24)), set(range(16, 24))),
-        ("00001111", set(range(16)), set(range(16))),  # Slurm gave the rank no core on that node
+        ("00001111", set(range(16)), set(range(16))),  # Slurm gave the rank no core on this node
         ("01", ALL, NEAR_1),
         ("11111111", ALL, ALL),  # eight ranks share half of the cores
         ("1", ALL, ALL),  # the only rank gets all cores of the node
@@ -67,7 +67,7 @@ def test_children_of_a_bound_rank_are_bound_and_the_hosts_cores_are_counted(tmp_
     text = {node: str(core) for node, core in enumerate(allowed)}
     root = host(tmp_path, [str(node) for node in text][:8], text)
     if len(allowed) > 8:
-        pytest.skip("this host would need more GPUs")
+        pytest.skip("this host has more than eight cores")
     code = f"""
 import os, subprocess, sys
 from pathlib import Path

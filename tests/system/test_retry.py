@@ -28,8 +28,8 @@ def no_outage():
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """Replace the clock of retries with one that advances when they sleep, and by a microsecond
-    when they read it. Threads left over from other tests keep the real clock."""
+    """Replace the clock of retries by a fake clock that advances only with their sleeps, and by a
+    microsecond per read. Threads left over from other tests use the real clock."""
     now = SimpleNamespace(strftime=time.strftime, localtime=time.localtime, passed_s=0.0)
     ours = threading.current_thread()
 
@@ -54,7 +54,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def failing(times: int, **details):
-    """Return a function that fails this many times and then returns the number of the attempt."""
+    """Return a function that fails this many times, and then returns the number of the attempt."""
     made = []
 
     def attempt() -> int:
@@ -70,7 +70,7 @@ def failing(times: int, **details):
 def test_retries_a_temporary_failure():
     before = num_retries()
     assert QUICK.call(URL, failing(3)) == 4
-    # threads left over from other tests may also be retrying
+    # threads left over from other tests may retry, too
     assert num_retries() - before >= 3
 
 
@@ -135,8 +135,8 @@ def test_does_not_wait_beyond_the_limit():
 
 
 def messages(caplog) -> list[str]:
-    """Return the messages about this file's server, because threads left over from other tests may
-    still be retrying other servers."""
+    """Return only the messages about the server of this file, because threads left over from other
+    tests may still retry."""
     return [message for message in caplog.messages if message.startswith(URL)]
 
 

@@ -33,8 +33,8 @@ class Nothing(Batches):
 
 
 def test_the_share_of_vit_b16_equals_a_sum_by_hand():
-    """A forward pass takes 35.13 GFLOP per image, and training takes three times as much, so 3,000
-    images/s are 32 % of an H200's peak."""
+    """A forward pass takes 35.13 GFLOP per image, and training takes three times as much.
+    Therefore, 3,000 images/s are 32 % of an H200's peak."""
     with torch.device("meta"):
         model = create_model("vit_b16", 224, 1000)
     flops = train_flops_per_image(model, 128)
@@ -44,7 +44,7 @@ def test_the_share_of_vit_b16_equals_a_sum_by_hand():
 
 
 def test_the_peak_is_measured_with_products_of_random_numbers(monkeypatch):
-    """Every machine performs between a million and 10**18 operations per second."""
+    """Any machine performs between a million and 10**18 operations per second."""
     factors = []
 
     def multiply(a, b):

@@ -1,4 +1,4 @@
-"""Test the number of steps and micro-batches, and the error for a batch that cannot be divided."""
+"""Test the number of steps and micro-batches, and the error if a batch cannot be divided."""
 
 from __future__ import annotations
 

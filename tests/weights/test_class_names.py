@@ -1,4 +1,4 @@
-"""Test that the data's classes are selected by name from a head with more classes."""
+"""Test that the classes of the data are selected by name from a head with more classes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def imagenet_weights(**more) -> LoadedWeights:
     ],
 )
 def test_a_head_of_1000_unnamed_classes_has_the_names_of_imagenet(data_names, rows, kind):
-    """The expected numbers are from ImageNet's published lists: 0 tench, 1 goldfish, 281 tabby."""
+    """The expected numbers come from ImageNet's published lists: 0 tench, 1 goldfish, 281 tabby."""
     chosen = select_classes(imagenet_weights(), data_names)
     assert chosen.weights["head.bias"].tolist() == rows
     [note] = chosen.notes

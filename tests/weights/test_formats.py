@@ -1,5 +1,5 @@
-"""Test that weight files are recognized by their content, and are read without running code or
-rejected in one line."""
+"""Test that weights files are recognized by their content, and are either read without running code
+or rejected in one line."""
 
 import argparse
 import json
@@ -97,7 +97,7 @@ def test_truncated_files_are_refused(tmp_path, name, fraction):
 
 
 class Harmful:
-    """An object whose unpickling runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -203,8 +203,8 @@ class Canary:
 def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_code(
     tmp_path, recwarn
 ):
-    """A plain pickle, a TorchScript program and a zip of photos are not damaged, so the error must
-    not advise to copy the file again."""
+    """A plain pickle, a TorchScript program and a zip of photos are intact, so the error must not
+    advise users to copy the file again."""
     bird = tmp_path / "ran"
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
@@ -228,8 +228,8 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
 
 
 def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
-    """A damaged number of classes, grid or name must be reported when the file is read, before
-    anything uses it."""
+    """A damaged number of classes, grid or class name must be reported when the file is read,
+    before other code uses the value."""
     good = {
         "config": "{}",
         "num_classes": "10",
@@ -243,7 +243,7 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
     assert read_weights(path).grid_size == (8, 8)
     damaged = {
         "config": ["[]", "null", '{"model":'],
-        "num_classes": ["ten", "0", "9"],  # 9 is less than the number of names
+        "num_classes": ["ten", "0", "9"],  # less than the number of names
         "grid_size": ['"8x8"', "[8]", "8"],
         "step": ["last"],
         "class_names": ["[1, 2]", '"a"'],
@@ -256,18 +256,19 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
 
 
 def test_an_error_of_the_operating_system_is_one_line(tmp_path):
-    """Tests may run as root, which may read any file, so these errors are not about permissions."""
+    """Tests may run as root, which can read any file, so this test triggers errors other than
+    permission errors."""
     os.mkfifo(tmp_path / "pipe.pth")
     (tmp_path / "loop.pth").symlink_to("loop.pth")
     for name, message in {"pipe": "is not a regular file", "loop": "is a broken link"}.items():
         with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
             read_weights(tmp_path / f"{name}.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
-        read_weights("a" * 300)  # longer than the system allows
+        read_weights("a" * 300)  # a name that is too long for the system
 
 
 def test_quantised_weights_are_refused(tmp_path):
-    """Without their scales, which are separate tensors, the numbers would be another model."""
+    """The scales are stored as separate tensors, and without them the integers are meaningless."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):

@@ -1,6 +1,7 @@
-"""Test that huggingface_hub's real client fetches weights by name from a local hub.
+"""Test that the client of huggingface_hub fetches weights by name from a local hub.
 
-The logits must match those of timm and transformers, which fetch from the same hub.
+The logits must match those of timm and transformers, which fetch the weights from the local hub as
+well.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PICKLED = "someone/pickled"
 OTHER = "someone/vit"
 GATED = "someone/gated"
 NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
-"""The repository that configs/photos.yaml starts from. The local hub serves a small model under
+"""The repository from which configs/photos.yaml starts. The local hub serves a small model under
 this name."""
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 """timm's arguments for a model with the sizes of `TINY`."""
@@ -67,7 +68,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture
 def hub(repositories, tmp_path, monkeypatch) -> Iterator[HubServer]:
-    """Start a local hub with an empty cache, and set its address in the environment."""
+    """Start a local hub, set its address in the environment, and use an empty cache."""
     with HubServer(repositories) as server:
         server.licences[NAME] = "apache-2.0"
         server.gated.add(GATED)

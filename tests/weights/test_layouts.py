@@ -1,6 +1,6 @@
-"""Test that weights survive writing and reading in another program's layout bit for bit.
+"""Test that weights stay bit-identical when they are written and read in another program's layout.
 
-The other program, with the same random weights, must compute the same logits.
+With the same random weights, the other program must compute the same logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRAMS = ("timm", "torchvision", "huggingface", "npz")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing ones are
+    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing weights are
     detected."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def ours(size: str) -> Any:
 
 
 def theirs(program: str, model: Any) -> torch.nn.Module:
-    """Return another program's model of the same shape as `model`, with its own random weights."""
+    """Return another program's model with the shape of `model` and its own random weights."""
     block = model.blocks[0]
     side, patch = model.image_size[0], model.patch_size[0]
     hidden, heads = block.mlp.fc1.out_features, block.attn.num_heads
@@ -89,8 +89,8 @@ def logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, depth: int) -> None:
-    """Allow one float32 rounding per block, because the programs' kernels sum in different
-    orders."""
+    """Allow one float32 rounding error per block, because the kernels of the programs sum in
+    different orders."""
     scale = theirs.abs().max()
     assert scale > 0.1
     torch.testing.assert_close(ours, theirs, rtol=0, atol=float(scale) * 2**-20 * max(depth, 8))
@@ -105,7 +105,7 @@ def test_weights_of_other_programs_give_their_logits(program, size, tmp_path):
     if program == "huggingface":
         other.save_pretrained(tmp_path / "saved")
         path = tmp_path / "saved"
-    elif program == "npz":  # timm can read this layout but cannot write it
+    elif program == "npz":  # timm can read but not write this layout
         path = tmp_path / "w.npz"
         weights = {name: value.detach() for name, value in other.state_dict().items()}
         arrays, left = from_ours(LAYOUTS["npz"], weights, model.blocks[0].attn.num_heads)
@@ -136,7 +136,7 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
         assert notes == []
         assert again.keys() == weights.keys()
         assert all(torch.equal(again[name], weights[name]) for name in weights), (
-            "not equal bit for bit"
+            "the weights must be equal bit for bit"
         )
         weights = sent
     if program == "npz":
@@ -152,7 +152,7 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
     assert_close(logits(model, images), logits(other, images), model.depth)
 
 
-# Variants of the layouts
+# ---- variants of the layouts ----
 def test_variants_of_big_visions_names_are_read(tmp_path):
     """The variants have no class token, one array for all blocks, or heads with the same names."""
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
@@ -194,8 +194,8 @@ def test_half_precision_of_every_kind_is_read(tmp_path):
 
 
 def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
-    """Both MAE's and Hugging Face's names are read. Decoder and mask token are dropped, and the
-    norm is new."""
+    """The test covers the parameter names of MAE and of Hugging Face. The decoder and the mask
+    token must be dropped, and the norm must be new."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}
     encoder = randomised(create_model("vit_ti8", 32, 5, **shape)).state_dict()

@@ -119,7 +119,7 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 
 def jpegs() -> dict[str, bytes]:
-    """Return photos of several shapes: wide, tall, smaller than the view, and gray."""
+    """Return photos of several kinds: wide, tall, smaller than the view, and gray."""
     from sklearn.datasets import load_sample_images  # import late, because the import is slow
 
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)
@@ -172,7 +172,7 @@ def test_the_view_of_an_image_equals_timm(name):
 
 
 def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a model with random weights, the photos preprocessed by timm, and the logits (4,
+    """Return timm's model with random weights, the photos preprocessed by timm, and the logits, (4,
     1000).
 
     The biases are chosen so that the model predicts several classes.
@@ -198,9 +198,9 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
 
 def rounding(model: torch.nn.Module) -> float:
     """Return the largest difference that the order of summation may cause in a logit of
-    `random_timm_model`. The head adds `num_features` products, whose rounding errors grow with the
-    square root of their number. The head then adds a bias that is many times larger than the
-    result."""
+    `random_timm_model`. The head sums `num_features` products, and the rounding error grows with
+    the square root of this number. The head then adds a bias that is many times larger than the
+    sum."""
     heads = model.get_classifier()
     scale = max(
         head.bias.abs().max().item() for head in (heads if isinstance(heads, tuple) else (heads,))
@@ -293,9 +293,10 @@ def photographs(tmp_path_factory) -> Path:
         ),
         pytest.param("vit_small_patch16_384.augreg_in1k", as_pth, {}, marks=pytest.mark.slow),
         ("deit_tiny_distilled_patch16_224.fb_in1k", as_pth, {}),
-        # a timm model with other arguments
+        # a timm model with arguments in its config
         ("flexivit_small.300ep_in1k", as_hub_folder, {"global_pool": "avg", "depth": 2}),
-        # a timm model with another name for its head; tests/test_kernels.py selects it by id
+        # The head of this timm model has another name. tests/test_kernels.py selects this case by
+        # its id.
         pytest.param("resnet10t.c3_in1k", as_hub_folder, {}, id="resnet10t"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test that files of published models are identified and that their published accuracy is quoted
+"""Test that files of published models are identified, and that their published accuracy is quoted
 correctly."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
         ("deit_base_patch16_224-b5f2ef4d.pth", "deit_base_patch16_224.fb_in1k"),
         ("deit_base_patch16_224.pth", "deit_base_patch16_224.fb_in1k"),
         ("deit_base_patch16_224.pth.tar", "deit_base_patch16_224.fb_in1k"),
-        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm recognizes the whole name
+        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm has a model with this exact name
         ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
         ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
         # this model is in timm but not in our table
@@ -335,7 +335,7 @@ def test_rows_of_torchvision_models_have_the_settings_of_torchvision(row):
 
 
 def test_folders_of_transformers_are_identified(tmp_path):
-    """Sizes, view and class names are read from the files that transformers writes."""
+    """Sizes, preprocessing and class names must be read from the files that transformers writes."""
     config = ViTConfig(
         hidden_size=48,
         num_hidden_layers=2,
@@ -372,8 +372,8 @@ def test_folders_of_transformers_are_identified(tmp_path):
 
 
 def test_a_different_norm_epsilon_is_noted_and_a_large_one_is_rejected(tmp_path):
-    """The initial weights of transformers give small tokens, for which epsilon matters more than
-    for trained weights."""
+    """transformers initializes weights so that tokens are small. For small tokens, epsilon matters
+    more than for trained weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
     config = ViTConfig(**sizes, num_hidden_layers=2, image_size=32, patch_size=8)
@@ -418,7 +418,7 @@ def test_invalid_settings_beside_the_weights_are_named(tmp_path):
     ],
 )
 def test_the_error_names_the_unsupported_family(names, family, tmp_path):
-    """The error must name the family of the weights, even if the user gives the name of a timm
+    """The error must name the family of the weights, even if the user has given the name of a timm
     model."""
     path = tmp_path / "weights.pth"
     torch.save({name: torch.ones(1) for name in names}, path)

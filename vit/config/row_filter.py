@@ -49,7 +49,7 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: operator.eq,
     ast.NotIn: operator.ne,
 }
-"""Comparisons with one value; `in` is computed as `==` with each value on its right."""
+"""The comparison operators. `in` compares with each value on its right by `==`."""
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"min": np.minimum, "max": np.maximum}
 COLUMNS_AND_UNITS = (
@@ -62,7 +62,8 @@ class RowFilter:
     """A parsed expression that selects rows of an index."""
 
     def __init__(self, text: str):
-        """Parse `text`. Raises ValueError with the position of a part that is not allowed."""
+        """Parse `text`. Raises ValueError with the position of an expression that is not
+        allowed."""
         self.text = text.strip()
         if len(text) > MAX_CHARACTERS:
             raise ValueError(
@@ -82,11 +83,11 @@ class RowFilter:
         self(np.zeros(1, [(name, np.int64) for name in COLUMNS]), None)
 
     def __call__(self, rows: np.ndarray, class_names: Sequence[str] | None) -> NDArray[np.bool_]:
-        """Return whether each row is selected, (n,). Raises ValueError for an unknown class.
+        """Return a mask (n,) of the selected rows. Raises ValueError for an unknown class name.
 
-        class_names: None if they are not known yet; then every name is accepted.
+        class_names: None accepts every name, for names that are not known yet.
         """
-        # A division by 0 gives infinity, which comparisons handle.
+        # Division by 0 gives infinity, which comparisons handle.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             chosen = _Computation(self.text, rows, class_names).value(self._tree)
         if chosen.dtype != np.bool_:
@@ -96,9 +97,10 @@ class RowFilter:
 
 @dataclass
 class _Computation:
-    """Computes parts of an expression for some rows; raises ValueError for parts not allowed.
+    """An evaluator of expressions for some rows. Raises ValueError for expressions that are not
+    allowed.
 
-    A value is a numpy array or scalar: bool for a condition, float64 for a number.
+    A value is a numpy array or scalar: bool for conditions, float64 for numbers.
     """
 
     text: str
@@ -106,7 +108,7 @@ class _Computation:
     class_names: Sequence[str] | None
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of a part."""
+        """Return the value of an expression."""
         match node:
             case ast.BoolOp(op=op, values=parts):
                 function = np.logical_and if isinstance(op, ast.And) else np.logical_or
@@ -144,7 +146,7 @@ class _Computation:
         )
 
     def _values(self, parts: Sequence[ast.expr], is_truth: bool, has_label: bool = False) -> list:
-        """Return the values of parts that are all conditions, or all numbers.
+        """Return the values of `parts`, which must be conditions if `is_truth`, else numbers.
 
         has_label: whether parts may be class names.
         """
@@ -169,14 +171,16 @@ class _Computation:
             raise self._refuse(node, "not allowed: use < <= > >= == != or in")
         operands = [right]
         if isinstance(op, (ast.In, ast.NotIn)) and not isinstance(right, ast.Constant):
-            # A Constant is not excluded: in Python `(1)` is not a tuple.
+            # Python parses `(1)` as a Constant, so a Constant is accepted like a tuple with one
+            # value.
             operands = right.elts if isinstance(right, (ast.Tuple, ast.List)) else []
         if not operands:
             raise self._refuse(
                 right, "expected values in brackets after `in`, such as label in (1, 2)"
             )
         columns = [part for part in (left, *operands) if not isinstance(part, ast.Constant)]
-        # `label` on the left or as the only column: `label in ('a', width)`, `'a' in (label, 'b')`.
+        # `label` must be on the left or be the only column: `label in ('a', width)`, `'a' in
+        # (label, 'b')`.
         has_label = ast.unparse(left) == "label" or list(map(ast.unparse, columns)) == ["label"]
         value, *values = self._values(
             [left, *operands], False, has_label and not isinstance(op, _ORDERED)

@@ -1,4 +1,4 @@
-"""Batches of images at given locations, in order, decoded as in evaluation.
+"""Decode images at given locations into batches, in order, as in evaluation.
 
 An image that cannot be read or decoded has weight 0, and `bad_keys` contains the reason. Other
 images are not affected.
@@ -42,7 +42,7 @@ class PlaceBatches(Batches):
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Fill `rows`, which start at row `first` of the batch at `position`.
 
-        Returns a reason for each image that could not be read or decoded, in the order of the rows.
+        Returns one reason per image that could not be read or decoded, in the order of the rows.
         """
         ids = position * self.layout.num_rows + first + np.arange(len(rows.labels))
         weights = np.zeros(len(ids), np.float32)
@@ -62,8 +62,7 @@ class PlaceBatches(Batches):
                     continue
                 except ValueError as error:
                     reasons.append(str(error))
-            # Buffers are reused, so without this line the row would contain an image of an older
-            # batch.
+            # Clear the row, because a reused buffer contains an image of an older batch.
             view[:] = 0
         stages.current.enter(Stage.DRAW)
         write_rows(rows, 0, weights, np.empty((len(ids), 0)), ids)

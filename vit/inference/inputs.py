@@ -2,8 +2,8 @@
 
 Folders are searched recursively, in sorted order, for images and tars. A file is an image by its
 suffix or, without a suffix, by its first bytes. A tar is not unpacked: its images are read at their
-offsets. Arguments on the command line must exist. Names in a list are not checked until the image
-is read, because a list of a million names may be out of date.
+offsets. Files named on the command line must exist. Names in a list are not checked until the image
+is read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     offset: int = 0
     size: int = -1
     problem: str = ""
-    """Why this location has no image: an unreadable folder or a damaged tar, or "" if it has
+    """The reason why this location has no image (unreadable folder, damaged tar), or "" if it has
     one."""
 
     @property
@@ -140,8 +140,8 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
     """Append all images of a folder or tar. Any other file is appended as an image.
 
     A folder that cannot be listed or a damaged tar raises an error if the user named it
-    (`is_named`). In a folder or list, it is appended as a location with a problem, so that the
-    other images are still predicted.
+    (`is_named`). In a folder or list, such an entry is appended with its problem, so that the other
+    images are still predicted.
     """
     try:
         if os.path.isdir(path):
@@ -164,7 +164,7 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
     while pending:
         current, parents = pending.pop()
         real_path = os.path.realpath(current)
-        if real_path in parents:  # a symbolic link to a parent folder would never end
+        if real_path in parents:  # a link to a parent folder would never end
             continue
         try:
             with os.scandir(current) as entries:

@@ -93,7 +93,7 @@ class Summary:
     places: Sequence[Place]
     class_names: Sequence[str]
     num_examples: int
-    """The number of images, from the first, that become examples."""
+    """The number of images at the start that become examples."""
     examples: list[tuple[str, list[tuple[str, float]]]] = field(default_factory=list)
     """File name and classes of each example that could be read."""
     pixels: list[Tensor] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Summary:
 
 
 def printable(name: str) -> str:
-    """Return a file name on one line, with control and unprintable characters escaped."""
+    """Return a file name on one line, with unprintable characters escaped."""
     return "".join(
         letter.encode("unicode_escape").decode()
         if unicodedata.category(letter) in UNPRINTED

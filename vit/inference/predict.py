@@ -35,7 +35,8 @@ class Predictions(NamedTuple):
     probabilities: Tensor
     """(B, k) float32 on the CPU, in [0, 1]."""
     problems: dict[int, str]
-    """The reason for each unreadable image, by its number. Its labels are meaningless."""
+    """Maps the number of each unreadable image to the reason. Such an image's labels are
+    meaningless."""
     pixels: Tensor | None
     """(B, C, H, W) uint8: the inputs of the model before normalization, if requested."""
 
@@ -55,8 +56,8 @@ def predict(
         top: classes per image; fewer if the model has fewer.
         batch_size: images per forward pass; None uses the run's `eval.batch_size`, limited to
             `CPU_BATCH` on a CPU.
-        num_workers: decoding processes; None uses one per core, or 0 for up to `FEW_IMAGES`.
-        num_pixels: number of images, from the first, whose pixels are returned.
+        num_workers: decoding processes; None uses one per core, or 0 for `FEW_IMAGES` or fewer.
+        num_pixels: number of images at the start whose pixels are returned.
 
     Raises:
         WorkerError: a worker died or hangs.
@@ -106,7 +107,7 @@ def _queue(
 
 
 def _read(queued: Predictions) -> Predictions:
-    """Wait for `queued`, and return it on the CPU."""
+    """Wait for `queued`, and return a copy on the CPU."""
     pixels = None if queued.pixels is None else queued.pixels.cpu()
     return queued._replace(
         labels=queued.labels.cpu(), probabilities=queued.probabilities.cpu(), pixels=pixels

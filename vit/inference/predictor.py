@@ -56,7 +56,7 @@ class Preprocess:
         Raises ValueError if an image cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # Use the memory layout of the loader, because kernels may sum in another order otherwise.
+        # Use the loader's memory layout, because another layout may change the order of summation.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
@@ -94,9 +94,9 @@ class Trained:
     config: Config
     """The settings of the run, or settings that evaluate another program's weights."""
     weights: LoadedWeights
-    """The source of the weights: path, step, whether they are averaged. Has no tensors."""
+    """The source of the weights: path, step, whether they are averaged. Contains no tensors."""
     notes: tuple[str, ...] = ()
-    """Notes on decisions while reading the weights, and on changes to fit them to the model."""
+    """Notes on how the weights were read, and on changes to fit them to the model."""
 
     @property
     def device(self) -> torch.device:

@@ -82,7 +82,7 @@ OTHER_LETTERS = (
 )
 """Fallback fonts for letters that DejaVu Sans lacks. Only installed fonts are used."""
 _missing_letters = set[str]()
-"""Letters that have already been reported."""
+"""The letters that have already been reported."""
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _installed(fonts: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def _missing_letters_once() -> Iterator[None]:
-    """Report letters that no font has in one line, in place of matplotlib's repeated warnings."""
+    """Report letters missing from all fonts in one line, instead of matplotlib's many warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

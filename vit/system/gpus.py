@@ -131,6 +131,6 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
     try:
         return int(match[1] or 1), find_gpu(match[2])
     except ValueError:
-        if re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):  # a number without a name
+        if re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):  # the name is missing
             raise ValueError(expected) from None
         raise

@@ -223,9 +223,9 @@ def guard_console() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`, some launchers) as /dev/null."""
-    # Otherwise the next opened file would get the number of a standard stream, and C++ libraries
-    # would print into that file.
+    """Open standard streams that are closed (`>&-`, some launchers) as /dev/null."""
+    # Otherwise the next opened file would get the descriptor of a standard stream, and C++
+    # libraries would print into that file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

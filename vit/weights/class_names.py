@@ -1,9 +1,9 @@
 """Compare a model's class names with those of a data set, or select classes by name.
 
-`data_prep/read/class_names.py` reads the class names of a data set when it creates the index.
-Weights of this project store class names in their metadata. Other programs store them in
-`config.json`, or not at all. A head with 1,000 rows and no class names is assumed to be for
-ImageNet-1k in the order of WordNet ids, which all published weights use.
+`data_prep/read/class_names.py` reads a data set's class names when it creates the index. This
+project's weights store class names in their metadata. Other programs store them in `config.json`,
+or not at all. A head with 1,000 rows and no class names is assumed to be for ImageNet-1k in the
+order of WordNet ids, which all published weights use.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vit.weights.transformers_config import class_names_in
 
 
 def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int) -> str:
-    """Describe how the classes of a data set differ from those of `loaded`, or return "".
+    """Describe how a data set's classes differ from those of `loaded`, or return "".
 
-    An accuracy on other classes is meaningless, and no other check detects this, because labels are
-    numbers.
+    An accuracy on the wrong classes is meaningless. No other check detects this, because labels are
+    only numbers.
 
     Args:
         names: class names of labels 0, 1, ...; [] if the data have none.
@@ -36,7 +36,7 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     if not model_names or not names:
         if counts:
             return f"{counts}, and no class names to compare: labels are compared by number"
-        # Equal counts prove little, because different sets of ten classes also have equal counts.
+        # Equal class counts prove little, because any two sets of ten classes have equal counts.
         warning = "the model has class names, but the data do not: labels are compared by number"
         return warning if model_names else ""
     differing = [n for n, name in enumerate(names) if [name] != model_names[n : n + 1]]
@@ -68,11 +68,11 @@ IMAGENET_CLASSES = 1000
 
 
 def imagenet_names() -> dict[str, list[str]]:
-    """Return the names of ImageNet-1k's classes in the order of published weights; {} without timm.
+    """Return ImageNet-1k's class names in the order of published weights; {} without timm.
 
     Each class has three names: the WordNet id that `data_prep.imagenet` uses ("n01440764"), timm's
-    description ("tench, Tinca tinca"), and the description up to its first comma ("tench").
-    Source: timm's `ImageNetInfo`.
+    description ("tench, Tinca tinca"), and the description up to its first comma ("tench"). Source:
+    timm's `ImageNetInfo`.
     """
     try:
         from timm.data import ImageNetInfo
@@ -88,13 +88,13 @@ def imagenet_names() -> dict[str, list[str]]:
 
 
 def namings_of(loaded: LoadedWeights, num_rows: int) -> dict[str, list[str]]:
-    """Return the possible class names for the rows of the head, keyed by a remark on their source.
+    """Return the possible class names for the head's rows, keyed by a note on their source.
 
     Raises WeightsError if the names can only come from timm, but timm is not installed.
     """
     own = loaded.class_names or class_names_in(loaded.path.with_name("config.json"), num_rows)
     namings = {"": own} if own else {}
-    # Weights of this project record their class names, so do not guess.
+    # This project's weights record their class names, so do not guess.
     if loaded.step is not None or num_rows != IMAGENET_CLASSES:
         return namings
     guesses = imagenet_names()
@@ -109,18 +109,19 @@ def namings_of(loaded: LoadedWeights, num_rows: int) -> dict[str, list[str]]:
 
 
 _HEADS = ("head", "fc", "head.fc", "classifier")
-"""Names that the classifier layer has in this project's models and in timm's."""
+"""The names of the classifier layer in this project's models and in timm's."""
 
 
 def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights:
-    """Return `loaded` with its head reduced to the classes `names`, in that order.
+    """Return `loaded` with its head reduced to the classes `names`, in this order.
 
-    The logits of these classes do not change, and the softmax is over these classes only. For
-    weights of other programs with 1,000 classes, ImageNet-1k's names are tried as well
-    (`imagenet_names`). The set that contains the most of `names` is used. If sets contain equally
-    many, the names stored with the weights are preferred.
+    The logits of these classes do not change, and the softmax covers only these classes. For other
+    programs' weights with 1,000 classes, the names of ImageNet-1k are tried as well
+    (`imagenet_names`). The naming that contains the most of `names` is used. In case of a tie, the
+    names stored with the weights are preferred.
 
-    Raises WeightsError if weights or data have no names, or if the weights lack some of `names`.
+    Raises WeightsError if the weights or the data have no names, or if the weights lack some of
+    `names`.
     """
     weights = dict(loaded.weights)
     heads = [name for name in _HEADS if f"{name}.weight" in weights]
@@ -145,7 +146,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
         raise WeightsError(
             f"{loaded.path} has {len(model_names):,} class names, but a head of {num_rows:,} rows"
         )
-    for head in (heads[0], "head_dist"):  # DeiT's second head has the same classes
+    for head in (heads[0], "head_dist"):  # DeiT's distillation head
         for name in (f"{head}.weight", f"{head}.bias"):
             if name in weights:
                 weights[name] = weights[name][rows]

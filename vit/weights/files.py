@@ -1,4 +1,4 @@
-"""Read weights of this project or another program, and fit them to a model.
+"""Read the weights of this project or of another program, and fit them to a model.
 
 1. Find the file in a run folder or checkpoint, or fetch a name from the
    Hugging Face hub (vit/weights/hub.py)                                      find_weights
@@ -7,8 +7,8 @@
 3. Resample positions to the model's grid, and drop the head on demand        load_weights
 4. Raise an error if any other key is missing, unknown or of another shape    load_weights
 
-`read_weights` also returns the facts that a run recorded about its weights. An error that a user
-can fix is a `WeightsError`. `vit.weights.save` writes weights.
+`read_weights` also returns the facts that a run recorded about its weights. Errors that a user can
+fix are raised as `WeightsError`. `vit.weights.save` writes weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
-"""The suffixes of weights files in a folder. The content decides the format."""
+"""The suffixes of weights files to look for in a folder. The content determines the format."""
 
 
 def load_weights(
@@ -61,24 +61,24 @@ def load_weights(
 
     Positions are resampled to the model's grid. If only the model has positions for prefix tokens
     (the source is DeiT III), they are zero. If only the source has them (the model has
-    `no_embed_class`), they are added to the tokens. Neither changes the output of the network. DeiT
-    III's names of LayerScale become timm's. Values are cast to the model's dtype, and `state_dict`
-    does not change.
+    `no_embed_class`), they are added to the tokens. Neither adaptation changes the output of the
+    network. DeiT III's LayerScale names are converted to timm's. Values are cast to the model's
+    dtype, and `state_dict` is not changed.
 
     Args:
         grid: (h, w) of the source's positions; None: a square.
         reset_head: keep the model's initial head and pre-logits layer (the head starts at zero).
 
     Returns:
-        A sentence for each adaptation.
+        One sentence per adaptation.
 
     Raises:
-        WeightsError: names are missing, unknown or of a different shape. The error lists them, and
+        WeightsError: names are missing or unknown, or shapes differ. The error lists them, and
             the model is unchanged.
     """
     target = model.state_dict()
     notes = list[str]()
-    # Rename only if the model lacks the name, because BEiT and CaiT have parameters named gamma_1.
+    # Rename only if the model lacks the name, because BEiT and CaiT have gamma_1 parameters.
     source = {
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
@@ -89,8 +89,8 @@ def load_weights(
         source = {name: value for name, value in source.items() if name not in dropped}
         outcome = f"dropped {few(dropped)}" if dropped else "the source has none"
         notes.append(f"the head is new: {outcome}")
-        # MAE's pre-training normalizes all tokens. Its fine-tuning pools first and then applies a
-        # new norm, which is part of the head (facebookresearch/mae:models_vit.py).
+        # MAE normalizes all tokens in pre-training. In fine-tuning, it pools first and then applies
+        # a new norm, which is part of the head (facebookresearch/mae:models_vit.py).
         if not any(name.startswith("fc_norm.") for name in source) and "fc_norm.weight" in target:
             head = (*head, "fc_norm.")
             dropped = [name for name in source if name.startswith("norm.")]
@@ -146,9 +146,9 @@ def _differences(
 
 
 def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list[str]:
-    """List integer weights of parameters that are floating-point in the model.
+    """List the integer weights of parameters that are floating-point in the model.
 
-    Integer weights are quantized, and their scales would not be applied.
+    Integer weights are quantized, and this project does not apply their scales.
     """
     kinds = {
         name: str(source[name].dtype).removeprefix("torch.")
@@ -162,7 +162,7 @@ def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Return the sha256 of all names, shapes, types and values."""
+    """Return a sha256 over all names, shapes, dtypes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -182,21 +182,23 @@ class LoadedWeights:
     path: Path
     weights: dict[str, Tensor]
     averaged: bool = False
-    """Whether the weights are the averaged ones (EMA)."""
+    """Whether these are averaged weights (EMA)."""
     config: dict[str, Any] | None = None
     num_classes: int | None = None
     grid_size: tuple[int, int] | None = None
     step: int | None = None
     class_names: list[str] | None = None
-    """Names of the training classes: [] if the data had none, None for other programs' weights."""
+    """The names of the training classes; [] if the data had none; None for other programs'
+    weights."""
     layout: str = ""
-    """The program whose parameter names the file uses; "" for timm's, which this project shares."""
+    """The program whose parameter names the file uses; "" for timm's names, which this project
+    uses."""
     arch: str = ""
     """The model name that another program stored with its weights, or ""."""
     notes: tuple[str, ...] = ()
-    """A sentence for each choice or omission made while reading."""
+    """One sentence for each choice or omission made during reading."""
     source: dict[str, str] | None = None
-    """Repository, commit and license if the weights are from the hub (vit/weights/hub.py)."""
+    """The repository, commit and license of weights from the hub (vit/weights/hub.py)."""
 
     def which(self) -> str:
         """Return "step 1,200, averaged weights", or "" for another program's weights."""
@@ -204,7 +206,7 @@ class LoadedWeights:
         return "" if self.step is None else f"step {self.step:,}, {kind}"
 
     def report(self, adaptations: list[str]) -> list[str]:
-        """Return a summary line, followed by a line for each note and adaptation.
+        """Return a summary line, followed by one line for each note and adaptation.
 
         adaptations: the return value of `load_weights`.
         """
@@ -217,7 +219,7 @@ class LoadedWeights:
 
 
 def find_weights(path: str | os.PathLike[str]) -> Path:
-    """Return the file, or the checkpoint folder, that `read_weights` reads for `path`.
+    """Return the file or checkpoint folder that `read_weights` would read for `path`.
 
     `path` is a file, a checkpoint folder, a Hugging Face folder, a run folder, or a run's URL. For
     a run, the weights of the latest step are chosen: the file of last weights (averaged, if the run
@@ -233,7 +235,7 @@ def _find(path: Path) -> Path:
     candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
     candidates = [candidate for candidate in candidates if candidate.exists()]
     for folder in complete_checkpoints(path)[:1]:
-        # A killed run may have saved checkpoints after it wrote the last weights.
+        # A killed run may have saved newer checkpoints after it last wrote this file.
         is_newer = not candidates or _step_of(folder) > _step_of(candidates[0])
         candidates.insert(0 if is_newer else len(candidates), folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
@@ -243,7 +245,7 @@ def _find(path: Path) -> Path:
             " have been removed"
         )
     if not candidates:
-        # `launch/export.py` writes Google's layout to such a folder, and timm accepts one.
+        # `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
         candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
         if len(candidates) > 1:
             names = few(sorted(file.name for file in candidates))
@@ -259,7 +261,7 @@ def _find(path: Path) -> Path:
 def _step_of(path: Path) -> int:
     """Return the step of a checkpoint folder (from its name) or of a run's weights file.
 
-    A file without a readable step is considered the newest, so that reading it reports the reason.
+    A file without a readable step counts as the newest, so that reading it reports the reason.
     """
     try:
         if path.is_dir():
@@ -271,13 +273,13 @@ def _step_of(path: Path) -> int:
 
 
 def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
-    """Read the weights that `find_weights` finds, averaged if the run has an average.
+    """Read the weights found by `find_weights`, averaged if the run has an average.
 
-    A name on the Hugging Face hub is fetched first, unless a path of that name exists
+    A name on the Hugging Face hub is fetched first, unless a local path has this name
     (vit/weights/hub.py).
 
-    Raises WeightsError, which states the expected content, for other files and for weights that are
-    not finite.
+    Raises WeightsError, which states the expected content, for any other file and for weights that
+    are not finite.
     """
     if not is_hub_name(path):
         return _read_path(path)
@@ -295,7 +297,7 @@ def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
             _check_finite(loaded)
             return loaded
         except (WeightsError, OSError, RuntimeError):  # safetensors: RuntimeError if file is gone
-            # A running job may have replaced its newest checkpoint. If so, read the new one.
+            # A running job may have replaced its newest checkpoint. If so, read the new checkpoint.
             if find_weights(path) == weights_path:
                 raise
 
@@ -315,7 +317,7 @@ def _check_finite(loaded: LoadedWeights) -> None:
 
 
 def _read(path: Path) -> LoadedWeights:
-    """Read a file of weights, or a checkpoint folder."""
+    """Read a weights file or a checkpoint folder."""
     if path.is_dir():
         return _from_checkpoint(path)
     content = read_content(path)
@@ -348,9 +350,9 @@ def _read(path: Path) -> LoadedWeights:
 
 
 def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """Return the position grid in timm's or transformers' `config`; None if it is missing.
+    """Return the position grid stated in timm's or transformers' `config`; None if it is missing.
 
-    Without the config, 49 positions could be 7x7 patches, or 6x8 patches and a class token.
+    Without this config, 49 positions could mean 7x7 patches, or 6x8 patches and a class token.
     """
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
@@ -361,7 +363,7 @@ def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]
         grid = sides[0] // patch[0], sides[1] // patch[1]
         length = weights["pos_embed"].shape[1]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # The file is missing, or of another program.
+        return None  # The file is missing or belongs to another program.
     other_tokens = ("dist_token", "reg_token")
     prefix = 1 + sum(weights[name].shape[1] for name in other_tokens if name in weights)
     return grid if math.prod(grid) in (length, length - prefix) else None
@@ -375,7 +377,8 @@ def _with_facts(
     step: Any,
     class_names: Any,
 ) -> LoadedWeights:
-    """Return `loaded` with the facts that a run recorded. Raises ValueError for malformed facts."""
+    """Return `loaded` with the facts recorded by a run. Raises ValueError if a fact is
+    malformed."""
     names_fit = (
         isinstance(class_names, list)
         and all(isinstance(name, str) for name in class_names)
@@ -408,7 +411,7 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
             num_classes=facts["num_classes"],
             grid_size=facts["grid_size"],
             step=info["step"],
-            class_names=facts.get("class_names", []),  # the first checkpoints had none
+            class_names=facts.get("class_names", []),  # old checkpoints have none
         )
     except CheckpointError as error:
         raise WeightsError(str(error)) from None

@@ -1,6 +1,6 @@
 """Read a weights file of any supported format into tensors by name.
 
-The content, not the file name, decides the format. Code in a file is never run.
+The content, not the file name, determines the format. Code in a file is never executed.
 
     one file        safetensors, torch's zip or older pickle, numpy's .npz           `_open`
     several files   the parts that Hugging Face's `*.index.json` lists               `_open_parts`
@@ -34,12 +34,13 @@ from vit.system.spelling import few
 from vit.weights.save import HUB_FILES, SEAL, is_intact
 
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""The keys under which training programs store weights (timm, DeiT, MAE). The first match is used,
-so averaged weights are preferred, as in timm."""
+"""The keys under which training programs store weights (timm, DeiT, MAE). The first existing key is
+used, so averaged weights are preferred, as in timm."""
 PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
-"""The names of the index in a Hugging Face folder with several weights files."""
+"""The index file names of Hugging Face folders with several weights files."""
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
+"""The name parts that DDP, torch.compile, FSDP1 and activation checkpointing insert into parameter
+names."""
 KINDS = "safetensors, a file of torch.save (.pth, .pt, .bin), .npz, or an .index.json of parts"
 OTHER_KINDS = {
     b"<": "a web page (HTML), perhaps the answer to a download that needs a login or a click:"
@@ -49,12 +50,12 @@ OTHER_KINDS = {
     b"GGUF": "GGUF: use the safetensors file that it was made from",
     b"\x08": "perhaps ONNX, whose weights have no names to match: use what it was exported from",
 }
-"""The first bytes of other files that users mistake for weights; a description with a remedy."""
+"""Maps the first bytes of files that users mistake for weights to a description with a remedy."""
 
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert an OSError inside the block, such as a missing permission, to WeightsError."""
+    """Convert an OSError inside the block, such as a missing permission, to a WeightsError."""
     try:
         yield
     except OSError as error:
@@ -73,16 +74,16 @@ class Content:
     metadata: dict[str, str] = field(default_factory=dict)
     """Metadata of a safetensors file; {} for other formats."""
     notes: list[str] = field(default_factory=list)
-    """A sentence for each choice or omission."""
+    """One sentence for each choice or omission made during reading."""
     arch: str = ""
     """The model name that the training program stored in the file, or ""."""
 
 
 def read_content(path: str | os.PathLike[str]) -> Content:
-    """Return the weights in a file, or in the parts that an index lists.
+    """Return the weights in a file, or in all files that an index lists.
 
-    A pickle may only contain tensors, plain values and `argparse.Namespace`, in which MAE, DeiT and
-    timm store their command lines.
+    A pickle may contain only tensors, plain values and `argparse.Namespace`, which MAE, DeiT and
+    timm use to store their command lines.
 
     Raises:
         WeightsError: the file does not exist, is damaged, has no weights, or contains pickled
@@ -105,7 +106,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
 
 
 def _arch(content: Mapping[str, Any]) -> str:
-    """Return the model name in the stored command line (timm, DeiT, MAE) or in `arch`; else ""."""
+    """Return the model name in `arch` or in the stored command line (timm, DeiT, MAE); else ""."""
     args = content.get("args")
     options = vars(args) if isinstance(args, argparse.Namespace) else args
     names = [options.get("model") if isinstance(options, dict) else None, content.get("arch")]
@@ -113,11 +114,11 @@ def _arch(content: Mapping[str, Any]) -> str:
 
 
 def _instead_of_a_file(path: Path) -> str:
-    """Return a phrase for messages about `path`, which is not a file."""
+    """Return a phrase for messages about `path`, which is not a regular file."""
     if path.is_dir():
         return "is a folder"
     if path.exists():
-        return "is not a regular file"  # a pipe would block
+        return "is not a regular file"  # reading a pipe would block
     return "is a broken link" if path.is_symlink() else "does not exist"
 
 
@@ -128,7 +129,7 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
     if head.startswith(b"PK"):
         return _open_zip(path), {}
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    # A pickle may begin with any letter, but torch.save always writes the protocol first.
+    # A pickle may begin with any byte, but torch.save always writes the protocol first.
     if not head.startswith(b"\x80"):
         kind = next((kind for start, kind in OTHER_KINDS.items() if text.startswith(start)), "")
         if not kind and path.suffix == ".safetensors":
@@ -143,7 +144,7 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
                 f" {KINDS}"
             )
         raise WeightsError(f"{path} is not a checkpoint but {kind}")
-    return _open_torch(path, mapped=False), {}  # before torch 1.6
+    return _open_torch(path, mapped=False), {}  # the format of torch before version 1.6
 
 
 def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -161,12 +162,12 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             " (copy it again, or use a checkpoint of the run, checkpoints/step_<n>), or another"
             " program has changed the file (save it without 'sha256' in the metadata)"
         )
-    metadata.pop(SEAL, None)  # The hash is valid for this file only, not for new files.
+    metadata.pop(SEAL, None)  # The hash applies only to this file, not to files written later.
     return tensors, metadata
 
 
 def _open_zip(path: Path) -> Any:
-    """Return the content of a zip, which has numpy arrays, or a `data.pkl` by torch."""
+    """Return the content of a zip file: numpy arrays, or torch's `data.pkl`."""
     try:
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
@@ -205,7 +206,7 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
         raise WeightsError(f"{path} is truncated or damaged ({error}): copy it again") from error
     tensors = {}
     for name, array in arrays.items():
-        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, as JAX writes it
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16 in files from JAX
             tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         elif array.dtype.kind in "fiub":
             tensors[name] = torch.from_numpy(array)
@@ -213,8 +214,8 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _open_torch(path: Path, mapped: bool) -> Any:
-    # torch.load would choose the format by the suffix ".safetensors", so pass the open file, which
-    # cannot be memory-mapped.
+    # torch.load would choose the format by the suffix ".safetensors". Passing the open file
+    # prevents that, but an open file cannot be memory-mapped.
     misnamed = path.suffix == ".safetensors"
     try:
         with (
@@ -222,7 +223,7 @@ def _open_torch(path: Path, mapped: bool) -> Any:
             path.open("rb") as file,
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # torch warns about refused or harmless content.
+            warnings.simplefilter("ignore")  # warnings about refused or harmless content
             return torch.load(
                 file if misnamed else path,
                 map_location="cpu",
@@ -237,7 +238,7 @@ def _open_torch(path: Path, mapped: bool) -> Any:
         ValueError,
         LookupError,
         AttributeError,
-    ) as error:  # Damaged files can raise any of these.
+    ) as error:  # Damaged files can raise any of these errors.
         refused_class = re.search(r"GLOBAL ([\w.]+)", str(error))
         if refused_class and isinstance(error, pickle.UnpicklingError):
             raise WeightsError(
@@ -252,10 +253,10 @@ def _open_torch(path: Path, mapped: bool) -> Any:
                 " code and which torch.save never writes: if you trust it, open it with Python's"
                 " pickle and save its tensors with torch.save or as safetensors"
             ) from error
-        # Keep only the first sentence, because the rest of torch's message is for developers.
+        # Keep only the first sentence of torch's message, because the rest is for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
         if isinstance(error, pickle.UnpicklingError):
-            reason = "not a pickle"  # torch's message recommends an unsafe way to load the file.
+            reason = "not a pickle"  # torch's message recommends an unsafe option.
         raise WeightsError(
             f"{path} is truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it"
             " again"
@@ -269,11 +270,11 @@ def _protocol_of(path: Path) -> int:
 
 
 def _open_parts(index: Path) -> Content:
-    """Return the weights of all files that Hugging Face's `index` lists."""
+    """Return the weights in all files that Hugging Face's `index` lists."""
     try:
         file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(file_of.values()))
-        # An index is untrusted, so it must not name files outside its folder.
+        # The index is untrusted, so its file names must not lead out of the folder.
         outside = [file for file in files if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise WeightsError(f"{index} is not an index of weights in parts: copy it again") from None
@@ -297,7 +298,7 @@ def _open_parts(index: Path) -> Content:
 
 
 def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """Return the tensors in `content`, taken out of nested containers."""
+    """Return the tensors in `content`, extracted from nested containers."""
     while isinstance(content, dict):
         keys = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
         if not keys:
@@ -323,7 +324,7 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 
 def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Return `content` without the wrapper prefixes in its names."""
+    """Return `content` without wrapper prefixes in its names."""
     weights = {
         ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
         for name, tensor in content.items()

@@ -1,7 +1,7 @@
-"""Fit the position embeddings of a weights file to the grid and prefix tokens of a model.
+"""Fit the position embeddings of a weights file to a model's grid and prefix tokens.
 
-If only the source has positions for the class token and registers, they are added to these tokens.
-The positions of the grid are resampled.
+If only the source has positions for the class token and registers, these positions are added to the
+tokens. The positions of the grid are resampled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def fold_prefix_positions(
     new_grid: tuple[int, int] | None,
     grid: tuple[int, int] | None,
 ) -> list[str]:
-    """Add positions of class token and registers to these tokens if the model has none.
+    """Add the positions of class token and registers to these tokens if the model lacks them.
 
     Returns a note if `source` was changed. source, target: state dicts of file and model. new_grid,
     grid: (h, w) of the model's patches and of the source's positions, or None if unknown.
@@ -58,19 +58,20 @@ def fold_prefix_positions(
 def fit_posemb(
     source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None
 ) -> tuple[Tensor, list[str]]:
-    """Return `source` (1, n, D) with as many positions as `target`, and a note for each adaptation.
+    """Resample `source` (1, n, D) to the positions of `target`. Return it and a note per
+    adaptation.
 
-    new_grid, grid: as in `fold_prefix_positions`. Raises WeightsError if the source's number of
-    positions does not fit a grid.
+    new_grid, grid: (h, w) of the model's patches and of the source's positions; None if unknown.
+    Raises WeightsError if the source's number of positions does not fit a grid.
     """
     fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
     if new_grid is None or not fits:
-        return source, []  # `load_weights` reports the different shape.
+        return source, []  # `load_weights` reports the different shapes.
     num_prefix_tokens = target.shape[1] - math.prod(new_grid)
     length = source.shape[1]
     length_of_grid = max(length - num_prefix_tokens, 0)
     # The source may have positions for its prefix tokens (ViT, DeiT) or not (DeiT III). If `grid`
-    # is None, try a square before the model's grid, because 256 positions may be 8x32 or 16x16, and
+    # is None, try a square before the model's grid: 256 positions may be 8x32 or 16x16, and
     # published weights use squares.
     squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
     candidates = [*squares, new_grid] if grid is None else [grid]

@@ -5,11 +5,11 @@
       -> timm_config     config.json of timm, which transformers opens as well
          huggingface_configs   config.json and preprocessor_config.json of transformers
 
-`View` describes the preprocessing of evaluation (`vit.data.decode.crops`) in the terms of other
+`View` describes the evaluation preprocessing (`vit.data.decode.crops`) in the terms of other
 programs.
 
-A field of `ModelConfig` that is not listed in this module is considered unsupported by all programs
-except ONNX, which stores a graph. Models with a new feature are therefore not exported until this
+If a field of `ModelConfig` is not listed in this module, no program except ONNX, which stores a
+graph, is assumed to support it. Models with a new feature are therefore not exported until this
 module lists the feature.
 """
 
@@ -27,27 +27,27 @@ from vit.layers.presets import PRESETS, SIZES
 
 @dataclass(frozen=True)
 class View:
-    """The preprocessing of an image for a model."""
+    """The preprocessing of a model's input images."""
 
     size: tuple[int, int]
-    """Height and width of the input in pixels."""
+    """The height and width of the input in pixels."""
     cover: tuple[int, int]
-    """Minimum height and width of the resized image; its exact size if `squash` is set."""
+    """The minimum height and width of the resized image, or its exact size if `squash` is set."""
     squash: bool
-    """Whether the image is resized to exactly `cover`, which changes its aspect ratio."""
+    """Whether images are resized to exactly `cover`, which changes their aspect ratio."""
     interpolation: str
     """`bicubic` or `bilinear`, with antialiasing."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """`mean` and `std` per channel, for images scaled to [0, 1]."""
     crop_pct: float
-    """Side of the center crop over the side of the resized image, as in timm."""
+    """The ratio of the center crop's side to the resized image's side, as in timm."""
     apply_exif: bool
-    """Whether the image is first rotated as its EXIF orientation states."""
+    """Whether images are first rotated according to their EXIF orientation."""
 
     @classmethod
     def from_config(cls, config: Config) -> View:
-        """Return the preprocessing of evaluation with `config`."""
+        """Return the evaluation preprocessing that `config` sets."""
         height, width = config.model.height_width()
         view = config.eval
         cover = int(height / view.crop_pct), int(width / view.crop_pct)
@@ -71,7 +71,7 @@ class View:
         )
 
     def sentence(self) -> str:
-        """Describe the steps in English, for a programmer who reimplements them."""
+        """Describe the preprocessing steps in English, for programmers who reimplement them."""
         height, width = self.size
         method = f"{self.interpolation}, antialiased"
         if self.squash:
@@ -134,7 +134,7 @@ KNOWN_FIELDS = {
     "init_head_bias",
     "dist_token",
 }
-"""The fields of `ModelConfig` that the tables below cover. Fields that end with `_rate` affect only
+"""The `ModelConfig` fields that the tables below cover. Fields that end in `_rate` affect only
 training."""
 FEATURES = {
     "guest": "a model from timm (model.name=timm/...)",
@@ -172,29 +172,31 @@ LACKS = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to export."""
+    """A trained model to export, with its config."""
 
     model: Any
-    """The model with its weights, in evaluation mode, on the CPU."""
+    """The model with its weights, in evaluation mode on the CPU."""
     config: Config
     num_classes: int
     class_names: list[str]
-    """Class names: [] if unknown, fewer than `num_classes` if the data had fewer classes."""
+    """The class names; [] if unknown. If the data had fewer classes than `num_classes`, fewer
+    names."""
 
     @property
     def labels(self) -> list[str]:
-        """Return a name for each class, because programs count classes by name; [] if unknown."""
+        """Return one name per class, because other programs count classes by their names; [] if
+        unknown."""
         names = self.class_names
         return names and names + [f"class {n}" for n in range(len(names), self.num_classes)]
 
     @property
     def view(self) -> View:
-        """Return the preprocessing of an image for the model."""
+        """Return the preprocessing of input images."""
         return View.from_config(self.config)
 
 
 def lacking(program: str, config: Config) -> list[str]:
-    """List the features of `config`'s model that `program` does not support."""
+    """List the model features in `config` that `program` does not support."""
     model = config.model
     squash = config.eval.crop_mode == "squash"
     height, width = model.height_width()
@@ -222,7 +224,7 @@ def lacking(program: str, config: Config) -> list[str]:
 
 
 def _unknown_fields(model: ModelConfig) -> list[str]:
-    """List the fields with non-default values that this module does not know."""
+    """List the fields with non-default values that this module does not cover."""
     fields = type(model).model_fields
     return [
         name
@@ -234,9 +236,9 @@ def _unknown_fields(model: ModelConfig) -> list[str]:
 
 
 def timm_config(subject: Subject) -> dict[str, Any] | None:
-    """Return the `config.json` with which timm and transformers open the weights of `subject`.
+    """Return the `config.json` with which timm and transformers can open the weights of `subject`.
 
-    Returns None if timm has no such model. Sizes are arguments of timm's models, so any ViT name
+    Returns None if timm has no such model. Sizes are passed as arguments, so any ViT name of timm
     would work. The most similar name is used.
     """
     config = subject.config
@@ -255,7 +257,7 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
         "std": list(view.std),
         "num_classes": subject.num_classes,
     }
-    own = getattr(subject.model, "pretrained_cfg", None)  # timm's own models name their layers
+    own = getattr(subject.model, "pretrained_cfg", None)  # timm's models name their layers
     head = ["head", "head_dist"] if config.model.dist_token else "head"
     for key, value in (("first_conv", "patch_embed.proj"), ("classifier", head)):
         settings[key] = own.get(key) if own else value
@@ -270,12 +272,12 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
 
 
 def _exif_entry(view: View) -> dict[str, Any]:
-    """Return an entry about EXIF for human readers. Programs ignore this key."""
+    """Return an entry that explains EXIF handling to readers. Programs ignore this key."""
     return {"apply_exif": True} if view.apply_exif else {}
 
 
 def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
-    """Return timm's name of the most similar model, and the arguments for `subject`'s sizes."""
+    """Return the most similar timm model name, and the arguments for the sizes of `subject`."""
     model = subject.model
     section = subject.config.model
     arguments = section.model_dump(exclude_none=True, include=_TIMM_ARGUMENTS)
@@ -290,7 +292,7 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
     if section.dist_token:
         name = f"deit_{size}_distilled_patch16_224"
         timm_names = _TIMM_DISTILLED
-    # State arguments that the name implies, because timm may change its defaults later.
+    # State even the arguments that the name implies, because timm may change its defaults.
     preset = PRESETS[re.sub(r"^vit_|\d+$", "", section.name)]
     arguments = {key: value for key, value in preset.items() if key == "mlp_ratio"} | arguments
     if section.pos_embed == "none":
@@ -319,7 +321,7 @@ _TIMM_ARGUMENTS = {
     "init_values",
     *_TIMM_PARTS,
 }
-"""The fields of `ModelConfig` that are arguments of timm's ViT with the same name."""
+"""The `ModelConfig` fields that timm's ViT accepts as arguments of the same name."""
 _TIMM_NAMES: tuple[str, ...] = (
     "vit_base_patch16_224",
     "vit_base_patch32_224",
@@ -336,7 +338,7 @@ _TIMM_DISTILLED = tuple(f"deit_{size}_distilled_patch16_224" for size in ("base"
 
 
 def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
-    """Return both config files of transformers' ViTForImageClassification, by file name."""
+    """Return both config files for transformers' ViTForImageClassification, by file name."""
     model = subject.model
     view = subject.view
     patch = model.patch_size
@@ -362,7 +364,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
     }
     height, width = view.size
     cover_h, cover_w = view.cover
-    # ViT's processor can only squash. CLIP's can crop the center, and works with any model.
+    # ViT's image processor can only squash. CLIP's can crop the center, and works with any model.
     processor = {
         "image_processor_type": "ViTImageProcessor" if view.squash else "CLIPImageProcessor",
         "do_resize": True,

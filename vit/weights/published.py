@@ -1,20 +1,19 @@
-"""Identify published weights, and evaluate them with their published model and preprocessing.
+"""Identify published weights, and evaluate them with the published model and preprocessing.
 
 1. Find the `KnownModel` of a file or folder, optionally by a given name      identify
 2. Convert its settings to a config, so that the weights are evaluated like
    those of this project's runs                                  with_published_config
 3. Print its published accuracy next to the measured one            describe_published
 
-A model is identified by a name that the user gives, by the `config.json` next to Hugging Face's
-weights, by the name that the training program stored in the file (timm's `args.model`), or by the
-name of the file:
+A model is identified by a name from the user, by the `config.json` next to Hugging Face weights, by
+the name that the training program stored in the file (timm's `args.model`), or by the file name:
 
     vit_base_patch16_224.augreg_in1k.safetensors        timm's name and tag
     deit_base_patch16_224-b5f2ef4d.pth                  the authors' name
     vit_base_patch16_224.augreg_in1k/model.safetensors  a Hugging Face folder with config.json
 
-This module downloads nothing. For models that are not in the table
-(vit/weights/published_models.py), the settings come from timm if it is installed.
+This module downloads nothing. For models missing from the table (vit/weights/published_models.py),
+the settings come from timm if timm is installed.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import class_names_in, from_transformers
 
 SEVERAL_TAGS = ("vit_", "deit3_")
-"""Prefixes of names that are ambiguous without a tag, because several weights share them."""
+"""The prefixes of names that are ambiguous without a tag, because several weights share a name."""
 
 
 def identify(path: str | Path, name: str | None = None, arch: str = "") -> KnownModel:
-    """Return the model whose weights the file or Hugging Face folder `path` holds.
+    """Return the published model whose weights are in the file or Hugging Face folder `path`.
 
-    The first of these that is available is used:
-    1. `name`, a timm name with or without `timm/` or `hf_hub:timm/`. A name without a tag means
+    The first available source is used:
+    1. `name`, a timm name with or without `timm/` or `hf_hub:timm/`. A name without a tag selects
        timm's default settings.
     2. `config.json` next to the file.
     3. `arch`, the name stored in the file, if it is a timm name.
     4. The name of the file or its folder.
 
     Raises:
-        ValueError: none of these identifies a single model. The message lists similar names and a
+        ValueError: no source identifies a single model. The message lists similar names and a
             remedy.
     """
     if name is not None:
@@ -67,9 +66,9 @@ def identify(path: str | Path, name: str | None = None, arch: str = "") -> Known
     settings = file.parent / "config.json"
     if settings.is_file() and (model := _by_settings(settings)):
         return model
-    with suppress(ValueError):  # `arch` may be another program's name, or a Python class
+    with suppress(ValueError):  # `arch` may be another program's name or a Python class.
         model = _by_name(arch, or_defaults=True)
-        # The weights are from another training run, so the published accuracy does not apply.
+        # The weights come from a different training run, so the published accuracy does not apply.
         source = NO_NUMBER if model.top1 else model.source
         return replace(model, top1=None, top5=None, source=source)
     return _by_file_name(file)
@@ -78,7 +77,7 @@ def identify(path: str | Path, name: str | None = None, arch: str = "") -> Known
 def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     """Return the model `full_name`.
 
-    or_defaults: use timm's default settings for a name without a tag that several weights share.
+    or_defaults: if a name without a tag is shared by several weights, use timm's default settings.
     """
     name = re.sub(r"^(hf[-_]hub:)?(timm/)?", "", full_name)
     rows = [row for row in KNOWN if row.name == name] or [
@@ -103,14 +102,14 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
 
 
 def _with_tag_note(model: KnownModel, name: str) -> KnownModel:
-    """Return `model`, with a note in `source` if `name` has no tag, so timm's default was used."""
+    """Return `model`. If `name` has no tag, note in `source` that timm's default was used."""
     tag = model.name.partition(".")[2]
     note = f"; {name} has no tag, so timm's default {tag} determines the settings"
     return replace(model, source=model.source + (note if tag and "." not in name else ""))
 
 
 def _by_settings(path: Path) -> KnownModel | None:
-    """Return the model that a `config.json` describes; None for another program's file."""
+    """Return the model that a `config.json` describes; None if another program wrote the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -135,19 +134,19 @@ def _by_settings(path: Path) -> KnownModel | None:
     ):
         return row
     model = replace(model, apply_exif=content.get("apply_exif") is True)
-    # If sizes are arguments, the architecture's name does not identify the model.
+    # If the config sets sizes, the architecture's name does not identify the model.
     if {"embed_dim", "depth"} & made_with.keys():
         return replace(model, name=str(path.parent))
     return model
 
 
 def _by_file_name(file: Path) -> KnownModel:
-    """Return the model by the file name, or by the folder's name if the file name is generic."""
+    """Return the model named by the file, or by the folder if the file name is generic."""
     for row in KNOWN:
         if file.name in row.files:
             return row
     texts = [file.name]
-    # The folder is the user's, or models--timm--NAME/snapshots/HASH in the hub's cache.
+    # The folder is the user's folder, or models--timm--NAME/snapshots/HASH in the hub's cache.
     if file.name in (*HUB_FILES, *PARTS_FILES):
         texts += [
             folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]
@@ -162,7 +161,7 @@ def _by_file_name(file: Path) -> KnownModel:
                 return model
         if architecture := _longest_prefix(text, architectures):
             return _by_name(architecture)
-    # Do not suggest similar names, because such models seldom have the same shapes.
+    # Similar names would not help, because such models seldom have the same shapes.
     raise ValueError(
         f"{file}: neither its name nor a config.json next to it identifies the model: pass its timm"
         " name with --model NAME"
@@ -170,7 +169,8 @@ def _by_file_name(file: Path) -> KnownModel:
 
 
 def _longest_prefix(text: str, names: Iterable[str]) -> str:
-    """Return the longest of `names` that `text` begins with, as whole words; "" if none does."""
+    """Return the longest of `names` that `text` begins with, at a word boundary; "" if none
+    does."""
     return max(
         (name for name in names if re.match(re.escape(name) + r"(?![A-Za-z0-9_])", text)),
         key=len,
@@ -179,12 +179,12 @@ def _longest_prefix(text: str, names: Iterable[str]) -> str:
 
 
 def _from_timm(name: str) -> KnownModel | None:
-    """Return timm's description of `name`; None if timm does not know it or is not installed."""
+    """Return timm's settings for `name`; None if timm does not know it or is not installed."""
     try:
         import timm
 
         settings = timm.get_pretrained_cfg(name)
-    except (ImportError, RuntimeError):  # RuntimeError: an unknown tag
+    except (ImportError, RuntimeError):  # timm raises RuntimeError for an unknown tag.
         return None
     if settings is None:
         return None
@@ -201,7 +201,8 @@ def _timm_version() -> str:
     return f"timm {timm.__version__}"
 
 
-# timm's model arguments -> fields of the `model` section, or None if set from another source.
+# Maps timm's model arguments to fields of the `model` section, or to None if they are set
+# elsewhere.
 _MADE_WITH = {
     "img_size": "image_size",
     "patch_size": "patch_size",
@@ -230,7 +231,8 @@ def _from_settings(
     made_with: Mapping[str, Any],
     origin: str,
 ) -> KnownModel:
-    """Return the model that timm's settings describe. origin: their source, for messages."""
+    """Return the model that timm's settings describe. origin: source of the settings, for
+    messages."""
     channels, height, width = settings.get("input_size") or (3, 224, 224)
     interpolation = settings.get("interpolation") or "bilinear"
     name = f"{architecture}.{tag}" if tag else architecture
@@ -250,7 +252,7 @@ def _from_settings(
     }
     size = fields.pop("image_size", (height, width))
     # timm's settings may repeat the architecture's default pooling. Only timm's own models have
-    # other kinds of pooling, and they set it themselves.
+    # other kinds of pooling, which they set themselves.
     if fields.get("global_pool") not in (
         ("avg", "map") if own_model(architecture) else ("token", "avg")
     ):
@@ -285,10 +287,10 @@ def _nearest(name: str) -> str:
 def to_config(
     model: KnownModel, data_root: str, val_split: str = "val", num_classes: int = 1000
 ) -> dict[str, Any]:
-    """Return a complete config (`config_io.to_dict`) that reproduces `model`'s published accuracy.
+    """Return a complete config (`config_io.to_dict`) for `model`'s published accuracy.
 
-    The config uses fp32, because rounding to bf16 changes the predictions of a few of 50,000
-    images, and Pillow's resize, with which the published numbers were measured.
+    The config uses fp32, because rounding to bf16 changes the predictions for a few of 50,000
+    images, and Pillow's resize, with which the published accuracies were measured.
     """
     height, width = model.image_size
     size = height if height == width else [height, width]
@@ -315,9 +317,9 @@ def to_config(
 def with_published_config(
     loaded: LoadedWeights, name: str | None, data_root: str | None, val_split: str = "val"
 ) -> tuple[LoadedWeights, KnownModel]:
-    """Return another program's weights with the config of a run, and their model.
+    """Add a run's config to another program's weights. Return the weights and their model.
 
-    The head has one row per class. A published accuracy applies only to 1,000 classes.
+    The head has one row per class. A published accuracy applies only with 1,000 classes.
 
     Raises:
         ValueError: the model is not identified, `data_root` is None, or the weights have no head.
@@ -345,7 +347,7 @@ def with_published_config(
         )
     num_classes = head.shape[0]
     if loaded.source is not None and model.top1 is None:
-        # Use the repository's name, because the file's folder is only a cache folder.
+        # Use the repository's name, because the file is in a cache folder.
         model = replace(model, name=loaded.source["repository"])
     settings = loaded.path.parent / "config.json"
     names = class_names_in(settings, num_classes) if name is None else []
@@ -368,12 +370,12 @@ def _unsupported_family(path: Path, family: str) -> str:
 def describe_published(
     model: KnownModel, num_images: int, size: tuple[int, int], num_classes: int, head_classes: int
 ) -> str:
-    """Return a line with the published accuracy, for printing below a result on `num_images`.
+    """Return a line to print below a result on `num_images`, with the published accuracy.
 
     Args:
         size: (height, width) at which the images were evaluated.
         num_classes: number of classes in the data.
-        head_classes: number of rows of the model's head. Only the counts can be compared, because
+        head_classes: number of rows of the model's head. Only the counts are compared, because
             these weights have no class names.
     """
     counts = ""

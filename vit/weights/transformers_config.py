@@ -1,6 +1,6 @@
-"""Read the model, preprocessing and class names that transformers stores with weights.
+"""Read the model, preprocessing and class names that transformers stores next to weights.
 
-`config.json` describes the network, and `preprocessor_config.json` its preprocessing.
+`config.json` describes the network, and `preprocessor_config.json` the preprocessing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from vit.system.files import WeightsError
 from vit.weights.published_models import HALF, KnownModel
 
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
-"""The letter of each named size, by (hidden_size, num_hidden_layers)."""
+"""Maps (hidden_size, num_hidden_layers) to the letter of the size."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
-"""The interpolation methods by Pillow's numbers."""
+"""Maps Pillow's numbers to interpolation methods."""
 MAX_NORM_EPS = 1e-5
-"""The largest accepted epsilon of norms (transformers' default: 1e-12). Up to this value, outputs
+"""The largest accepted norm epsilon (transformers' default: 1e-12). Up to this value, outputs
 differ only slightly from those of this project's model."""
 
 
 def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
     """Return the model that `config`, the content of `path`, describes.
 
-    Raises ValueError if the model is not a ViT, or if its preprocessing is not supported.
+    Raises ValueError if the model is not a ViT, or if its preprocessing is unsupported.
     """
     kind = config.get("model_type")
     if kind not in ("vit", "vit_mae"):
@@ -59,7 +59,8 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
 
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
-    """Return the preprocessing fields of `KnownModel`, or transformers' defaults without a file."""
+    """Return the preprocessing fields of `KnownModel`. Without a file, use transformers'
+    defaults."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -72,7 +73,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             raise ValueError(f"{path}: resample is {resample}, expected one of {_RESAMPLE}")
         resize = content.get("size") or {}
         if not isinstance(resize, dict):
-            resize = {}  # Older files have only the side, which is also in config.json.
+            resize = {}  # Older files contain only the side, which config.json contains too.
         shortest = resize.get("shortest_edge")
         cuts = content.get("do_center_crop") and {"height", "width"} <= {*resize}
         sides = (resize["height"], resize["width"]) if cuts else size
@@ -91,7 +92,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
 
 
 def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
-    """Return timm's crop_pct, for which `size` / crop_pct, truncated, is `cover`."""
+    """Return timm's crop_pct for which `size` / crop_pct, truncated, equals `cover`."""
     crop_pct = min(*(side / covered for side, covered in zip(size, cover, strict=True)), 1.0)
     while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
         crop_pct = math.nextafter(crop_pct, 0)
@@ -99,9 +100,10 @@ def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
 
 
 def norm_notes(path: Path) -> list[str]:
-    """Return a note if the `config.json` of transformers' ViT has a different epsilon of norms.
+    """Return a note if the norm epsilon in the `config.json` of transformers' ViT differs.
 
-    Raises WeightsError if it exceeds `MAX_NORM_EPS`, because outputs would then differ.
+    Raises WeightsError if the epsilon exceeds `MAX_NORM_EPS`, because outputs would then differ too
+    much.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -109,7 +111,7 @@ def norm_notes(path: Path) -> list[str]:
             return []
         eps = float(content.get("layer_norm_eps", 1e-12))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []  # The file is missing, or of another program.
+        return []  # no file, or another program's file
     if eps == EPS:
         return []
     text = f"its norms use epsilon {eps:g} (layer_norm_eps), this project's {EPS:g}"
@@ -121,7 +123,7 @@ def norm_notes(path: Path) -> list[str]:
 
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:
-    """Return the class names in timm's or transformers' `config.json`; [] if it has none."""
+    """Return the class names in timm's or transformers' `config.json`; [] if there are none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -132,13 +134,13 @@ def class_names_in(path: Path, num_classes: int) -> list[str]:
         names = [by_number.get(str(n)) for n in range(num_classes)]
     if not isinstance(names, list) or len(names) != num_classes:
         return []
-    # If classes have no names, transformers writes these placeholders.
+    # transformers writes these placeholders if the classes have no names.
     unnamed = [f"LABEL_{n}" for n in range(num_classes)]
     return names if names != unnamed and all(isinstance(name, str) for name in names) else []
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    """Return (height, width) of a side or a pair. Raises TypeError for any other value."""
+    """Return (height, width) for a side or a pair. Raises TypeError for any other value."""
     sides = [size, size] if isinstance(size, int) else size
     if not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):
         raise TypeError(f"a size of {size!r}")

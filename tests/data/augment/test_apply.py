@@ -1,6 +1,6 @@
-"""Compare augmentation on the device with per-sample loops, torchvision and timm.
+"""Compare augmentation on the device with loops over samples, torchvision and timm.
 
-torchvision and timm use our random numbers.
+In both libraries, our random numbers replace the generated ones.
 """
 
 import numpy as np
@@ -78,8 +78,8 @@ def test_normalization_equals_torchvision(channels, mean, std):
 
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
-    """The image's shorter side matches the view, so nothing is resized. torchvision pads the image
-    and crops it at our random position."""
+    """The shorter side of the image matches the view, so the image is not resized. torchvision pads
+    the image and crops it at our random position."""
     config = AugmentConfig(crop="simple", hflip_prob=0.0)
     num = 60
     side = 32
@@ -150,8 +150,8 @@ def test_layers_are_applied_to_each_row_in_order_after_the_flip(name):
 
 
 def test_three_augment_equals_deit3_with_torchvision_and_pillow():
-    """The reference applies facebookresearch/deit:augment.py to Pillow images with our random
-    numbers: a flip, one of three operations, and color jitter in our random order."""
+    """The reference is facebookresearch/deit:augment.py on Pillow images, with our random numbers:
+    a flip, one of three operations, and color jitter in random order."""
     config = DEIT3.model_copy(update={"crop": "random_resized"})
     images = np.concatenate([photographs()] * 8)
     table = table_of(config, len(images), images.shape[2:])
@@ -208,8 +208,8 @@ def test_boxes_of_normalized_images_are_erased(mode, channels):
 
 
 def test_a_compiled_erasing_graph_computes_nothing_on_the_host():
-    """Otherwise, the host would recompute a table in each step, and the GPU would wait for the
-    copy."""
+    """If the graph computed a table on the host, the GPU would wait for the copy of the table in
+    each step."""
     operators = []
 
     def note(graph, inputs):
@@ -346,7 +346,8 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # These rows would otherwise mix with rows 3, 8 and 21, because a mixing group has four rows.
+    # Rows 2, 11 and 20 and the rows after them must be in different mixing groups, because a group
+    # has four rows.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
@@ -355,9 +356,9 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
-    """timm mixes row i with row B - 1 - i. Our rotation does the same within a group of two rows,
-    even in the modes `batch` and `elem`. The test passes each group to timm as a batch, with our
-    random numbers."""
+    """timm mixes row i with row B - 1 - i. In a group of two rows, our rotation mixes the same
+    rows, even in the modes `batch` and `elem`. The test passes each group to timm as a batch, with
+    our random numbers."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),
@@ -385,7 +386,7 @@ def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
             timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
         )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
-        # timm skips a row if its lambda is 1. If timm cuts out a box, it recomputes lambda from the
+        # timm skips a row whose lambda is 1. If timm cuts out a box, it recomputes lambda from the
         # box.
         lambdas = (
             rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)

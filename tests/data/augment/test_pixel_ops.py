@@ -1,10 +1,10 @@
-"""Compare each operation of each policy with its reference implementation at all strengths.
+"""Compare each operation of each policy with a reference implementation at all strengths.
 
 The references are the installed timm, torchvision and Pillow, and stored results of big_vision.
 
 Pixel values are compared as integers. A bilinear warp may differ by one level, because our warp
-uses float32 and Pillow uses double. At the border, Pillow treats a few pixels as content that our
-warp fills with the fill color. All other operations must match exactly.
+computes in float32 and Pillow's in double. At the border, our warp fills a few pixels that Pillow
+treats as part of the image. All other operations must match exactly.
 """
 
 from functools import partial
@@ -40,8 +40,8 @@ def assert_equal_levels(
     share: float = 0.0,
     on_border: float = 0.0,
 ) -> None:
-    """Assert that at most a `share` of all levels differ, and that at most a share `on_border` of
-    each image differs by more than `largest`."""
+    """Assert that at most the fraction `share` of all levels differ, and that at most the fraction
+    `on_border` of each image differs by more than `largest`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
     assert further.max() <= on_border, (
@@ -139,7 +139,8 @@ TORCHVISION_SPACES = {
 
 
 def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> np.ndarray:
-    """Apply a torchvision operation. The strength is a signed index into its magnitudes."""
+    """Apply a torchvision operation. The strength is a signed index into the magnitudes of the
+    operation."""
     name, (magnitudes, is_signed) = list(TORCHVISION_SPACES[op_set](SMALL).items())[op]
     magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
     signed = -magnitude if is_signed and strength < 0 else magnitude
@@ -152,7 +153,7 @@ def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> n
 @pytest.mark.parametrize("op", range(14))
 @pytest.mark.parametrize(("op_set", "largest"), [("torchvision_auto", 9), ("ta_wide", 30)])
 def test_operations_of_policies_equal_torchvision(op_set, largest, op):
-    """One of the two images is noise, in which up to two sevenths of the levels differ."""
+    """One of the two images is noise, in which up to two sevenths of the levels may differ."""
     images = photographs()[[0, 4]]
     is_warp = OP_NAMES[op_set][op] in WARPS
     config = AugmentConfig(auto_augment="ta_wide" if op_set == "ta_wide" else "imagenet")
@@ -183,12 +184,11 @@ BIG_VISION = np.load(Path(__file__).parent / "golden_big_vision.npz")
 
 @pytest.mark.parametrize("op", range(16), ids=OP_NAMES["big_vision"])
 def test_operations_equal_big_vision(op):
-    """The stored results come from
-    google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py, which was run on two images
-    with TensorFlow 2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces tensorflow_addons, which
-    does not support this version. Cutouts are centered at 0.8 of the width and 0.3 of the height.
-    TensorFlow sums in a different order, so one level in a hundred may differ by one, or by two for
-    sharpness."""
+    """The stored results are from google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py,
+    run on two images with TensorFlow 2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces
+    tensorflow_addons, which does not support TensorFlow 2.21. Cutouts are centered at 0.8 of the
+    width and 0.3 of the height. TensorFlow sums in a different order, so one level in a hundred may
+    differ by one, or by two for sharpness."""
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
     cases = [case for case in BIG_VISION.files if case.split()[0].lower() == name]
@@ -264,7 +264,7 @@ def test_jitter_equals_torchvision_on_pillow_images(op, name):
     factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
     jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
-        # Pillow must also get the value rounded to float32.
+        # Pass Pillow the value rounded to float32.
         theirs = levels(
             [
                 getattr(tv, name)(picture, float(np.float32(factor)))
@@ -275,7 +275,8 @@ def test_jitter_equals_torchvision_on_pillow_images(op, name):
 
 
 def test_hue_equals_torchvision_on_tensors():
-    """torchvision's function for Pillow images has only 256 hues and differs by several levels."""
+    """torchvision's function for Pillow images has only 256 hues, which causes differences of
+    several levels."""
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
     for turn, ours in zip(turns, at_strengths(jitter, photographs(), 3, turns), strict=True):

@@ -1,6 +1,6 @@
-"""Test that augmentation batches operations of the same kind.
+"""Test that augmentation runs operations of the same kind together.
 
-Batching must not change the pixels, must launch few kernels, and must not wait for the device.
+This batching must not change the pixels, must launch few kernels, and must not wait for the device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ LAUNCHES = {
     "jitter": 206,
     "auto_augment": 92,
 }
-"""The expected number of kernel launches for 512 images with each policy in `POLICIES`. One launch
-per operation and policy took 800. For timm, 38 of the launches are for random erasing. Without
-erasing, the policy is that of ViT-B/16 and needs 120 launches."""
+"""The expected number of kernel launches for 512 images with each policy in `POLICIES`. For timm,
+38 of the launches are for random erasing."""
 
 
 def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
@@ -56,8 +55,8 @@ def test_pooling_on_a_gpu_equals_the_sums_on_a_cpu():
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_the_device(name):
-    """The fake GPU raises an error on `.item()`, a branch on a pixel, a mask of unknown size, or a
-    tensor that is still on the host."""
+    """The fake GPU raises an error on `.item()`, a branch on a pixel value, a mask of unknown size,
+    or a tensor on the host."""
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     gpu = torch.device("cuda", 0)
     with gpu_without_memory() as mode:

@@ -1,5 +1,5 @@
-"""Test that unusual images are decoded, and that unreadable images are skipped and counted or raise
-an error with their key."""
+"""Test that unusual images are decoded, and that unreadable images are either skipped and counted,
+or raise an error with their key."""
 
 import io
 import os
@@ -75,8 +75,7 @@ BAD = {
     "text": b"<html>404</html>",
     "16bit_jpeg": encoded(200, 150).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x10"),
 }
-"""Images that cannot be decoded although their headers are intact, so the index contains their
-sizes."""
+"""Images that cannot be decoded but have intact headers, so the index contains their sizes."""
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
@@ -180,7 +179,8 @@ LYING = {
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
 def test_wrong_restart_markers_give_the_same_pixels_as_pillow(data, tmp_path, decoder):
-    """Pillow decodes such images, and all published results are based on Pillow."""
+    """Pillow decodes images with wrong restart markers, and all published results are based on
+    Pillow."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})

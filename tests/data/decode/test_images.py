@@ -31,14 +31,14 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.shards.tar import scan_tar
 
 REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
-"""Kinds of images that are rejected. No decoder supports the first kind. The value range of the
-others is unknown."""
+"""Kinds of images that are rejected. Decoders do not support the first kind, and the value range of
+the other kinds is unknown."""
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (97, 64)], ids=str)
 def test_every_kind_of_image_has_the_same_pixels_on_every_path(size):
     """The paths are the C decoder, pip packages, whole images, training, evaluation and
-    preparation. The size in the index must match, too."""
+    preparation. The size in the index must match as well."""
     differences_by_name = {}
     refused = set()
     for name, data in kinds(*size).items():
@@ -72,8 +72,8 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels):
-    """Such a window used to contain uninitialized memory: simplejpeg reported a warning about bytes
-    below the window before it wrote any pixels."""
+    """For a CMYK window without restart markers, simplejpeg reports a warning about bytes below the
+    window before it has written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]
@@ -87,13 +87,13 @@ def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels
 
 
 def test_uninitialized_pixels_are_not_returned():
-    """The file causes a warning, and then an error before the first line. If simplejpeg ignored
-    warnings, it would return without an error."""
+    """The file causes a warning, and then an error before the first line of pixels. If simplejpeg
+    ignored warnings, it would return without an error."""
     data = bytearray(encoded(picture(128, 128), "JPEG"))
     scan = read_header(bytes(data)).scan_offset
-    # A progressive scan's first coefficient causes a warning in a baseline file.
+    # In a baseline file, the first coefficient of a progressive scan causes a warning.
     data[scan - 3] = 1
-    data[scan - 8] = 0x33  # refer to a missing table, which causes an error
+    data[scan - 8] = 0x33  # a reference to a missing table causes an error
     with without_native(), pytest.raises(ValueError, match="cannot decode"):
         decode_box(bytes(data), (10, 10, 20, 20))
 
@@ -197,7 +197,7 @@ def said_to_have(data: bytes, width: int, height: int) -> bytes:
 
 def huge_tiles() -> bytes:
     """Return a TIFF of 64 x 48 pixels whose tiles are so large that libtiff would allocate 1.6 GB
-    for one."""
+    for one tile."""
     content = zlib.compress(bytes(64 * 48))
     tags = {
         256: 64,
@@ -260,7 +260,7 @@ def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, 
 def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        # The limit is 43,030 pixels above this image's size, so one more row exceeds it.
+        # The limit exceeds the pixels of this image by 43,030, so one more row is too much.
         wide = 59_652
         high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)
@@ -276,7 +276,7 @@ def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
 
 
 def test_a_window_of_a_large_png_needs_only_the_decoders_memory(tmp_path):
-    """Pillow needs 4 bytes per pixel. Copies in other modes used to raise this to 16 bytes."""
+    """Pillow needs 4 bytes per pixel. Copies in other modes would raise this number to 16."""
     encoded_png = tmp_path / "large.png"
     Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
     code = (

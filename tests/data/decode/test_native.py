@@ -1,5 +1,5 @@
-"""Test that, for any file and window, the C decoder returns simplejpeg's pixels or rejects the
-file."""
+"""Test that, for any file and window, the C decoder either returns simplejpeg's pixels or rejects
+the file."""
 
 import io
 import os
@@ -62,7 +62,7 @@ def some_windows(
 
 def assert_same(data: bytes, case: str, count: int = 6) -> None:
     """Assert that both C implementations return simplejpeg's pixels for windows of this file, in
-    gray and color."""
+    gray and in color."""
     rng = random.Random(case)
     for channels in (3, 1):
         expected = whole(data, channels)
@@ -168,8 +168,8 @@ def handmade(
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
 def test_images_with_random_huffman_codes_equal_simplejpeg(long):
-    """No encoder writes such tables: codes have any length up to 16 bits, and 15-bit values
-    overflow when multiplied by the quantization step."""
+    """No encoder writes random Huffman tables. Codes have any length up to 16 bits, and 15-bit
+    values overflow when multiplied by the quantization step."""
     rng = random.Random(int(long))
     for k in range(150):
         lengths = (
@@ -186,7 +186,7 @@ def test_images_with_random_huffman_codes_equal_simplejpeg(long):
 
 
 def test_samplings_that_no_encoder_writes_equal_simplejpeg():
-    """The header declares a different layout of the four luma blocks of a 4:2:0 MCU, such as a
+    """The header declares a different layout of the four luma blocks of a 4:2:0 MCU, for example a
     column. The pixels then differ from the original image, but both decoders must agree."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
@@ -204,8 +204,8 @@ def test_samplings_that_no_encoder_writes_equal_simplejpeg():
 
 
 def test_extreme_tables_and_pixels_equal_simplejpeg():
-    """Black-and-white noise with the coarsest quantization produces long codes and sums far outside
-    the range of pixel values."""
+    """Black-and-white noise with the coarsest quantization leads to long codes, and to sums far
+    outside the range of pixel values."""
     noise = np.random.default_rng(0).integers(0, 2, (64, 80, 3), np.uint8) * 255
     for level in (1, 16, 255):
         for subsampling in (0, 2):
@@ -242,7 +242,7 @@ def test_any_window_equals_simplejpeg(portable, data):
 
 @portable
 def test_strided_rows_are_written_without_touching_the_gaps(portable):
-    """Bytes between the rows, before the first row and after the last row must not change."""
+    """The bytes between the rows, before the first row and after the last row must not change."""
     encoded, expected = example("420 restart")
     for channels, width in ((3, 1), (3, 31), (3, 64), (1, 31), (1, 64)):
         canvas = np.full((42, 70, channels), 77, np.uint8)
@@ -311,8 +311,8 @@ def test_a_refused_file_has_the_status_of_its_reason():
 )
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
 def test_a_first_component_coarser_than_another_is_refused(factors, names):
-    """libjpeg can decode chroma with a higher resolution than luma, but no encoder writes such
-    files. The test declares 96 gray blocks as 16 MCUs of six blocks."""
+    """libjpeg can decode chroma with a higher resolution than luma, but encoders never write it.
+    The test declares 96 gray blocks as 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")
@@ -335,7 +335,8 @@ def test_a_first_component_coarser_than_another_is_refused(factors, names):
 
 @pytest.mark.parametrize("size", [(65500, 8), (8, 65500)], ids=str)
 def test_images_up_to_the_size_limit_of_libjpeg_are_decoded(size):
-    """libjpeg accepts sides of up to 65,500 pixels. The 16-bit field can hold 35 more."""
+    """libjpeg accepts sides of up to 65,500 pixels. The 16-bit field can store sides that are 35
+    pixels longer."""
     data = by_pillow(pixels_of(*size, grain=5), "L")
     assert np.array_equal(native.decode_window(data, (0, 0, *size), 1), whole(data, 1))
     place = data.index(b"\xff\xc0") + (7 if size[0] > 8 else 5)
@@ -400,8 +401,7 @@ def test_wrong_restart_markers_and_sizes_are_refused():
 
 
 def test_only_the_segments_of_the_window_are_read():
-    """The test corrupts the other segments. The decoder must not notice, which proves that it does
-    not read them."""
+    """The test corrupts all other segments, so the decoder fails if it reads them."""
     data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
     expected = None
     expected = whole(data)
@@ -411,8 +411,8 @@ def test_only_the_segments_of_the_window_are_read():
         + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7]
         + [len(data)]
     )
-    # The window covers block columns 5 to 11 and rows 2 to 4. These blocks are in segments 1 and 2
-    # of the four segments in a row.
+    # The window covers block columns 5 to 11 and rows 2 to 4, which are in segments 1 and 2 of the
+    # four segments per row.
     window = (40, 17, 50, 20)
     scribbled = bytearray(data)
     for segment in range(32):
@@ -450,8 +450,8 @@ def test_a_truncated_file_is_refused_for_every_window():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_is_refused_or_changes_nothing(seed):
-    """If the C decoder accepts a corrupt file, simplejpeg must decode it to the same pixels without
-    a warning."""
+    """If the C decoder accepts a corrupt file, simplejpeg must decode the file to the same pixels
+    without a warning."""
     rng = random.Random(seed)
     pixels = pixels_of(50, 41, grain=15)
     files = [
@@ -476,7 +476,7 @@ def test_damage_is_refused_or_changes_nothing(seed):
             if len(data) < 30:
                 break
         try:
-            # The corruption may have changed the size.
+            # Read the size again, because the corruption may have changed it.
             height, width, *_ = simplejpeg.decode_jpeg_header(bytes(data))
         except ValueError:
             height, width = 41, 50

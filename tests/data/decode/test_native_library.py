@@ -61,8 +61,8 @@ def test_a_library_of_another_version_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_library_built_from_other_sources_is_refused(tmp_path):
-    """A git pull without a reinstall causes such a mismatch. The check is skipped for a wheel,
-    which contains no sources."""
+    """The library does not match the sources after a git pull without a reinstall. The check is
+    skipped for a wheel, which contains no sources."""
     sources, library = copied(tmp_path)
     load(library, sources)
     (sources / "window.c").open("a").write("\n")
@@ -125,7 +125,7 @@ def test_the_environment_can_turn_the_library_off(monkeypatch):
 
 
 def test_setup_and_loader_use_the_same_stamp():
-    """setup.py stores a hash of the sources in the library, and the loader compares it."""
+    """setup.py stores a hash of the sources in the library, and the loader compares the hash."""
     if native.LIBRARY is None:
         pytest.skip(f"no library: {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0'}")
     assert native.LIBRARY.vit_native_sources().decode() == stamp_of(SOURCES)

@@ -93,7 +93,8 @@ def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("luma", [b"\x41", b"\x14"], ids=["4:1:1", "4:4:1"])
 def test_rare_samplings_have_the_same_pixels_as_in_pillow(luma, progressive, decoder):
-    """simplejpeg has no name for 4:4:1. The file has the same blocks as 4:2:0 in another order."""
+    """simplejpeg has no name for 4:4:1. The file has the same blocks as 4:2:0 in a different
+    order."""
     data = other_sampling(luma, progressive)
     np.testing.assert_array_equal(decode(data), by_pillow(data))
     np.testing.assert_array_equal(
@@ -144,7 +145,7 @@ def test_garbage_is_refused(data):
 
 def test_a_jpeg_with_an_excessive_size_is_refused_before_memory_is_allocated():
     data = bytearray(encode(picture()))
-    # Skip the start-of-frame marker, the length and the precision. The height and width follow.
+    # The height and width follow the start-of-frame marker, the length and the precision.
     size = data.index(b"\xff\xc0") + 5
     data[size : size + 4] = struct.pack(">HH", 30_000, 30_000)
     with pytest.raises(ValueError, match="30000 x 30000 pixels are more than"):

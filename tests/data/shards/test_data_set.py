@@ -40,8 +40,8 @@ def test_written_samples_are_read_back(root):
 
 
 def test_one_process_of_a_host_checks_the_shards_of_a_folder(root):
-    """If every process checked, thousands of ranks would access each shard on a shared file
-    system."""
+    """If every process checked the shards, thousands of ranks would access each shard on a shared
+    file system."""
     path = root / open_split(root, "train").filenames[1]
     path.write_bytes(path.read_bytes()[:512])
     with pytest.raises(ShardError, match="512 bytes, expected"):
@@ -266,7 +266,7 @@ def test_links_beside_the_files_of_a_sample_are_ignored(tmp_path):
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
 def test_keys_of_pax_names_are_complete(tmp_path, name):
-    """Python's tarfile replaces a non-ASCII letter with '?' and writes the real name into a
+    """Python's tarfile replaces a non-ASCII letter with '?', and writes the real name into a
     preceding header."""
     pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]
     write_tar(tmp_path / "train-00000.tar", pairs, format=tarfile.PAX_FORMAT)

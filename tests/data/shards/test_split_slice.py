@@ -1,4 +1,4 @@
-"""Test that slices of a split such as `train[:99%]` contain each sample once and return the same
+"""Test that slices of a split, such as `train[:99%]`, contain each sample once and return the same
 samples as the full split."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vit.system.hashing import fold
 
 
 def sorted_by_class(num: int) -> Split:
-    """Return a split of ten classes, sorted by class. It consists of a single shard that is never
-    read."""
+    """Return a split of ten classes, sorted by class. The split consists of a single shard that is
+    never read."""
     index = np.zeros(num, INDEX_DTYPE)
     index["label"] = np.arange(num) * 10 // num
     return Split("nowhere", "train", ["train-0.tar"], [num], index, 10, [])

@@ -1,4 +1,4 @@
-"""Test the block cache that jobs and users share: locks, limits, permissions and the default
+"""Test the block cache that jobs and users share: its locks, limits, permissions and default
 folder."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vit.data.storage.file_lock import locked_part
 from vit.system.files import ShardError
 from vit.system.host import default_folder, file_system, is_shared
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 @pytest.fixture
@@ -69,7 +69,8 @@ else:
 
 
 def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
-    """Logging is slowed down, so that all threads arrive while the first one logs its message."""
+    """Logging is slow in this test, so that all threads arrive while the first one logs its
+    message."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
@@ -95,8 +96,8 @@ def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatc
 def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     locked, folder, caplog, monkeypatch
 ):
-    """Slurm may suspend a process that holds a lock, or the process may hang on an unavailable
-    mount. Other processes must then fetch the block without storing it and log one message."""
+    """A process that holds a lock may be suspended by Slurm, or may hang on an unavailable mount.
+    Other processes must then fetch the block without storing it, and log one message."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
     holder = other_process(HOLDS, folder, locked)
@@ -170,11 +171,11 @@ def test_the_default_limit_is_50_gib_or_half_of_the_free_disk(folder):
 
 # ---- users ---------------------------------------------------------------------------------------
 
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="takes other users' ids")
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as other users")
 
 
 def as_user(user: int, group: int, function: Callable[[], None]) -> str:
-    """Call `function` as another user in a child process. Return its error, or "" if it
+    """Call `function` as another user in a child process. Return the error, or "" if the call
     succeeds."""
     reading, writing = os.pipe()
     pid = os.fork()

@@ -1,5 +1,5 @@
-"""Test the HTTP reader against a server that reproduces every fault observed on real servers.
-Timeouts are short."""
+"""Test the HTTP reader against a server that reproduces every fault observed on real servers. All
+timeouts are short."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vit.system.retry import NUM_REFUSALS, RetryPolicy
 DATA = random.Random(0).randbytes(300_000)
 PATIENT = RetryPolicy(60.0, 0.01, 0.05)
 QUICK = RetryPolicy(1.0, 0.01, 0.05)
-"""A retry policy for permanent faults. It is short to save time."""
+"""A retry policy for permanent faults. Its times are short, to save time."""
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
 
 def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
     """The test scales down a transfer of 8 MB at less than 70 kB/s with a timeout of 120 s per
-    attempt. Each attempt receives a part of the file, and no bytes are discarded."""
+    attempt. Each attempt receives a part of the file, and all received bytes are used."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
@@ -203,8 +203,8 @@ def test_an_endless_response_is_read_only_to_the_requested_byte(num_bytes, web, 
 
 
 def test_a_read_continues_after_its_server_was_stopped(monkeypatch):
-    """After SIGSTOP, the server's kernel still accepts a few connections, but the server does not
-    answer."""
+    """After SIGSTOP, the kernel still accepts a few connections for the server, but the server does
+    not answer."""
     program = (
         "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True);"
         " s.__enter__(); sys.stdin.read()"
@@ -224,7 +224,7 @@ def test_a_read_continues_after_its_server_was_stopped(monkeypatch):
 
 
 def test_a_transfer_with_many_faults_succeeds(web, folder, version, monkeypatch):
-    """The server repeatedly refuses requests, returns wrong ranges, cuts responses and stops
+    """The server repeatedly refuses requests, returns wrong ranges, truncates responses and stops
     sending."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     rng = random.Random(1)

@@ -31,7 +31,7 @@ from vit.data.storage import cached_tars
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, preloads a library")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and LD_PRELOAD")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 SHIM = r"""
 #define _GNU_SOURCE
@@ -194,8 +194,8 @@ READ_A_BATCH = """
 
 
 def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_path):
-    """With readahead, a slow disk reads all images in parallel. Otherwise, it reads one at a time
-    while a worker waits."""
+    """With readahead, a slow disk reads all images in parallel. Without it, the disk reads one
+    image at a time while a worker waits."""
     log = tmp_path / "log"
     done = run(READ_A_BATCH, shim, shards, LOG=log)
     assert done.returncode == 0, done.stderr
@@ -208,7 +208,8 @@ def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_pat
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:
-    """Return the process's file descriptors that refer to shards, each with the shard's name."""
+    """Return the file descriptors of the process that refer to shards, each with the name of the
+    shard."""
     names = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
         # The descriptor used to list the folder is already closed.

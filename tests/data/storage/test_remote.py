@@ -1,6 +1,6 @@
 """Test that shards at a URL return the same samples as shards in a folder.
 
-Server and network faults must have no effect or raise an error that describes the fault.
+Faults of the server or the network must have no effect, or raise an error that describes the fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Use short pauses and blocks of 4 instead of 4,096 samples, to save time."""
+    """Use short pauses, and blocks of 4 instead of 4,096 samples, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -102,7 +102,8 @@ def test_batches_are_the_same_from_a_faulty_or_slow_server(
 
 
 def test_batches_are_the_same_from_s3_through_forked_workers(s3, shards, cache, local_epoch):
-    """The parent uses clients before the fork. This must not break the workers' clients."""
+    """The parent process uses its clients before the fork. The clients of the workers must still
+    work."""
     root = upload(shards, s3.new_bucket())
     assert_same(epoch(root, cache, workers=2), local_epoch)
 
@@ -117,8 +118,8 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
 
 
 class KeptFtp(FTPFileSystem):
-    """A file system that keeps one connection per thread until the process ends, like fsspec's sftp
-    and smb clients."""
+    """A file system that keeps one connection per thread until the process exits, as fsspec's sftp
+    and smb clients do."""
 
     protocol = "keptftp"
     cachable = True
@@ -141,8 +142,8 @@ def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
 
 
 def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch):
-    """Rank 0 asks the server and sends the result to the other ranks. All ranks must read the same
-    samples."""
+    """Rank 0 asks the server about each shard and sends the result to the other ranks. All ranks
+    must read the same samples."""
     monkeypatch.setattr("vit.distributed.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),

@@ -1,4 +1,4 @@
-"""Test that verification accepts an intact dataset and finds and names every kind of damage."""
+"""Test that verification accepts an intact dataset, and finds and names every kind of damage."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from data_prep.write.output import Output
 # ---- intact datasets -----------------------------------------------------------------------------
 
 
-def test_a_sound_data_set_passes(root, capsys):
+def test_an_intact_dataset_passes(root, capsys):
     before = digests(root)
     assert verify(root) == 0
-    told = capsys.readouterr().out
-    assert "PROBLEMS" not in told
-    assert "Notes" not in told
+    output = capsys.readouterr().out
+    assert "PROBLEMS" not in output
+    assert "Notes" not in output
     num_train, num_val = (
         sum(len(members_of(tar)) // 2 for tar in root.glob(f"{split}-*.tar"))
         for split in ("train", "val")
@@ -38,22 +38,22 @@ def test_a_sound_data_set_passes(root, capsys):
         ("changed or noted", "(0 +1|1 +0)"),
         ("quarantined", 1, 0),
     ):
-        assert re.search(r"\s+".join(map(str, row)), told), row
-    assert re.search(rf"{root}: no problems, \d+\.\d s\n$", told)
+        assert re.search(r"\s+".join(map(str, row)), output), row
+    assert re.search(rf"{root}: no problems, \d+\.\d s\n$", output)
     assert digests(root) == before
     assert verify(root, "--strict") == 0
 
 
 def test_a_quick_check_lists_its_omissions(root, capsys):
     assert verify(root, "--quick", "--sample", "10") == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     decoded = [
-        int(number) for number in re.findall(r"\d+", re.search(r"images checked(.*)", told)[1])
+        int(number) for number in re.findall(r"\d+", re.search(r"images checked(.*)", output)[1])
     ]
     assert sum(decoded) in range(10, 18)
-    assert f"Checked:\n  {sum(decoded)} images\n" in told
-    assert "NOT checked (run without --quick)" in told
-    assert "no problems in the checked part" in told
+    assert f"Checked:\n  {sum(decoded)} images\n" in output
+    assert "NOT checked (run without --quick)" in output
+    assert "no problems in the checked part" in output
 
 
 def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
@@ -67,7 +67,7 @@ def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
     assert subprocess.run(command, capture_output=True, check=False).returncode == 1
 
 
-def test_shards_of_others_pass(tmp_path, capsys):
+def test_shards_of_other_tools_pass(tmp_path, capsys):
     shards = [
         [member for n in range(3) for member in pair(f"{s}_{n}", image_bytes(10 * s + n), n)]
         for s in range(2)
@@ -100,33 +100,35 @@ def web(root, monkeypatch):
         yield server
 
 
-def test_a_data_set_on_the_web(web, root, capsys):
+def test_a_dataset_on_a_web_server_is_verified(web, root, capsys):
     url = f"{web.url}/set"
     assert main([url, "--workers", "2"]) == 0
-    assert "every byte of 8 of 8 shards against its sha256" in (told := capsys.readouterr().out)
-    assert f"{url}: no problems" in told
+    assert "every byte of 8 of 8 shards against its sha256" in (output := capsys.readouterr().out)
+    assert f"{url}: no problems" in output
     tar = bytearray(web.files["/set/train-00002.tar"])
     tar[1200] ^= 1
     web.files["/set/train-00002.tar"] = bytes(tar)
     del web.files["/set/train-00003.tar"]
     assert main([url, "--workers", "2"]) == 1
-    told = capsys.readouterr().out
-    assert "train-00002.tar: altered or replaced: its sha256" in told
-    assert "train-00003.tar: no such file" in told
-    assert "every byte of 7 of 8 shards against its sha256" in told
+    output = capsys.readouterr().out
+    assert "train-00002.tar: altered or replaced: its sha256" in output
+    assert "train-00003.tar: no such file" in output
+    assert "every byte of 7 of 8 shards against its sha256" in output
 
 
-def test_a_quick_look_at_the_web_reads_ranges_of_shards_only(web, capsys):
+def test_a_quick_check_of_a_web_server_reads_only_ranges_of_shards(web, capsys):
     assert main([f"{web.url}/set", "--workers", "1", "--quick", "--sample", "8"]) == 0
     assert "no problems in the checked part" in capsys.readouterr().out
-    asked = [
-        asked for method, path, asked in web.requests if method == "GET" and path.endswith(".tar")
+    ranges = [
+        byte_range
+        for method, path, byte_range in web.requests
+        if method == "GET" and path.endswith(".tar")
     ]
-    assert asked
-    assert all(asked)
+    assert ranges
+    assert all(ranges)
 
 
-def test_an_index_of_shards_on_the_web(web, root, tmp_path, capsys):
+def test_an_index_of_shards_on_a_web_server_is_verified(web, root, tmp_path, capsys):
     assert (
         index.main(
             [
@@ -143,7 +145,7 @@ def test_an_index_of_shards_on_the_web(web, root, tmp_path, capsys):
     assert "every byte of 8 of 8 shards against its sha256" in capsys.readouterr().out
 
 
-def test_a_data_set_in_a_store(root, capsys):
+def test_a_dataset_in_a_store_is_verified(root, capsys):
     with S3Server() as server:
         output = Output(f"{server.new_bucket()}/set")
         for path in list(root.iterdir()):
@@ -179,7 +181,9 @@ def test_a_data_set_in_a_store(root, capsys):
         ),
     ],
 )
-def test_what_cannot_be_checked_is_one_line_and_status_2(root, prepare, message, capsys):
+def test_a_dataset_that_cannot_be_checked_gives_one_line_and_status_2(
+    root, prepare, message, capsys
+):
     prepare(root)
     assert verify(root) == 2
     out, error = capsys.readouterr()

@@ -177,7 +177,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 
 
 @pytest.mark.parametrize("kind", BY_HAND)
-def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
+def test_manual_changes_are_detected(kind, root, capsys):
     alter, text, even_quickly = BY_HAND[kind]
     alter(root)
     # A full check must find everything that a quick check finds.
@@ -185,10 +185,10 @@ def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
     assert f"    {text}" in capsys.readouterr().out
 
 
-def test_what_is_printed_was_compared(root, capsys):
+def test_the_printed_checks_are_made(root, capsys):
     assert verify(root) == 0
-    assert "every byte of 8 of 8 shards against its sha256\n" in (told := capsys.readouterr().out)
-    assert "class names, keys and labels against the hash recorded before writing\n" in told
+    assert "every byte of 8 of 8 shards against its sha256\n" in (output := capsys.readouterr().out)
+    assert "class names, keys and labels against the hash recorded before writing\n" in output
     forget_hashes(root)
     assert verify(root) == 1
     assert "every byte of 0 of 8 shards against its sha256" in capsys.readouterr().out
@@ -230,7 +230,7 @@ def test_values_of_a_different_json_type_are_reported(key, value, root, capsys):
 
 
 @pytest.mark.parametrize(
-    ("entries", "told"),
+    ("entries", "message"),
     [
         (5, "quarantined is '5', expected a valid list"),
         (
@@ -245,17 +245,19 @@ def test_values_of_a_different_json_type_are_reported(key, value, root, capsys):
     ],
     ids=["no list", "offset", "no split", "key"],
 )
-def test_values_of_a_different_type_in_a_sidecar_are_reported(entries, told, root, capsys):
+def test_values_of_a_different_type_in_a_sidecar_are_reported(entries, message, root, capsys):
     edit_json(root / "val-00000.json", lambda sidecar: sidecar.update(quarantined=entries))
     (root / "val.index.npy").unlink()
-    with pytest.raises(ShardError, match=f"val-00000.json: {told}.*; restore it from its source"):
+    with pytest.raises(
+        ShardError, match=f"val-00000.json: {message}.*; restore it from its source"
+    ):
         open_split(root, "val")
     assert verify(root, "--quick") == 1
-    assert re.search(rf"val-00000.json: {told}", capsys.readouterr().out)
+    assert re.search(rf"val-00000.json: {message}", capsys.readouterr().out)
     assert index.main([str(root), "--workers", "1"]) == 2
 
 
-def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
+def test_every_flipped_bit_beside_the_tars_is_detected(root):
     """The test flips one bit at a time, at random positions in all files that describe the shards,
     including index headers."""
     rng = np.random.default_rng(3)
@@ -271,23 +273,23 @@ def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
             place = int(rng.integers(len(whole)))
             bit = int(rng.integers(8))
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-            found = ["cannot be opened"]
+            problems = ["cannot be opened"]
             with suppress(ShardError, PrepError), opened_data_set(str(root)) as data:
-                found = [*check_folder(data), *check_quarantine(data)]
-                for part in data.parts if not found else []:
+                problems = [*check_folder(data), *check_quarantine(data)]
+                for part in data.parts if not problems else []:
                     for shard in (shard_of(data, part, number) for number in part.present):
-                        found += [
+                        problems += [
                             *_check_idx(shard, samples[shard.name]),
                             *_check_index(shard, samples[shard.name], is_intact=True),
                         ]
-            if not found:
+            if not problems:
                 unnoticed.append((path.name, place, bit))
         path.write_bytes(whole)
     assert unnoticed == []
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             lambda rows: rows["crc32c"].__setitem__(1, rows["crc32c"][1] ^ 4),
@@ -301,11 +303,12 @@ def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
     ids=["one flipped bit", "all unknown"],
 )
 def test_a_wrong_checksum_in_the_index_is_not_blamed_on_a_shard_with_its_sha256(
-    change, told, root, capsys
+    change, message, root, capsys
 ):
     edit_rows(root / "val.index.npy", change)
     assert verify(root) == 1
     [line] = problems_in(capsys.readouterr().out)
     assert re.match(
-        rf"val.index.npy: {told}.*; delete val.index.npy and run `python -m data_prep.index ", line
+        rf"val.index.npy: {message}.*; delete val.index.npy and run `python -m data_prep.index ",
+        line,
     ), line

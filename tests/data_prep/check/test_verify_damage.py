@@ -237,31 +237,31 @@ DAMAGES = [TARS, BESIDE, NO_INDEX, TORN_INDEX, TOO_FEW_CLASSES, TOO_MANY_CLASSES
     DAMAGES,
     ids=["tars", "beside", "no index", "torn index", "too few classes", "too many classes"],
 )
-def test_every_damage_is_named_and_nothing_else(root, damages, capsys):
+def test_exactly_the_damaged_files_are_named(root, damages, capsys):
     for break_it, _ in damages:
         break_it(root)
     assert verify(root) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     expected = [text for _, texts in damages for text in texts]
-    assert [text for text in expected if not re.search(rf"(?m)^    {text}", told)] == []
+    assert [text for text in expected if not re.search(rf"(?m)^    {text}", output)] == []
     assert [
-        line for line in problems_in(told) if not any(re.match(text, line) for text in expected)
+        line for line in problems_in(output) if not any(re.match(text, line) for text in expected)
     ] == []
-    assert f"{len(problems_in(told))} problem" in told.splitlines()[-1]
+    assert f"{len(problems_in(output))} problem" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("damages", [TARS, BESIDE, NO_INDEX], ids=["tars", "beside", "no index"])
-def test_a_quick_check_names_most_of_it(root, damages, capsys):
+def test_a_quick_check_names_most_damaged_files(root, damages, capsys):
     for break_it, _ in damages:
         break_it(root)
     assert verify(root, "--quick") == 1
-    told = capsys.readouterr().out
-    # Flip one bit, which only sha256 detects.
+    output = capsys.readouterr().out
+    # Only sha256 detects the flipped bit in train-00006.tar.
     named = {texts[0].split(":")[0] for _, texts in damages} - {"train-00006.tar"}
-    assert [name for name in named if f"    {name}: " not in told] == []
+    assert [name for name in named if f"    {name}: " not in output] == []
 
 
-def test_a_shard_of_which_only_a_header_is_damaged(root, capsys):
+def test_a_shard_with_a_damaged_header_is_named(root, capsys):
     second = members_of(root / "train-00002.tar")[2].offset
     edit(
         root / "train-00002.tar",
@@ -271,18 +271,18 @@ def test_a_shard_of_which_only_a_header_is_damaged(root, capsys):
     assert "train-00002.tar: damaged: zeros instead of a header" in capsys.readouterr().out
 
 
-def test_many_lines_about_one_shard_are_cut(tmp_path, capsys):
+def test_many_lines_about_one_shard_are_shortened(tmp_path, capsys):
     members = [
         member for n in range(15) for member in pair(f"k{n:02d}", image_bytes(n)[:-200], n % 2)
     ]
     assert verify(foreign(tmp_path / "foreign", members)) == 1
-    told = capsys.readouterr().out
-    assert "train-000.tar: k09: cannot be decoded" in told
-    assert "k10: cannot" not in told
-    assert "train-000.tar: and 5 more in this shard" in told
+    output = capsys.readouterr().out
+    assert "train-000.tar: k09: cannot be decoded" in output
+    assert "k10: cannot" not in output
+    assert "train-000.tar: and 5 more in this shard" in output
 
 
-def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
+def test_samples_in_neither_shard_nor_quarantine_are_reported(root, capsys):
     tar = root / "train-00000.tar"
     kept = [
         member
@@ -312,12 +312,12 @@ def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
     assert "class names, keys or labels have changed" in capsys.readouterr().out
 
 
-def test_leftovers_are_notes(root, capsys):
+def test_leftover_files_are_notes(root, capsys):
     for name in (".train-00001.tar.host.1.tmp", "_writing.json"):
         (root / name).write_text("{}")
     assert verify(root) == 0
-    told = capsys.readouterr().out
-    assert ".train-00001.tar.host.1.tmp: temporary file" in told
-    assert "_writing.json: temporary file" in told
-    assert "no problems, 2 notes" in told
+    output = capsys.readouterr().out
+    assert ".train-00001.tar.host.1.tmp: temporary file" in output
+    assert "_writing.json: temporary file" in output
+    assert "no problems, 2 notes" in output
     assert verify(root, "--strict") == 1

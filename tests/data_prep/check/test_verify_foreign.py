@@ -17,7 +17,7 @@ from data_prep.check.shard_checks import SEEN_DTYPE
 # ---- cases that occur only in foreign shards -----------------------------------------------------
 
 
-def test_broken_tars_of_others(tmp_path, capsys):
+def test_broken_tars_of_other_tools_are_reported(tmp_path, capsys):
     root = foreign(
         tmp_path / "foreign",
         *(
@@ -45,7 +45,7 @@ def test_broken_tars_of_others(tmp_path, capsys):
     }
     (root / "_info.json").write_text(json.dumps({"splits": {"train": described}, "num_classes": 2}))
     assert verify(root) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "train-000.tar: sample 'a' has no images (its members: b.jpg, b.cls",
         "train-001.tar: sample 'k' has no .cls",
@@ -53,7 +53,7 @@ def test_broken_tars_of_others(tmp_path, capsys):
         "train-003.tar: cut off",
         "train-004.tar: not a tar but compressed with gzip",
     ):
-        assert text in told
+        assert text in output
 
 
 def test_names_cannot_confuse_the_terminal(tmp_path, capsys):
@@ -62,9 +62,9 @@ def test_names_cannot_confuse_the_terminal(tmp_path, capsys):
         *pair("犬", image_bytes(1)[:-300], 1),
     ]
     assert verify(foreign(tmp_path / "foreign", members)) == 1
-    told = capsys.readouterr().out
-    assert r"train-000.tar: k\x1b[31m\nall right\udcff: cannot be decoded" in told
-    assert "train-000.tar: 犬: cannot be decoded" in told
+    output = capsys.readouterr().out
+    assert r"train-000.tar: k\x1b[31m\nall right\udcff: cannot be decoded" in output
+    assert "train-000.tar: 犬: cannot be decoded" in output
 
 
 def test_a_key_in_two_shards_is_a_problem(tmp_path, capsys):
@@ -82,7 +82,9 @@ def test_a_key_in_two_shards_is_a_problem(tmp_path, capsys):
     )
 
 
-def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_path, capsys):
+def test_images_that_the_loader_converts_are_a_note_but_a_problem_in_our_own_shards(
+    tmp_path, capsys
+):
     members = [
         *pair("cmyk", image_bytes(0, mode="CMYK"), 0),
         *pair("png", image_bytes(1, "PNG"), 1),
@@ -90,14 +92,14 @@ def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_
     ]
     root = foreign(tmp_path / "foreign", members)
     assert verify(root) == 0
-    told = capsys.readouterr().out
-    assert "train-000.tar: 1 image: CMYK JPEG" in told
-    assert "train-000.tar: 1 image: PNG (RGB)" in told
+    output = capsys.readouterr().out
+    assert "train-000.tar: 1 image: CMYK JPEG" in output
+    assert "train-000.tar: 1 image: PNG (RGB)" in output
     edit_json(root / "_info.json", lambda info: info.update(catalogue="0"))
     assert verify(root) == 1
-    told = capsys.readouterr().out.split("Notes")[0]
-    assert "train-000.tar: cmyk: our writer does not write such images (CMYK JPEG)" in told
-    assert "rgb:" not in told
+    output = capsys.readouterr().out.split("Notes")[0]
+    assert "train-000.tar: cmyk: our writer does not write such images (CMYK JPEG)" in output
+    assert "rgb:" not in output
 
 
 # ---- duplicate images ----------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def test_equal_images_are_counted_and_named(tmp_path, capsys):
         [*pair("d", same, 0), *pair("e", label, 1), *pair("f", image_bytes(4), 1)],
     )
     assert verify(root) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "train, val: equal bytes: 3 images in 6 samples; 1 of these images are in two splits, 1"
         " under two labels\n"
@@ -124,7 +126,7 @@ def test_equal_images_are_counted_and_named(tmp_path, capsys):
         "      train-000.tar c (class 0) = train-001.tar e (class 1)\n",
         "no problems, 1 note",
     ):
-        assert text in told
+        assert text in output
     assert verify(root, "--strict") == 1
 
 
@@ -147,7 +149,7 @@ def test_repeated_values_are_all_found(num_values):
     ]
     count = Counter(sample[0] for sample in samples)
     expected = sorted(sample for sample in samples if count[sample[0]] > 1)
-    found = _repeated(parts, "image")
-    assert found[:, 1:].tolist() == [list(sample[1:]) for sample in expected]
-    groups = Counter(found[:, 0].tolist())
+    repeated = _repeated(parts, "image")
+    assert repeated[:, 1:].tolist() == [list(sample[1:]) for sample in expected]
+    groups = Counter(repeated[:, 0].tolist())
     assert sorted(groups.values()) == sorted(n for n in count.values() if n > 1)

@@ -82,11 +82,11 @@ def test_tar_is_listed_as_by_tarfile(tmp_path, format, names, fields):
     assert len(listed(path)) == len([name for name in names if not name.endswith("/")])
 
 
-def test_old_tars_without_types(tmp_path):
+def test_old_tars_without_types_are_listed(tmp_path):
     path = make_tar(tmp_path / "old.tar", ["a.jpg", "folder/", "b.jpg"])
     data = bytearray(path.read_bytes())
     for offset in header_offsets(path):
-        data[offset + 156] = 0  # like tar in 1979, when only a slash marked a folder
+        data[offset + 156] = 0  # as in tar of 1979, where only a slash marked a folder
         data[offset + 148 : offset + 156] = b" " * 8
         data[offset + 148 : offset + 155] = b"%6o\0" % sum(data[offset : offset + 512])
         if data[offset : offset + 6] == b"folder":
@@ -99,7 +99,7 @@ def test_old_tars_without_types(tmp_path):
 
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_members_over_8_gib(tmp_path, format):
+def test_members_over_8_gib_are_listed(tmp_path, format):
     path = tmp_path / "huge.tar"
     member = tarfile.TarInfo("huge.bin")
     size = (9 << 30) + 5
@@ -115,18 +115,18 @@ def test_members_over_8_gib(tmp_path, format):
     ]
 
 
-def test_tar_inside_a_tar(tmp_path):
+def test_a_tar_inside_a_tar_is_listed(tmp_path):
     inner = make_tar(tmp_path / "inner.tar", NAMES)
     with tarfile.open(tmp_path / "outer.tar", "w") as outer:
         for name in ("first.tar", "second.tar"):
             outer.add(inner, name)
-    found = listed(tmp_path / "outer.tar")
-    assert [name for name, _, _ in found] == ["first.tar", "second.tar"]
-    for _, start, size in found:
+    members = listed(tmp_path / "outer.tar")
+    assert [name for name, _, _ in members] == ["first.tar", "second.tar"]
+    for _, start, size in members:
         assert listed(tmp_path / "outer.tar", start, start + size) == [
             (n, start + o, s) for n, o, s in listed(inner)
         ]
-    _, start, size = found[1]
+    _, start, size = members[1]
     with pytest.raises(
         PrepError,
         match=rf"outer\.tar: cut off: .* \(in the tar inside it that begins at byte {start}",
@@ -134,7 +134,7 @@ def test_tar_inside_a_tar(tmp_path):
         listed(tmp_path / "outer.tar", start, start + size // 2)
 
 
-def test_every_cut_of_a_tar_is_seen(tmp_path):
+def test_every_truncation_of_a_tar_is_detected(tmp_path):
     whole = make_tar(tmp_path / "whole.tar", [*NAMES, "k" * 300]).read_bytes()
     expected = listed(tmp_path / "whole.tar")
     _, offset, size = expected[-1]
@@ -151,7 +151,7 @@ def test_every_cut_of_a_tar_is_seen(tmp_path):
                 listed(cut)
 
 
-def test_damaged_headers_are_seen(tmp_path):
+def test_damaged_headers_are_detected(tmp_path):
     path = make_tar(tmp_path / "a.tar", [f"{number}.jpg" for number in range(20)])
     whole = path.read_bytes()
     rng = random.Random(1)
@@ -185,13 +185,13 @@ def test_damaged_headers_are_seen(tmp_path):
         (bytes(1024) + b"x" * 512, "zeros instead of a header, with data after them"),
     ],
 )
-def test_no_tar(tmp_path, content, message):
+def test_a_file_that_is_not_a_tar_is_refused(tmp_path, content, message):
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(PrepError, match=message):
         listed(tmp_path / "a.tar")
 
 
-def test_garbage_behind_the_end(tmp_path):
+def test_a_tar_with_data_after_its_end_is_refused(tmp_path):
     path = make_tar(tmp_path / "a.tar", ["a", "b"])
     path.write_bytes(path.read_bytes() + b"garbage")
     with pytest.raises(PrepError, match="with data after them"):
@@ -230,7 +230,7 @@ def test_hostile_tars_are_refused(tmp_path, name, kind, message):
     assert repr(name) in str(error.value)
 
 
-def test_a_negative_size_does_not_go_round_for_ever(tmp_path):
+def test_a_negative_size_causes_no_endless_loop(tmp_path):
     header = bytearray(tarfile.TarInfo("a.jpg").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = b"\xff" * 8 + struct.pack(">i", -1024)
     header[148:156] = b" " * 8

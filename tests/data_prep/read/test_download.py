@@ -60,7 +60,7 @@ def test_a_file_is_downloaded_once_and_verified_again(web, path, capsys):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_three_cuts(web, path, capsys):
+def test_a_download_continues_after_three_cuts(web, path, capsys):
     web.cuts = [1_000_000, 0, 500_000]
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
@@ -73,7 +73,7 @@ def test_three_cuts(web, path, capsys):
     )
 
 
-def test_a_server_without_ranges(web, path, capsys):
+def test_a_server_without_ranges_is_supported(web, path, capsys):
     web.ranges = False
     web.cuts = [1_000_000]
     download(f"{web.url}/data/a.bin", path, MD5)
@@ -81,7 +81,7 @@ def test_a_server_without_ranges(web, path, capsys):
     assert len(web.requests) == 2, "the bytes that have already arrived must be skipped"
 
 
-def test_a_server_without_content_length(web, path):
+def test_a_server_without_content_length_is_supported(web, path):
     web.lengths = False
     web.cuts = [1_000_000]
     with pytest.raises(PrepError, match=f"md5 .* \\(1,000,000 bytes\\), expected {MD5}"):
@@ -90,13 +90,13 @@ def test_a_server_without_content_length(web, path):
     assert path.read_bytes() == DATA
 
 
-def test_a_busy_server(web, path, capsys):
+def test_a_download_from_a_busy_server_is_retried(web, path, capsys):
     web.statuses = [503, 429]
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
 
 
-def test_a_server_that_only_cuts(web, path):
+def test_a_server_that_always_cuts_is_an_error(web, path):
     web.cuts = [1_000_000, *[0] * 1000]
     with pytest.raises(
         ShardError,
@@ -110,14 +110,14 @@ def test_a_server_that_only_cuts(web, path):
 # ---- files of an earlier call --------------------------------------------------------------------
 
 
-def test_a_part_is_continued(web, path):
+def test_a_partial_file_is_continued(web, path):
     part_of(path, DATA[:1_200_000])
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
     assert ranges(web) == ["bytes=1200000-"]
 
 
-def test_a_part_that_is_complete_gets_its_name(web, path):
+def test_a_complete_partial_file_is_renamed(web, path):
     part_of(path, DATA)
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
@@ -125,7 +125,7 @@ def test_a_part_that_is_complete_gets_its_name(web, path):
 
 
 @pytest.mark.parametrize("size", [1_200_000, 3_000_000, 4_000_000])
-def test_a_part_of_another_file_is_replaced(web, path, size):
+def test_a_partial_file_of_another_version_is_replaced(web, path, size):
     part_of(path, bytes(size))
     with pytest.raises(PrepError, match="The download was deleted"):
         download(f"{web.url}/data/a.bin", path, MD5)
@@ -134,7 +134,7 @@ def test_a_part_of_another_file_is_replaced(web, path, size):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_killed_and_continued(web, path, number):
+def test_a_killed_download_is_continued(web, path, number):
     program = (
         "import sys, pathlib; from data_prep.read.download import download; download(sys.argv[1],"
         " pathlib.Path(sys.argv[2]), sys.argv[3])"
@@ -157,7 +157,7 @@ def test_killed_and_continued(web, path, number):
     assert ranges(web) == [None, f"bytes={have}-"]
 
 
-def test_of_two_that_want_the_same_one_fetches_it(web, path, capsys):
+def test_one_of_two_processes_downloads_the_file(web, path, capsys):
     web.hang_after = 1_000_000
     both = [
         threading.Thread(target=download, args=(f"{web.url}/data/a.bin", path, MD5))
@@ -178,13 +178,13 @@ def test_of_two_that_want_the_same_one_fetches_it(web, path, capsys):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def test_another_md5(web, path):
+def test_a_file_with_a_wrong_md5_is_refused(web, path):
     web.files["/data/a.bin"] = b"<html>please log in</html>"
     with pytest.raises(PrepError) as caught:
         download(f"{web.url}/data/a.bin", path, MD5)
-    found = hashlib.md5(b"<html>please log in</html>").hexdigest()
+    md5 = hashlib.md5(b"<html>please log in</html>").hexdigest()
     assert str(caught.value).startswith(
-        f"{web.url}/data/a.bin: md5 is {found} (26 bytes), expected {MD5}: "
+        f"{web.url}/data/a.bin: md5 is {md5} (26 bytes), expected {MD5}: "
     )
     assert f"save it as {path}" in str(caught.value)
     assert list(path.parent.iterdir()) == []
@@ -231,7 +231,7 @@ def test_errors_name_the_address(url, message, web, path):
 # ---- a folder on a web server --------------------------------------------------------------------
 
 
-def test_web_folder(web):
+def test_a_folder_on_a_web_server_is_listed(web):
     web.files["/data/x.json"] = b'{"a": 1}'
     folder = WebShards(f"{web.url}/data")
     assert folder.size("a.bin") == len(DATA)

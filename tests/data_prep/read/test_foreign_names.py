@@ -1,4 +1,4 @@
-"""Test the report about shards from other tools, and their class names."""
+"""Test the report about shards from other tools, and the class names of these shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vit.system.files import ShardError
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def test_the_words_for_image_and_json(tmp_path, capsys):
+def test_the_error_suggests_options_for_image_and_label(tmp_path, capsys):
     root = tmp_path / "root"
     root.mkdir()
     samples = [
@@ -33,7 +33,7 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("members", "flags", "told"),
+    ("members", "flags", "message"),
     [
         (
             {"jpg": b"", "json": as_json(caption="x")},
@@ -72,18 +72,18 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         ),
     ],
 )
-def test_unsupported_members_are_reported(members, flags, told, tmp_path):
+def test_unsupported_members_are_reported(members, flags, message, tmp_path):
     tar = write_tar(
         tmp_path / "train-0.tar",
         [(str(n), {k: v or image(n) for k, v in members.items()}) for n in range(4)],
     )
     with pytest.raises(ShardError) as caught:
         scan_tar(tar, layout_of(flags))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--label json:", "--label json:: expected the text after the key's dot, such as jpg or"),
         ("--image a/b", "--image a/b: expected the text after the key's dot, such as jpg or json:"),
@@ -101,11 +101,11 @@ def test_unsupported_members_are_reported(members, flags, told, tmp_path):
         ),
     ],
 )
-def test_flags_that_cannot_be(flags, told, tmp_path, capsys):
+def test_impossible_flags_are_refused(flags, message, tmp_path, capsys):
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
     write_tar(tmp_path / "train-0.tar", [("a", {"jpg": image(1), "cls": b"7"})])
     assert index(tmp_path, flags) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "_info.json").exists()
 
 
@@ -198,7 +198,7 @@ def test_class_names(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a\n\nb", "expected one class name per line, not JSON"),
         ("a\nb\na", "'a' occurs twice"),
@@ -207,9 +207,9 @@ def test_class_names(text, tmp_path):
         ('[\n  "a",\n  "b"\n]', "not JSON"),
     ],
 )
-def test_class_names_that_are_none(text, told, tmp_path):
+def test_invalid_class_names_are_refused(text, message, tmp_path):
     (tmp_path / "names").write_text(text)
-    with pytest.raises(PrepError, match=told):
+    with pytest.raises(PrepError, match=message):
         read_class_names(tmp_path / "names")
     with pytest.raises(PrepError, match="nowhere: cannot be read"):
         read_class_names(tmp_path / "nowhere")

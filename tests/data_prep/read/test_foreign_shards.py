@@ -30,8 +30,8 @@ from vit.system.files import ShardError
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
-# Maps each format to its flags, to a function that returns the members of sample n with label y,
-# and to a function that reads the label from webdataset's result.
+# Maps each format to its flags, a function that returns the members of sample n with label y, and a
+# function that reads the label from webdataset's result.
 FORMS = {
     "jpg + cls": ("", lambda n, y: {"jpg": image(n), "cls": b"%d\n" % y}, lambda s: int(s["cls"])),
     "JPEG + cls": ("", lambda n, y: {"JPEG": image(n), "CLS": b"%d" % y}, lambda s: int(s["cls"])),
@@ -115,7 +115,7 @@ FORMS = {
 
 
 def made(form: str, numbers: list[int], seed: int = 0) -> list[tuple[str, dict[str, bytes]]]:
-    """Return samples in a format. Members are in random order. Keys include folders whose names
+    """Return samples in a format, with members in random order. Keys include folders whose names
     contain dots."""
     dice = random.Random(seed)
     samples = []
@@ -142,11 +142,11 @@ def foreign(root: Path, form: str, count: int = 18) -> Path:
 
 
 def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
-    """Return (key, image, label) for each sample that webdataset's reader forms."""
+    """Return (key, image, label) for each sample that webdataset's reader yields."""
     samples = webdataset.WebDataset(
         [str(tar) for tar in tars], shardshuffle=False, empty_check=False
     )
-    found = []
+    results = []
     for sample in samples:
         images = [
             suffix
@@ -154,10 +154,10 @@ def of_webdataset(tars: list[Path], label_of) -> list[tuple[str, bytes, int]]:
             if suffix.split(".")[-1] in ("jpg", "jpeg", "png", "webp", "bmp")
             and suffix != "depth.png"
         ]
-        found.append(
+        results.append(
             (sample["__key__"], sample["jpg" if "jpg" in sample else images[0]], label_of(sample))
         )
-    return found
+    return results
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def test_the_scanner_finds_the_samples_that_webdataset_finds(form, tmp_path):
 @settings(max_examples=60)
 @given(st.lists(st.text("ab._/- é", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys):
-    """Names contain dots, slashes and underscores in any position. A sample for which webdataset
-    finds no image or label must raise an error."""
+    """Names contain dots, slashes and underscores in any position. A sample in which webdataset
+    finds no image or no label must raise an error."""
     tar = tmp_path_factory.getbasetemp() / "names.tar"
     write_tar(tar, [(key, {"jpg": image(n), "cls": b"%d" % n}) for n, key in enumerate(keys)])
     try:
@@ -201,7 +201,7 @@ def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys
 
 
 @pytest.mark.parametrize("form", ["json, nested", "names in json"])
-def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
+def test_indexed_shards_are_read_at_random_and_verified(form, tmp_path, capsys):
     flags, _, label_of = FORMS[form]
     root = foreign(tmp_path / "root", form)
     assert index(root, flags) == 0, capsys.readouterr().err
@@ -217,17 +217,22 @@ def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_streamed_as_indexed(form, tmp_path, capsys):
-    """The stream must have the same keys and labels as the index, and its settings must have the
-    same meaning as the flags."""
+def test_a_stream_equals_the_index(form, tmp_path, capsys):
+    """The stream must have the same keys and labels as the index. Its settings must have the same
+    meaning as the flags."""
     reader = pytest.importorskip("vit.extras.stream.batches")
     flags, _, label_of = FORMS[form]
     root = foreign(tmp_path / "root", form)
     assert index(root, flags) == 0, capsys.readouterr().err
     split = open_split(root, "train")
     expected = of_webdataset([root / "train-0.tar", root / "train-1.tar"], label_of)
-    given = layout_of(flags)
-    layout = SampleLayout(given.image, given.label, given.keys_with_dots, tuple(split.class_names))
+    shard_layout = layout_of(flags)
+    layout = SampleLayout(
+        shard_layout.image,
+        shard_layout.label,
+        shard_layout.keys_with_dots,
+        tuple(split.class_names),
+    )
     stream = reader.open_stream(
         f"{root}/train-{{0..1}}.tar", 18, split.num_classes, split.class_names, layout
     )
@@ -274,7 +279,7 @@ def test_batches_are_those_of_our_own_shards(tmp_path):
 
 
 def dotted(root: Path) -> Path:
-    """Write samples whose keys differ only after their first dot. webdataset would treat them as a
+    """Write samples whose keys differ only after their first dot. webdataset would read them as a
     single sample."""
     root.mkdir(exist_ok=True)
     keys = [f"class{n % 2}/{n // 4:06}.v{n % 4}" for n in range(10)]
@@ -284,7 +289,7 @@ def dotted(root: Path) -> Path:
     return root
 
 
-def test_keys_with_dots(tmp_path, capsys):
+def test_keys_with_dots_are_read(tmp_path, capsys):
     root = dotted(tmp_path / "root")
     assert index(root) == 2
     error = capsys.readouterr().err
@@ -306,7 +311,7 @@ def test_keys_with_dots(tmp_path, capsys):
     assert np.array_equal(open_split(root, "train").index, split.index)
 
 
-def test_streamed_keys_with_dots(tmp_path):
+def test_keys_with_dots_are_streamed(tmp_path):
     reader = pytest.importorskip("vit.extras.stream.batches")
     root = dotted(tmp_path / "root")
     stream = reader.open_stream(f"{root}/train-0.tar", 10, 2, [], SampleLayout(keys_with_dots=True))
@@ -329,7 +334,7 @@ def test_streamed_keys_with_dots(tmp_path):
 # ---- `_info.json` --------------------------------------------------------------------------------
 
 
-def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
+def test_indexing_again_gives_the_same_index(tmp_path, capsys):
     root = foreign(tmp_path / "root", "names in json")
     flags = FORMS["names in json"][0]
     assert index(root, flags) == 0
@@ -352,7 +357,7 @@ def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
     )
 
 
-def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
+def test_sidecars_take_precedence_over_the_info_of_another_tool(tmp_path):
     root = foreign(tmp_path / "root", "json")
     theirs = {
         "splits": {
@@ -375,9 +380,9 @@ def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
     assert open_split(root, "train").index["label"].tolist() == labels
 
 
-def test_another_layout_takes_the_place_of_an_earlier_one(tmp_path):
-    """An interrupted command, or one that moved `_info.json` away, may leave sidecars from an
-    earlier layout."""
+def test_another_layout_replaces_an_earlier_one(tmp_path):
+    """Sidecars from an earlier layout may remain after an interrupted command, or after a command
+    that moved `_info.json` away."""
     root = tmp_path / "root"
     root.mkdir()
     write_tar(

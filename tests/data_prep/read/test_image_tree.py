@@ -1,4 +1,4 @@
-"""Test which files in a folder of images are used, skipped and reported, or unreadable."""
+"""Test which files in a folder of images are used, are skipped and reported, or are unreadable."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
 
 def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat, tmp_path, capsys):
     """By default, 5 of 51 images may be unreadable, although 5 is more than one percent. With the
-    limit that the error suggests, 7 may be unreadable."""
+    limit that the error suggests, 7 images may be unreadable."""
     out = tmp_path / "out"
     for n in range(5):
         (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
@@ -62,8 +62,8 @@ def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat
 
 
 def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
-    """In a phone's folder, HEIC is skipped and counted, AVIF is read, and EXIF orientations are
-    counted. The classes are named 9 and 10."""
+    """In the folder of a phone, HEIC is skipped and counted, AVIF is read, and EXIF orientations
+    are counted. The classes are named 9 and 10."""
     folder = tmp_path / "phone"
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -94,7 +94,7 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
     )
     command += ["--max-unreadable", "0.25"]
     assert main([*command, "--no-apply-exif"]) == 0
-    told = [
+    lines = [
         (
             "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; install a reader (pip install"
             " pillow-heif), or convert them to JPEG in their folder, for instance with"
@@ -108,7 +108,7 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
     ]
     printed = capsys.readouterr().out
     card = (tmp_path / "out" / "dataset.md").read_text().replace("\\", "")
-    for line in told:
+    for line in lines:
         assert f"{line}\n" in printed
         assert line in card
     assert json.loads((tmp_path / "out" / "_info.json").read_text())["asks_to_be_turned"] == 6
@@ -170,13 +170,13 @@ def test_skipped_files_are_counted_and_recorded(flat, tmp_path, capsys):
     (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
     (flat / "ape" / "photo.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
-    told = [
+    lines = [
         "1 file not read as images: 1 .heic; install a reader (pip install",
         f"1 image beside the class folders, of no class: {flat}/stray.png; not used",
     ]
     printed = capsys.readouterr().out
     info = json.loads((tmp_path / "out" / "_info.json").read_text())
-    for line in told:
+    for line in lines:
         assert line in printed
         assert any(note.startswith(line) for note in info["origin"])
     assert (

@@ -50,7 +50,7 @@ def dealt(keys: list[str], seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
-def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
+def test_every_sample_occurs_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
     monkeypatch.setattr(
         "data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory
     )  # forces several parts
@@ -96,11 +96,13 @@ def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.99])
-def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in_memory, fraction):
+def test_samples_are_held_out_by_class_and_hash_of_the_key(
+    tmp_path, monkeypatch, rows_in_memory, fraction
+):
     monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
-    found = new_catalogue(
+    catalogue = new_catalogue(
         listed(names, labels),
         tmp_path / "c",
         5,
@@ -114,21 +116,23 @@ def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in
         )
         count = min(round(fraction * len(members)), len(members) - 1)
         expected |= dict.fromkeys(members[:count], "val") | dict.fromkeys(members[count:], "train")
-    assert {s.key: split for split in found.splits for s in samples_of(found, split)} == expected
-    assert found.splits == Counter(expected.values())
-    assert [s.key for s in samples_of(found, "val")] == dealt(
+    assert {
+        s.key: split for split in catalogue.splits for s in samples_of(catalogue, split)
+    } == expected
+    assert catalogue.splits == Counter(expected.values())
+    assert [s.key for s in samples_of(catalogue, "val")] == dealt(
         [key for key, split in expected.items() if split == "val"], 5
     )
 
 
-def test_nothing_to_hold_out(tmp_path):
-    found = new_catalogue(
+def test_too_few_samples_are_not_split(tmp_path):
+    catalogue = new_catalogue(
         listed(["a.jpg", "b.jpg"], [0, 1]),
         tmp_path / "c",
         0,
         finish=lambda b: b.hold_out("train", "val", 0.3),
     )
-    assert found.splits == {"train": 2}
+    assert catalogue.splits == {"train": 2}
 
 
 def test_files_of_a_killed_process_are_removed(tmp_path):
@@ -142,7 +146,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path):
         for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
             os.utime(path, (1, 1))
     an_hour_ago = time.time() - 3600
-    # A slow writer on another host may still be using such a folder.
+    # A slow writer on another host may still be using this folder.
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
     new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
@@ -179,7 +183,7 @@ def test_any_name_becomes_a_key(tmp_path, name):
     assert len(f"{sample.key}.json".encode()) <= 100
 
 
-def test_a_file_that_ends_too_early(tmp_path):
+def test_a_truncated_file_is_reported(tmp_path):
     path = tmp_path / "short"
     path.write_bytes(b"12345")
     with pytest.raises(OSError, match=r"ends at byte 5, inside k.jpg.*/short"):
@@ -187,7 +191,7 @@ def test_a_file_that_ends_too_early(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
-    """A hundred times as many rows may need only a few MB more memory, because the rest is on
+    """A hundred times as many rows may need only a few MB more memory, because the rows are on
     disk."""
     code = """
 import resource, sys; from pathlib import Path
@@ -207,7 +211,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         for n in (5_000, 500_000)
     ]
     assert peak_kib[1] - peak_kib[0] < 20_000, (
-        "500,000 rows take 200 MB as Python objects and 45 MB as arrays"
+        "the rows must stay on disk: 500,000 rows take 45 MB as arrays"
     )
 
 

@@ -26,7 +26,7 @@ from vit.data.decode.images import decode
 
 DECODE = ImagePolicy("decode")
 HEADERS = ImagePolicy("headers")
-# At this quality, pixels stay close to the original.
+# At quality 100, pixels stay close to the original.
 BEST = ImagePolicy(jpeg_quality=100)
 
 
@@ -80,7 +80,7 @@ UNTOUCHED = {
 
 @pytest.mark.parametrize("check", ["decode", "headers"])
 @pytest.mark.parametrize("data", UNTOUCHED.values(), ids=UNTOUCHED)
-def test_ordinary_jpegs_pass_untouched(data, check):
+def test_ordinary_jpegs_are_copied_unchanged(data, check):
     prepared = prepare(data, ImagePolicy(check))
     assert prepared.data is data
     assert (prepared.width, prepared.height) == opened(data).size
@@ -95,7 +95,7 @@ def test_ordinary_jpegs_pass_untouched(data, check):
         ImagePolicy(resize_short_side=500),
     ],
 )
-def test_what_needs_no_change_stays_untouched_under_any_policy(policy):
+def test_images_that_need_no_change_stay_unchanged_under_any_policy(policy):
     data = encode(picture(97, 64))
     assert prepare(data, policy)[:4] == (data, 97, 64, None)
 
@@ -124,14 +124,14 @@ CONVERTED = {
 
 @pytest.mark.parametrize("check", ["decode", "headers"])
 @pytest.mark.parametrize("change", CONVERTED)
-def test_all_else_becomes_an_rgb_jpeg(change, check):
+def test_all_other_images_become_rgb_jpegs(change, check):
     data = CONVERTED[change]
     prepared = prepare(data, ImagePolicy(check, jpeg_quality=100))
     assert (prepared.width, prepared.height, prepared.change) == (97, 64, change)
     image = opened(prepared.data)
     assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (97, 64))
     assert isinstance(image, JpegImageFile)
-    assert image.layer[0][1:3] == (1, 1), "chroma has full resolution"
+    assert image.layer[0][1:3] == (1, 1), "chroma must have full resolution"
     expected = np.asarray(opened(data).convert("RGB")).astype(int)
     assert np.abs(np.asarray(image).astype(int) - expected).max() <= 4
     np.testing.assert_array_equal(decode(prepared.data), image)
@@ -145,7 +145,7 @@ def test_transparent_pixels_keep_their_hidden_color():
 
 
 @pytest.mark.parametrize("quality", [30, 75, 95])
-def test_the_jpeg_quality_is_the_requested_one(quality):
+def test_the_requested_jpeg_quality_is_used(quality):
     prepared = prepare(CONVERTED["PNG (RGB)"], ImagePolicy(jpeg_quality=quality))
     ours = opened(prepared.data)
     pillows = opened(encode(picture(), quality=quality))
@@ -174,14 +174,14 @@ def test_sixteen_bits_are_scaled_not_clipped(form, change):
     assert np.abs(pixels - SIXTEEN[..., None] / 257).max() <= 2
 
 
-def test_big_endian_sixteen_bits():
+def test_big_endian_sixteen_bit_images_are_read():
     prepared = prepare(encode(Image.fromarray(SIXTEEN.astype(">u2")), "TIFF"), BEST)
     assert prepared.change == "TIFF (I;16B)"
     assert np.abs(np.asarray(opened(prepared.data)) - SIXTEEN[..., None] / 257).max() <= 2
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_frame_counts(form):
+def test_the_first_frame_of_an_animation_is_used(form):
     first = picture()
     second = ImageOps.invert(picture())
     data = encode(first, form, save_all=True, append_images=[second])
@@ -210,7 +210,7 @@ def test_exif_is_applied_on_demand(orientation, form):
     assert psnr(image, upright.convert("RGB")) > 45
 
 
-def test_what_is_encoded_again_for_another_reason_keeps_its_orientation_mark():
+def test_an_image_encoded_for_another_reason_keeps_its_orientation():
     for data in (encode(picture(), exif=oriented(6)), encode(picture(), "PNG", exif=oriented(6))):
         prepared = prepare(data, ImagePolicy(resize_short_side=32))
         assert opened(prepared.data).getexif()[0x0112] == 6
@@ -219,7 +219,8 @@ def test_what_is_encoded_again_for_another_reason_keeps_its_orientation_mark():
 
 @pytest.mark.parametrize("orientation", [0, *range(1, 9), 9])
 def test_images_with_a_rotating_orientation_are_recognized(orientation):
-    """Pillow's exif_transpose rotates exactly these images. 0 and 9 are invalid orientations."""
+    """Images must be recognized if and only if Pillow's exif_transpose rotates them. 0 and 9 are
+    invalid orientations."""
     for form in ("JPEG", "PNG", "WEBP"):
         data = encode(picture(), form, exif=oriented(orientation))
         asks = (
@@ -234,7 +235,7 @@ def test_images_with_a_rotating_orientation_are_recognized(orientation):
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("size", [(97, 64), (64, 97), (80, 80), (300, 41)], ids=str)
-def test_resize_is_torchvisions(size, mode):
+def test_resize_equals_torchvision(size, mode):
     data = encode(picture(*size, mode=mode), quality=95)
     prepared = prepare(data, ImagePolicy(resize_short_side=40, jpeg_quality=100))
     original = torch.from_numpy(np.array(opened(data).convert("RGB"))).permute(2, 0, 1)
@@ -249,16 +250,16 @@ def test_resize_is_torchvisions(size, mode):
 
 @settings(max_examples=200)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
-def test_target_size_is_torchvisions(width, height, short):
+def test_target_size_equals_torchvision(width, height, short):
     target = ImagePolicy(resize_short_side=short).target_size(width, height)
     if min(width, height) <= short:
-        assert target == (width, height), "never upscaled"
+        assert target == (width, height), "images must never be upscaled"
     else:
         theirs = v2.functional.resize(torch.empty(1, height, width, device="meta"), [short])
         assert target == (theirs.shape[2], theirs.shape[1])
 
 
-def test_large_images_are_reduced_by_the_decoder_and_no_one_can_see_it():
+def test_reducing_large_images_in_the_decoder_is_invisible():
     data = encode(picture(1100, 800), quality=92)
     by_resize_alone = opened(data).resize((55, 40), Image.Resampling.BICUBIC)
     assert (
@@ -347,7 +348,7 @@ def test_truncated_images_are_unreadable(kind, policy):
             prepare(data[:end], policy)
 
 
-def test_a_missing_end_mark_alone_is_no_verdict():
+def test_a_missing_end_marker_is_treated_as_in_decoding():
     for kind in ("plain", "grey", "progressive"):
         data = UNTOUCHED[kind][:-2]
         assert raises(lambda data: prepare(data, HEADERS), data) == raises(decode, data)
@@ -382,7 +383,7 @@ def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) ->
 
 
 def png_of(width: int, height: int) -> bytes:
-    """Return a black PNG, or only its header if the image has more than a million pixels."""
+    """Return a black PNG. If the image has more than a million pixels, return only its header."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
@@ -452,7 +453,7 @@ def test_a_long_png_is_accepted_if_it_is_resized():
     st.sampled_from([DECODE, HEADERS, ImagePolicy("decode", True, 20)]),
     st.integers(0),
 )
-def test_damage_never_raises_anything_but_unreadable(kind, policy, seed):
+def test_damage_raises_only_unreadable(kind, policy, seed):
     data = damage((UNTOUCHED | CONVERTED)[kind], random.Random(seed))
     try:
         prepared = prepare(data, policy)
@@ -461,7 +462,7 @@ def test_damage_never_raises_anything_but_unreadable(kind, policy, seed):
     assert opened(prepared.data).size == (prepared.width, prepared.height)
 
 
-def test_nothing_is_printed_and_no_warning_escapes(capfd):
+def test_decoding_prints_nothing_and_warns_of_nothing(capfd):
     broken_exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\1" * 99
     strange = [
         encode(picture(mode="CMYK"), exif=broken_exif),
@@ -469,7 +470,7 @@ def test_nothing_is_printed_and_no_warning_escapes(capfd):
         + b"stray"
         + encode(picture(), exif=broken_exif)[20:],
         encode(picture(mode="P"), "PNG", transparency=bytes(range(256))),
-        png_of(10_000, 10_000),  # truncated, and between Pillow's warning and its limit
+        png_of(10_000, 10_000),  # truncated, with a size between Pillow's warning and its limit
     ]
     reasons = []
     with warnings.catch_warnings():
@@ -495,14 +496,14 @@ def test_equal_input_gives_equal_bytes_in_any_process(tmp_path):
         " resize_short_side=40)\nprint(hashlib.sha256(prepare(open(sys.argv[1], 'rb').read(),"
         " policy).data).hexdigest())"
     )
-    there = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "cmyk.jpg")],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     here = prepare(CONVERTED["CMYK JPEG"], ImagePolicy(apply_exif=True, resize_short_side=40)).data
-    assert there.strip() == hashlib.sha256(here).hexdigest()
+    assert output.strip() == hashlib.sha256(here).hexdigest()
 
 
 def test_options_are_json_and_differ_between_policies():
@@ -519,6 +520,6 @@ def test_options_are_json_and_differ_between_policies():
     )
 
 
-def test_a_senseless_quality_is_refused():
+def test_an_invalid_quality_is_refused():
     with pytest.raises(PrepError, match="--jpeg-quality 101: expected 1 to 100"):
         ImagePolicy(jpeg_quality=101)

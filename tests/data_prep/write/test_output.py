@@ -57,7 +57,7 @@ def made_file(folder: Path, name: str, content: bytes) -> Path:
 # ---- folders and stores --------------------------------------------------------------------------
 
 
-def test_publish_fetch_overwrite_remove(output, tmp_path):
+def test_files_are_published_fetched_overwritten_and_removed(output, tmp_path):
     assert output.sizes() == {}
     for content in (b"first", b"second, and longer"):
         with output.staging() as folder:
@@ -75,7 +75,7 @@ def test_publish_fetch_overwrite_remove(output, tmp_path):
     assert output.size("a.bin") == -1
 
 
-def test_only_files_directly_in_it_count(output):
+def test_only_files_directly_in_the_folder_are_listed(output):
     output.write_json("a.json", {})
     deeper = Output(f"{output}/a")
     deeper.make()
@@ -84,7 +84,7 @@ def test_only_files_directly_in_it_count(output):
     assert output.size("a") <= 0 or output.local
 
 
-def test_json(output):
+def test_json_is_written_and_read(output):
     assert output.read_json("_info.json") is None
     for content in ({"a": [1, "é"]}, {"b": {}}):
         output.write_json("_info.json", content)
@@ -127,7 +127,7 @@ def test_a_folder_is_its_own_staging(tmp_path):
     assert output.fetch("a", Path("/nowhere")) == tmp_path / "a"
 
 
-def test_free_space_of_a_folder_yet_to_make(tmp_path, bucket):
+def test_free_space_is_known_before_the_folder_exists(tmp_path, bucket):
     free = shutil.disk_usage(tmp_path).free
     assert abs(Output(tmp_path / "a" / "b").free_bytes() - free) < free / 2
     assert not (tmp_path / "a").exists()
@@ -143,14 +143,14 @@ def test_free_space_of_a_folder_yet_to_make(tmp_path, bucket):
         ("forbidden", "Permission denied"),
     ],
 )
-def test_folders_that_cannot_be_written(place, message, tmp_path):
+def test_unwritable_folders_are_reported(place, message, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "forbidden").mkdir()
     (tmp_path / "forbidden").chmod(0o555)
     program = f"from data_prep.write.output import Output; Output({str(tmp_path / place)!r}).make()"
     if os.geteuid() == 0:  # root ignores permissions
         for folder in (tmp_path, *tmp_path.parents):
-            # Other users cannot read pytest's folders.
+            # Other users cannot read the folders of pytest.
             if folder.stat().st_mode & 0o055 != 0o055:
                 folder.chmod(0o755)
         program = f"import data_prep.write.output, os; os.setuid(65534); {program}"
@@ -187,8 +187,8 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     content = os.urandom(3 << 20)
     before = num_retries()
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (60.0, 0.05, 0.1))
-    # Each attempt opens one to ten connections: s3fs retries up to four times, and aiohttp
-    # sometimes retries each of these twice.
+    # Each attempt opens one to ten connections. s3fs retries up to four times, and aiohttp
+    # sometimes retries each of these attempts twice.
     with (
         cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _),
         monkeypatch.context() as patch,
@@ -232,7 +232,7 @@ with output.staging() as folder:
     assert output.sizes()["a.tar"] == 3 << 20
 
 
-def test_folders_of_the_living_and_of_other_hosts_stay():
+def test_folders_of_live_processes_and_other_hosts_stay():
     folder = Path(os.environ["TMPDIR"])
     ours, descriptor = locked_folder(folder / "vit_staging")
     theirs = folder / ".vit_staging.another-host.1.tmp"
@@ -240,7 +240,7 @@ def test_folders_of_the_living_and_of_other_hosts_stay():
     with temporary_folder():
         assert ours.exists()
         assert theirs.exists()
-    os.close(descriptor)  # as when the process ends
+    os.close(descriptor)  # as when the process exits
     with temporary_folder():
         assert not ours.exists()
 
@@ -256,7 +256,7 @@ def test_staging_files_are_removed_if_their_writer_fails(bucket):
     assert list(Path(os.environ["TMPDIR"]).iterdir()) == []
 
 
-def test_what_is_not_there(bucket):
+def test_missing_files_are_reported(bucket):
     with temporary_folder() as folder:
         with pytest.raises(PrepError, match=r"s3://.*/a.tar: no such file: write or copy it again"):
             Output(bucket).fetch("a.tar", folder)
@@ -278,7 +278,7 @@ def test_what_is_not_there(bucket):
         ("s3://not a bucket/x", "Invalid bucket name"),
     ],
 )
-def test_urls_that_are_not_destinations(url, message):
+def test_urls_that_cannot_be_written_are_refused(url, message):
     with pytest.raises((PrepError, ShardError)) as caught:
         Output(url).make()
     assert str(caught.value).startswith(f"{url}: ")
@@ -298,7 +298,7 @@ def test_the_missing_package_is_named():
     assert "Refused: gs://bucket/a: " in done.stderr
 
 
-def test_credentials_missing_and_insufficient(s3, bucket, monkeypatch):
+def test_missing_and_insufficient_credentials_are_reported(s3, bucket, monkeypatch):
     Output(bucket).write_json("a.json", {"a": 1})
     with s3.only("s3:ListBucket", "s3:GetObject"):
         assert Output(bucket).sizes() == {"a.json": 12}
@@ -323,7 +323,7 @@ def test_credentials_missing_and_insufficient(s3, bucket, monkeypatch):
         Output(bucket).make()
 
 
-def test_what_is_public_is_read_without_credentials(bucket):
+def test_public_files_are_read_without_credentials(bucket):
     Output(bucket).write_json("a.json", {"a": 1})
     boto3.client("s3").put_object_acl(
         Bucket=bucket.removeprefix("s3://"), Key="a.json", ACL="public-read"
@@ -344,7 +344,7 @@ def test_what_is_public_is_read_without_credentials(bucket):
     assert done.stdout == "{'a': 1}\n"
 
 
-def test_a_store_that_stays_away(bucket, monkeypatch):
+def test_an_unreachable_store_is_reported(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     forget_clients()
     with pytest.raises(

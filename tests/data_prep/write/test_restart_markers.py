@@ -1,4 +1,4 @@
-"""Test restart markers against libjpeg's decoder and encoder, and against jpegtran."""
+"""Test restart markers against jpegtran and against libjpeg's decoder and encoder."""
 
 from __future__ import annotations
 
@@ -102,22 +102,22 @@ FILES = {
 
 def interval_for(mcus_wide: int) -> int:
     """Return the expected number of MCUs between two markers: the largest divisor of a row that
-    gives eight segments, else the divisor that gives most segments, else the row."""
+    gives eight segments, else the divisor that gives the most segments, else the whole row."""
     divisors = [k for k in range(2, mcus_wide // 2 + 1) if mcus_wide % k == 0]
     wanted = [k for k in divisors if mcus_wide // k >= 8]
     return wanted[-1] if wanted else divisors[0] if divisors else mcus_wide
 
 
 def segments(data: bytes) -> list[tuple[int, bytes]]:
-    """Return (marker, bytes) of the segments up to the start of scan."""
-    found = []
+    """Return (marker, bytes) for each segment up to the start of scan."""
+    parts = []
     position = 2
     while True:
         marker = data[position + 1]
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        found.append((marker, data[position:end]))
+        parts.append((marker, data[position:end]))
         if marker == 0xDA:
-            return found
+            return parts
         position = end
 
 
@@ -127,15 +127,15 @@ SCAN = 0xDA
 
 
 def check_same_image(marked: bytes, original: bytes) -> None:
-    """Check that the image is unchanged and that the markers are in the right positions."""
+    """Check that the image is unchanged, and that the markers are in the right positions."""
     decoded = [simplejpeg.decode_jpeg(data, "RGB", strict=True) for data in (marked, original)]
-    assert np.array_equal(*decoded), "other pixels"
+    assert np.array_equal(*decoded), "the pixels differ"
     replaced = (TABLES, INTERVAL, SCAN)
-    kept = [
+    headers = [
         [segment for segment in segments(data) if segment[0] not in replaced]
         for data in (marked, original)
     ]
-    assert kept[0] == kept[1], "other headers"
+    assert headers[0] == headers[1], "the headers differ"
     header = read_header(marked)
     mcus_wide = -(-header.width // header.mcu_size[0])
     mcus_high = -(-header.height // header.mcu_size[1])
@@ -146,12 +146,12 @@ def check_same_image(marked: bytes, original: bytes) -> None:
     ]
     assert numbers == [
         k % 8 for k in range(mcus_high * mcus_wide // header.restart_interval - 1)
-    ], "segments are missing or in another order"
+    ], "segments are missing or in the wrong order"
 
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("name", FILES)
-def test_pixels_and_headers_stay(name: str):
+def test_pixels_and_headers_are_unchanged(name: str):
     marked, reason = with_restart_markers(FILES[name])
     assert reason is None
     check_same_image(marked, FILES[name])
@@ -161,8 +161,8 @@ def test_pixels_and_headers_stay(name: str):
 @NEEDS_NATIVE
 @NEEDS_JPEGTRAN
 @pytest.mark.parametrize("name", FILES)
-def test_codes_are_those_of_jpegtran(name: str):
-    """jpegtran uses the decoder, optimal Huffman tables and encoder of libjpeg-turbo."""
+def test_codes_equal_those_of_jpegtran(name: str):
+    """jpegtran uses libjpeg-turbo's decoder, optimal Huffman tables and encoder."""
     header = read_header(FILES[name])
     interval = interval_for(-(-header.width // header.mcu_size[0]))
     command = ["jpegtran", "-optimize", "-restart", f"{interval}B", "-copy", "none"]
@@ -174,7 +174,7 @@ def test_codes_are_those_of_jpegtran(name: str):
 @NEEDS_NATIVE
 @pytest.mark.parametrize("size", [(333, 97), (640, 48), (248, 160)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"mode": "L"}, {"subsampling": 0, "quality": 97}], ids=str)
-def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dict):
+def test_bytes_equal_those_of_libjpegs_encoder(size: tuple[int, int], options: dict):
     """Pillow's libjpeg writes the same file if it optimizes the tables and uses the same marker
     interval."""
     plain = encode(*size, **options)
@@ -187,8 +187,8 @@ def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dic
 
 @NEEDS_NATIVE
 def test_intervals_are_a_divisor_of_the_row():
-    """Each row must have eight intervals. If this is impossible, the row has as many intervals as
-    possible, with at least two MCUs each, or a single one."""
+    """Each row must have eight intervals. If this is impossible, the row must have as many
+    intervals as possible, each of at least two MCUs, or a single interval."""
     for mcus_wide in range(1, 130):
         marked = with_restart_markers(simple(8 * mcus_wide, 8, "Gray")).data
         assert read_header(marked).restart_interval == interval_for(mcus_wide)
@@ -240,7 +240,7 @@ KEPT = {
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("reason", restart_markers.REASONS.values())
-def test_what_is_not_ordinary_keeps_its_bytes(reason: str):
+def test_unusual_jpegs_keep_their_bytes(reason: str):
     data = KEPT[reason]()
     assert with_restart_markers(data) == (data, reason)
 
@@ -291,7 +291,7 @@ BETWEEN_HEADERS = {
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("name", BETWEEN_HEADERS)
-def test_strange_things_between_the_headers(name: str):
+def test_unusual_data_between_headers_never_change_the_image(name: str):
     strange, expected = BETWEEN_HEADERS[name]
     for place in (FRAME, PLAIN.index(b"\xff\xda")):
         data = PLAIN[:place] + strange + PLAIN[place:]
@@ -304,9 +304,9 @@ def test_strange_things_between_the_headers(name: str):
 
 
 @NEEDS_NATIVE
-def test_an_image_of_next_to_nothing():
-    """The file has two bits per block and a 16-bit marker for every two blocks, so the first buffer
-    is too small."""
+def test_an_almost_empty_image_is_transcoded():
+    """The file has two bits per block, and a 16-bit marker for every two blocks, so the first
+    output buffer is too small."""
     encoded = io.BytesIO()
     Image.new("L", (128, 64_000), 77).save(encoded, "JPEG", optimize=True)
     marked, reason = with_restart_markers(encoded.getvalue())
@@ -317,7 +317,7 @@ def test_an_image_of_next_to_nothing():
 
 @NEEDS_NATIVE
 def test_damage_never_changes_an_image():
-    """For any bytes, the output must be the same image or the same bytes."""
+    """For any input bytes, the output must be the same image or the same bytes."""
     random.seed(0)
     files = [
         simple(*size, name) for size in ((40, 24), (65, 33)) for name in ("444", "420", "Gray")
@@ -353,7 +353,7 @@ def test_damage_never_changes_an_image():
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("check", ["decode", "headers"])
-def test_policy(check: str):
+def test_the_policy_controls_restart_markers(check: str):
     policy = ImagePolicy(check, restart_markers="auto")
     original = encode(200, 120)
     prepared = prepare(original, policy)
@@ -385,15 +385,15 @@ def test_converted_images_get_markers_too():
 
 
 @NEEDS_NATIVE
-def test_what_is_recorded():
-    """Datasets written before restart markers existed must still be resumable."""
+def test_the_option_is_recorded():
+    """Datasets written before the introduction of restart markers must still be resumable."""
     assert "restart_markers" not in ImagePolicy().options()
     marked = ImagePolicy(restart_markers="auto")
     assert marked.options() == {**ImagePolicy().options(), "restart_markers": "auto"}
     assert ImagePolicy(**json.loads(json.dumps(marked.options()))) == marked
 
 
-def test_without_the_native_part_there_are_none(monkeypatch):
+def test_without_the_c_library_no_markers_are_written(monkeypatch):
     monkeypatch.setattr(native, "AVAILABLE", False)
     monkeypatch.setattr(native, "UNAVAILABLE_REASON", "it was not built")
     with pytest.raises(
@@ -404,8 +404,8 @@ def test_without_the_native_part_there_are_none(monkeypatch):
 
 
 @NEEDS_NATIVE
-def test_a_data_set_with_restart_markers(tmp_path, capsys):
-    """Sidecars, card and info must agree, and runs with different options are rejected."""
+def test_a_dataset_with_restart_markers_is_consistent(tmp_path, capsys):
+    """Sidecars, card and info must agree, and runs with different options must be rejected."""
     for number in range(6):
         for name in ("cat", "dog"):
             path = tmp_path / "images" / name / f"{number}.jpg"
@@ -438,5 +438,5 @@ def test_a_data_set_with_restart_markers(tmp_path, capsys):
 
 
 @NEEDS_NATIVE
-def test_what_is_not_a_jpeg_stays():
+def test_files_that_are_not_jpegs_stay_unchanged():
     assert with_restart_markers(b"no JPEG") == Marked(b"no JPEG", "damaged")

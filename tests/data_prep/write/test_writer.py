@@ -1,4 +1,4 @@
-"""Test the writer: any interrupted run must resume to the same bytes, leave no partial file and
+"""Test the writer: an interrupted run must resume to the same bytes, leave no partial file and
 overwrite nothing."""
 
 import errno
@@ -41,14 +41,14 @@ def test_workers_and_order_have_no_effect(written, tmp_path):
     ]
 
 
-def test_every_sample_once_with_its_label(written):
+def test_every_sample_occurs_once_with_its_label(written):
     for split, num in (("train", 23), ("val", 7)):
         opened = open_split(written, split)
-        found = {
+        samples = {
             opened.key(i): (opened.read(i), int(opened.index["label"][i]))
             for i in range(opened.num_samples)
         }
-        assert found == {f"{split}_{n}": (image_bytes(n), n % 3) for n in range(num)}
+        assert samples == {f"{split}_{n}": (image_bytes(n), n % 3) for n in range(num)}
         assert opened.class_names == ["a", "b", "c"]
 
 
@@ -98,16 +98,16 @@ def test_default_number_of_shards():
 
 def test_original_names_and_classes_are_returned_on_request(tmp_path, small):
     write(small, tmp_path / "root", replace(FOUR, with_json=True))
-    found = {}
+    names = {}
     for tar in (tmp_path / "root").glob("*.tar"):
         for sample in webdataset.WebDataset(str(tar), shardshuffle=False).decode():
-            found[sample["__key__"]] = sample["json"]
+            names[sample["__key__"]] = sample["json"]
     expected = {
         f"{split}_{n}": {"name": f"{split}.{n}.JPEG", "label": n % 3, "class": "abc"[n % 3]}
         for split, num in (("train", 23), ("val", 7))
         for n in range(num)
     }
-    assert found == expected
+    assert names == expected
 
 
 def test_minival_is_cut_by_class_and_hash(tmp_path, small):
@@ -128,7 +128,7 @@ def test_minival_is_cut_by_class_and_hash(tmp_path, small):
 def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small, tmp_path, capsys):
     root = tmp_path / "root"
     write(small, root, FOUR)
-    kept = (root / "train-00001.tar").stat().st_mtime_ns
+    modified = (root / "train-00001.tar").stat().st_mtime_ns
     (root / "train-00000.tar").unlink()
     os.truncate(root / "train-00002.tar", 1000)
     (root / "train-00003.json").unlink()
@@ -148,7 +148,7 @@ def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small
     write(small, root, FOUR)
     (root / "mine.rows.npy").unlink()
     assert "keeping 2 of 5 shards that already exist" in capsys.readouterr().out
-    assert (root / "train-00001.tar").stat().st_mtime_ns == kept
+    assert (root / "train-00001.tar").stat().st_mtime_ns == modified
     assert digests(root) == digests(written)
 
 
@@ -220,7 +220,7 @@ def test_the_file_of_a_writer_that_outlives_its_command_is_removed_by_the_next(
     fcntl.flock(left, fcntl.LOCK_EX)
 
     def fill(builder: Builder) -> None:
-        assert Path(left.name).exists(), "the file was locked when the next command looked"
+        assert Path(left.name).exists(), "the next command must not remove a locked file"
         left.close()
         small.fill(builder)
 
@@ -237,7 +237,7 @@ def test_a_process_that_finds_the_set_completed_by_another_leaves_nothing(
         (builder.spool / "first").touch()
         write(small, root, FOUR)  # another process, which removes the spool folder
         (builder.spool / "second").touch()
-        (root / "train-00001.rows.npy").touch()  # belongs to a shard that was published late
+        (root / "train-00001.rows.npy").touch()  # the rows of a shard that was published late
         (builder.spool / "first").read_bytes()
 
     write(replace(small, fill=fill), root, FOUR)
@@ -254,7 +254,7 @@ def no_memory(*_: int) -> None:
 
 
 @pytest.mark.parametrize(("advise", "error"), [(refused_advice, None), (no_memory, MemoryError)])
-def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypatch, advise, error):
+def test_an_error_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypatch, advise, error):
     monkeypatch.setattr(os, "posix_fadvise", advise)
     data = os.urandom(1 << 20)
     with open(tmp_path / "a.tar", "wb") as file, ThreadPoolExecutor(1) as pool:
@@ -264,15 +264,15 @@ def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypat
             try:
                 for number in range(60):
                     stream.add(f"{number}.jpg", data)
-                came.append(stream.close())
+                outcomes.append(stream.close())
             except BaseException as error:
-                came.append(type(error))
+                outcomes.append(type(error))
 
-        came: list[object] = []
+        outcomes: list[object] = []
         thread = threading.Thread(target=add_all, daemon=True)
         thread.start()
         thread.join(timeout=120)
-    assert came == [error or hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()], (
+    assert outcomes == [error or hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()], (
         "the thread hangs or has a different result"
     )
 
@@ -309,7 +309,7 @@ def test_ranges_include_both_ends():
         ("all", "expected A-B"),
     ],
 )
-def test_bad_parts(part, message, tmp_path):
+def test_invalid_parts_are_refused(part, message, tmp_path):
     with pytest.raises(PrepError, match=f"^--shards {part}: .*{message}"):
         choose_part(part, {"train": 8, "val": 2})
 
@@ -344,11 +344,11 @@ def test_a_refused_command_keeps_the_files_of_another(small, tmp_path):
     write(source, root, replace(FOUR, part="0-1"))
     (root / "_spool").mkdir()
     before = sorted(path.name for path in root.iterdir())
-    for settings, what in (
+    for settings, message in (
         (replace(FOUR, num_shards=5), "num_shards"),
         (replace(FOUR, seed=3), "seed"),
     ):
-        with pytest.raises(PrepError, match=f"{what} was .* Nothing was changed"):
+        with pytest.raises(PrepError, match=f"{message} was .* Nothing was changed"):
             write(source, root, settings)
     other = source_of(tmp_path / "other", small_splits(22))
     with pytest.raises(PrepError, match=r"catalogue was .* Nothing was changed"):
@@ -363,12 +363,12 @@ def test_a_refused_command_keeps_the_files_of_another(small, tmp_path):
         (0.5, {"val": small_splits()["val"]}, "the source has no training split to divide"),
     ],
 )
-def test_a_minival_of_nothing_is_an_error(tmp_path, fraction, splits, message):
+def test_an_empty_minival_is_an_error(tmp_path, fraction, splits, message):
     with pytest.raises(PrepError, match=message):
         write(source_of(tmp_path, splits), tmp_path / "root", Settings(minival=fraction))
 
 
-def test_names_in_any_encoding(tmp_path, capsys):
+def test_names_in_any_encoding_are_accepted(tmp_path, capsys):
     splits = {
         "train": [
             ("gut.jpg", 0, image_bytes()),
@@ -395,7 +395,7 @@ def test_names_in_any_encoding(tmp_path, capsys):
         ([("a.jpg", 3, b"x")], r"1 labels are outside \[0, 3\), the first is 3"),
     ],
 )
-def test_bad_catalogues(tmp_path, samples, message):
+def test_invalid_catalogs_are_refused(tmp_path, samples, message):
     with pytest.raises(PrepError, match=message):
         write(source_of(tmp_path, {"train": samples}), tmp_path / "root")
     assert not (tmp_path / "root").exists()

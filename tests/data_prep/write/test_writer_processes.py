@@ -1,4 +1,5 @@
-"""Test the writer in real processes that are killed, interrupted, run together or fill the disk."""
+"""Test the writer in real processes that are killed, are interrupted, run at the same time or fill
+the disk."""
 
 import filecmp
 import json
@@ -18,7 +19,7 @@ from small_shards import image_bytes
 
 
 BEHIND_US = ["nice", "-n", "5"]
-"""A prefix that lowers the priority of a command, so that a test can stop it midway."""
+"""A prefix that lowers the priority of a command, so that a test can stop the command midway."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def without_progress(stderr: str) -> list[str]:
 
 
 @pytest.mark.parametrize("num_tars", [pytest.param(0, marks=pytest.mark.full), 4])
-def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
+def test_a_killed_command_is_continued(prepare, undisturbed, tmp_path, num_tars):
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"], start_new_session=True
@@ -84,7 +85,7 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
     # run.
     wait_for_end_of_group(process.pid)
     for tar in root.glob("*.tar"):
-        assert filecmp.cmp(tar, undisturbed / tar.name, shallow=False), f"{tar.name} is torn"
+        assert filecmp.cmp(tar, undisturbed / tar.name, shallow=False), f"{tar.name} is damaged"
     assert not (root / "_info.json").exists()
     again = subprocess.run(
         [*prepare, "--out", root, "--workers", "1"], check=True, capture_output=True, text=True
@@ -110,7 +111,7 @@ def test_several_processes_write_the_same_files_as_one(prepare, undisturbed, tmp
     assert digests(root) == digests(undisturbed)
 
 
-def test_a_bad_part_is_one_line(prepare, tmp_path):
+def test_an_invalid_part_gives_one_line(prepare, tmp_path):
     failed = subprocess.run(
         [*prepare, "--out", tmp_path / "root", "--shards", "9-99"], capture_output=True, text=True
     )
@@ -145,8 +146,8 @@ def wait_for_end_of_group(group: int) -> None:
 def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
-    """The signal is sent while workers start. It goes to the parent only, as from a batch system,
-    or to all processes, as from a terminal."""
+    """The signal is sent while the workers start. As from a batch system, only the parent gets the
+    signal. As from a terminal, all processes get it."""
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],
@@ -172,7 +173,7 @@ def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     assert digests(root) == digests(undisturbed)
 
 
-def test_full_disk_is_one_line_and_continues(prepare, undisturbed, tmp_path):
+def test_a_full_disk_gives_one_line_and_the_command_continues(prepare, undisturbed, tmp_path):
     root = tmp_path / "root"
     command = " ".join(map(str, [*prepare, "--out", root, "--workers", "1"]))
     failed = subprocess.run(

@@ -59,7 +59,7 @@ def local(images, tmp_path_factory) -> dict[str, str]:
 
 
 def found(s3: S3Server, bucket: str) -> dict[str, str]:
-    """Return the objects in the store, with the same names as in `local`."""
+    """Return the objects in the store, by the names that they have in `local`."""
     objects = s3.objects(bucket).items()
     return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
@@ -78,10 +78,10 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
         time.sleep(moments.uniform(0.5, 3))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for name, told in found(s3, bucket).items():
+        for name, content in found(s3, bucket).items():
             until_the_end = name == "_writing.json" or name.endswith(".rows.npy")
-            assert until_the_end or name.startswith(".writable") or told == local[name], (
-                f"{name}: a partial or a different object"
+            assert until_the_end or name.startswith(".writable") or content == local[name], (
+                f"{name}: the object is partial or has different content"
             )
     done = subprocess.run(
         prepare(images, f"{bucket}/root"),
@@ -90,14 +90,14 @@ def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
         capture_output=True,
         text=True,
     )
-    # A fast machine may be done before the second kill.
+    # A fast machine may finish before the second kill.
     assert re.search("complete, 10 classes|already complete", done.stdout)
-    there = found(s3, bucket).items()
-    assert {name: told for name, told in there if not name.startswith(".writable")} == local
+    objects = found(s3, bucket).items()
+    assert {name: content for name, content in objects if not name.startswith(".writable")} == local
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes remain"
 
 
-def test_parts_meet_in_a_store(s3, images, local, tmp_path):
+def test_parts_written_to_a_store_form_one_dataset(s3, images, local, tmp_path):
     bucket = s3.new_bucket()
     parts = [
         subprocess.Popen(

@@ -30,14 +30,14 @@ def test_skipped_images_are_tried_again_even_after_a_kill(written, tmp_path):
     stale = (root / "_info.json").read_bytes()
     write(source_of(tmp_path, small_splits()), root, lenient)
     assert digests(root) == digests(written)
-    (root / "_info.json").write_bytes(stale)  # as if killed before replacing it
+    (root / "_info.json").write_bytes(stale)  # as if killed before replacing the file
     for lost in ("quarantine.jsonl", "train.index.npy", "dataset.md", "train-00001.idx"):
         (root / lost).unlink(missing_ok=True)
         write(source_of(tmp_path, small_splits()), root, lenient)
         assert digests(root) == digests(written), lost
 
 
-def test_the_number_of_shards_stays_when_unreadable_images_are_mended(tmp_path):
+def test_repairing_unreadable_images_does_not_change_the_number_of_shards(tmp_path):
     splits = {
         "train": [
             (f"{n}.jpg", 0, image_bytes(n, size=(300, 300) if n == 5 else (8, 8)))
@@ -122,7 +122,7 @@ def test_too_many_unreadable_images_are_an_error_until_they_are_repaired(written
     assert not (root / "_info.json").exists()
     for tar in root.glob("*.tar"):
         scan_tar(tar)
-    # Run the same command after the images were repaired.
+    # Run the same command after the images have been repaired.
     write(source_of(tmp_path, small_splits()), root, strict)
     assert digests(root) == digests(written)
 

@@ -105,8 +105,8 @@ SELDOM = "checkpoint.every_steps=20"
 
 @pytest.fixture(scope="module")
 def eight_leaves(tmp_path_factory) -> Path:
-    """Return a config for 200 steps with eight micro-batches each, so that it can run on up to
-    eight ranks."""
+    """Return a config for 200 steps with eight micro-batches each, which can run on up to eight
+    ranks."""
     folder = tmp_path_factory.mktemp("eight")
     return write_config(folder, make_shards(folder), steps=200, batch=32)
 
@@ -295,8 +295,7 @@ def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
         *TINY,
         "train.steps=9",
     ]
-    # From this step on, checkpoints record the number of micro-batches, but not after the setting
-    # was turned off.
+    # While the setting is on, checkpoints record the number of micro-batches.
     refused = run(*arguments, *more[1:2], "data.micro_batch_size=2", *changes[2:])
     assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
     train(config, run_dir, "train.steps=7", *changes)
@@ -320,7 +319,7 @@ def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_pa
     resumed = run("launch/train.py", *arguments, f"run.dir={tmp_path / 'run'}")
     assert resumed.returncode == 2
     assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
-    # Start a fresh interpreter, because a warm one has already found the compiler.
+    # Start a new interpreter, because a warm interpreter has already found the compiler.
     env = {**environment(), "CXX": "/nonexistent"}
     arguments += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
     new = call(command("launch/train.py", *arguments, ranks=0), env)

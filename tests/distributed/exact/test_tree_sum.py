@@ -25,8 +25,8 @@ from vit.system.device_memory import LiveBytes
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:
-    """Compute the sum recursively: the left half has the largest power of two below the number of
-    leaves."""
+    """Compute the sum recursively. The left half contains the largest power of two below the number
+    of leaves."""
     if len(leaves) == 1:
         return leaves[0]
     left = 1 << (len(leaves) - 1).bit_length() - 1
@@ -34,7 +34,7 @@ def by_recursion(leaves: list[Tensor]) -> Tensor:
 
 
 def random_leaves(count: int, size: int = 50) -> Tensor:
-    """Return leaves whose magnitudes vary so much that any other order of addition changes the
+    """Return leaves of such different magnitudes that any other order of addition changes the
     bits."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.randint(-8, 8, (count, size), generator=generator)
@@ -73,7 +73,8 @@ def test_the_nodes_of_any_number_of_ranks_add_up_to_the_same_bits(num_leaves):
 
 
 def test_the_order_matters():
-    """If every order of addition gave the same bits, the tests above would prove nothing."""
+    """If every order of addition gave the same bits, the other tests in this file would prove
+    nothing."""
     leaves = random_leaves(16)
     sums = (tree_sum(leaves), leaves.sum(0), tree_sum(leaves.roll(1, 0)))
     assert len({hash_of([each]) for each in sums}) == 3
@@ -158,18 +159,18 @@ def test_uses_as_much_memory_as_it_counts(num_leaves):
 
 
 def test_the_count_includes_data_from_other_ranks():
-    """With two leaves on one rank, one tree node remains. The peak contains the current leaf, the
-    previous leaf, and two halves of the sum. Three ranks get 2, 3 and 3 of 8 leaves, and 1, 2 and 2
-    nodes remain on them."""
+    """With two leaves on one rank, one tree node remains. At the peak, memory holds the current
+    leaf, the previous leaf, and two halves of the sum. Three ranks get 2, 3 and 3 of 8 leaves, so
+    1, 2 and 2 nodes remain on these ranks."""
     assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
 def peak_over_count(num_leaves: int, world: World) -> float:
-    """Return the measured peak bytes of live tensors, the maximum over ranks, divided by the
-    predicted bytes.
+    """Return the measured peak bytes of live tensors (maximum over ranks), divided by the predicted
+    bytes.
 
-    Each gradient is a single repeated number, so it needs no other memory.
+    Each gradient is a single repeated number, so its computation needs no other memory.
     """
     parameters = [nn.Parameter(torch.zeros(96 * 100)) for _ in range(6)]
     with LiveBytes() as live:
@@ -179,7 +180,7 @@ def peak_over_count(num_leaves: int, world: World) -> float:
                 with adding.leaf():
                     torch.stack([p.sum() for p in parameters]).sum().backward()
             adding.finish()
-            # Gloo's threads keep sent and received data for a moment after `wait` returns.
+            # After `wait` returns, Gloo's threads keep sent and received data for a moment.
             deadline = time.monotonic() + 60
             while live.now > sum(each.nbytes for each in adding._spare):
                 assert time.monotonic() < deadline, "the memory of a finished exchange is not freed"

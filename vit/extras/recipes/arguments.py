@@ -1,12 +1,12 @@
-"""Describe the arguments of another project as a table, and parse its command lines.
+"""Describe another project's arguments as a table, and parse its command lines.
 
-A line of a table is `flags  type  default  our setting`, separated by two or more blanks. The first
+A table row is `flags   type   default   our setting`, separated by two or more spaces. The first
 long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more),
 `on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
 The default `-` is None.
 
-Arguments for paths, logging, devices and speed are not part of a recipe and have a second table.
-argparse accepts abbreviated flags, such as `--batch 256` for `--batch-size 256`, because published
+Arguments for paths, logging, devices and speed are not part of a recipe and are in a second table.
+Abbreviated flags, such as `--batch 256` for `--batch-size 256`, are accepted, because published
 commands use them.
 """
 
@@ -38,11 +38,11 @@ class Argument(NamedTuple):
     meaning: str
     """The matching setting of this project, or a short explanation."""
     in_recipe: bool
-    """Whether the argument is part of the recipe, unlike paths, logging and devices."""
+    """False for paths, logging and devices, which are not part of the recipe."""
 
     @property
     def name(self) -> str:
-        """The name of the parsed value."""
+        """The argument's name in the parsed values."""
         if self.type.startswith("off:"):
             return self.type[4:]
         long = [flag for flag in self.flags if flag.startswith("--")] or self.flags
@@ -76,7 +76,7 @@ class ParsedArguments(NamedTuple):
 
     values: dict[str, Any]
     stated: frozenset[str]
-    """The names of the arguments in the command. All other values are defaults."""
+    """The names of the arguments in the command. All other arguments have their defaults."""
 
 
 def make_table(program: str, source: str, recipe: str, places: str) -> Table:
@@ -117,8 +117,8 @@ class _Parser(argparse.ArgumentParser):
 def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
     """Parse the arguments of a command.
 
-    Raises ValueError that lists all values of a wrong type, and all unknown flags with the most
-    similar known flags.
+    Raises a ValueError that lists every value of the wrong type, and every unknown flag with the
+    closest known flags.
     """
     parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
     problems: list[str] = []
@@ -171,7 +171,7 @@ def _value(kind: type[int | float | str], flag: str, problems: list[str], text: 
 def read_mapping(table: Table, values: Mapping[str, Any]) -> ParsedArguments:
     """Return the arguments in `values`, the contents of a YAML file.
 
-    Raises ValueError that lists all unknown keys, each with the most similar known key.
+    Raises a ValueError that lists every unknown key with the closest known key.
     """
     defaults = table.defaults()
     if unknown := [key for key in values if key not in defaults]:
@@ -190,7 +190,7 @@ def _unknown(table: Table, unparsed: Sequence[str]) -> str:
 
 
 def _near(word: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` with a candidate for the same setting or of a similar name."""
+    """Return ` (did you mean ...?)` with a candidate for the same setting or a similar name."""
     plain = {name.lstrip("-").replace("-", "_").lower(): name for name in candidates}
     normalized = word.lstrip("-").replace("-", "_").lower()
     setting = _setting(normalized)
@@ -201,7 +201,7 @@ def _near(word: str, candidates: Iterable[str]) -> str:
 
 
 def _setting(name: str) -> str:
-    """Return this project's setting for a name in another project, or ""."""
+    """Return this project's setting for another project's argument name, or ""."""
     own = (key for key in all_keys() if key.endswith(f".{name}") and not key.endswith(".name"))
     return from_other_name(name) or next(own, "")
 

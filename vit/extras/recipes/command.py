@@ -1,7 +1,7 @@
 """Split a command line into launcher, script and arguments, without running the command.
 
 Lines that end with a backslash are joined, comments are removed, and integer arithmetic `$((...))`
-is computed. Other substitutions are replaced by SUBSTITUTED. The number of GPUs is read from the
+is evaluated. Other substitutions are replaced by SUBSTITUTED. The number of GPUs is read from the
 launcher: torchrun, srun, mpirun, deepspeed, accelerate, or a shell script of timm or OpenMMLab.
 """
 
@@ -21,7 +21,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # a shell divides integers
+    ast.Div: operator.floordiv,  # the shell uses integer division
     ast.Mod: operator.mod,
 }
 _BEHIND_COMMAND = re.compile(r"\|(?!\|)|&$|\d*>|&>|<")
@@ -48,15 +48,15 @@ _LAUNCHERS = {
     "deepspeed": ("--num_gpus --num_nodes", "--num_gpus"),
     "accelerate": ("--num_processes",),
 }
-"""The options with the number of processes, by launcher. The values of the first combination in the
-command are multiplied. srun and accelerate have no default, because they can read the number from
-the environment or a file."""
+"""The options that set the number of processes, by launcher. The values of the first combination
+that the command contains are multiplied. srun and accelerate have no default, because they can read
+the number from the environment or a file."""
 _LAUNCHER = re.compile(rf"(?:.*/)?({'|'.join(map(re.escape, _LAUNCHERS))})\b")
 _SINGLE_PROCESS = re.compile(
-    r"(.*(&&|;) ?)?(\w+=\S* ?)*"  # other commands and variables
+    r"(.*(&&|;) ?)?(\w+=\S* ?)*"  # preceding commands and variables
     r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
 )
-"""The text that can precede a script that runs as one process."""
+"""The text that may precede a script that runs as one process."""
 _COMMANDS = ("big_vision.train", "lightly-train")
 """The programs that run without .py or -m."""
 _HASH = "\ue000"
@@ -76,7 +76,7 @@ class Command(NamedTuple):
     def num_gpus(self) -> int | None:
         """Return the number of processes (one per GPU), or None without a launcher.
 
-        Raises ValueError if the launcher's options do not contain the number.
+        Raises ValueError if the launcher's options do not set the number.
         """
         if not self.launcher:
             return None
@@ -168,7 +168,7 @@ def _shell_script(name: str, tokens: list[str]) -> Command:
 
 
 def _launcher(before: list[str]) -> list[str]:
-    """Return the words from the last launcher on."""
+    """Return the words from the last launcher to the end."""
     starts = [at for at, word in enumerate(before) if _LAUNCHER.match(word)]
     if starts:
         return before[starts[-1] :]
@@ -178,7 +178,7 @@ def _launcher(before: list[str]) -> list[str]:
 def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[str, str]:
     """Return the options of `launcher` that state its number of processes, with their values.
 
-    combinations: as in `_LAUNCHERS`.
+    combinations: a value of `_LAUNCHERS`.
     """
     tokens = [part for token in launcher for part in re.split(r"(?<=^-[nN])(?=\d)", token)]
     options: dict[str, str] = {}

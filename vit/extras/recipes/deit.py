@@ -2,7 +2,7 @@
 
 In DeiT, the batch size is per GPU. The learning rate is for a batch of 512 unless `--unscale-lr` is
 given. ThreeAugment replaces timm's transforms, including erasing. Models with LS in their name use
-one drop-path rate for all blocks. The schedule changes once per epoch and is one epoch late.
+one drop-path rate for all blocks. The learning rate changes once per epoch, one epoch late.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ VIT5 = make_table(
 ROPE = make_table("RoPE-ViT's main.py", "naver-ai/rope-vit@ce85c2e5:deit/main.py", _RECIPE, _PLACES)
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 _DEIT3 = {"model.init_values": 1e-4, "model.no_embed_class": True}
-"""facebookresearch/deit@7e160fe4:models_v2.py, vit_models."""
+"""The DeiT III model settings (facebookresearch/deit@7e160fe4:models_v2.py, vit_models)."""
 _PARTS_OF_VIT5 = {
     **_DEIT3,
     "model.norm_layer": "rmsnorm",
@@ -163,11 +163,11 @@ _PARTS_OF_VIT5 = {
     "model.rope_type": "axial",
     "model.rope_reg_temperature": 100.0,
 }
-"""wangf3014/ViT-5@b7b07960:models_vit5.py."""
+"""The ViT-5 model settings (wangf3014/ViT-5@b7b07960:models_vit5.py)."""
 
 
 def table_for(command: Command) -> Table:
-    """Return the table of the script that `command` runs. Three projects have a main.py."""
+    """Return the argument table of the script in `command`. Three projects have a main.py."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT
@@ -179,7 +179,7 @@ def table_for(command: Command) -> Table:
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map a command of DeiT's main.py or of a fork."""
+    """Map the arguments of DeiT's main.py or of a fork."""
     reading = Reading(table, parsed)
     args = reading.args
     if args["eval"]:
@@ -275,7 +275,7 @@ def _map_image_size(reading: Reading, patch: int) -> None:
 
 
 def _map_dropping(reading: Reading, has_one_rate: bool) -> None:
-    """Map dropout and drop path. has_one_rate: all blocks have the same drop-path rate."""
+    """Map dropout and drop path. has_one_rate: whether all blocks have the same drop-path rate."""
     args = reading.args
     rate = args["drop_path"]
     settings: dict[str, Any] = {"model.drop_path_rate": rate}

@@ -2,8 +2,8 @@
 
 In deit3-jax, the batch size is the total over all devices. Lengths are in steps. The learning rate
 changes each step, starts at 1e-6 and ends at 1e-5. Weight decay applies only to kernels. All blocks
-have the same drop-path rate. LAMB does not clip without `--clip-grad`. All copies of an image are
-in one batch.
+have the same drop-path rate. LAMB clips gradients only with `--clip-grad`. All copies of an image
+are in the same batch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _SHAPES = {
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map a command of deit3-jax."""
+    """Map the arguments of deit3-jax."""
     reading = Reading(table, parsed)
     args = reading.args
     batch = args["train_batch_size"]

@@ -47,11 +47,11 @@ class Difference(NamedTuple):
     kind: str
     """One of `vit.extras.recipes.effects.KINDS`."""
     text: str
-    """The known effect of the setting, or ""."""
+    """The known effect of the setting, or "" if unknown."""
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a YAML file, a recipe of this project by name, or a run folder."""
+    """Return the config of a YAML file, a recipe name of this project, or a run folder."""
     if path.is_dir():
         file = path / CONFIG_FILE
         if not file.is_file():
@@ -80,7 +80,7 @@ def compare(first: Config, second: Config) -> list[Difference]:
 
 
 def _implied_values(config: Config) -> dict[str, Any]:
-    """Return the values that null settings get from the model's name and the augmentation."""
+    """Return the values that the model name and the augmentation imply for null settings."""
     is_timms = config.augment.randaugment_ops.startswith("timm")
     implied: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
@@ -93,10 +93,10 @@ def _implied_values(config: Config) -> dict[str, Any]:
 
 
 def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that can make results of `config` differ from a published run.
+    """Return the settings that can make the results of `config` differ from a published run.
 
-    recipe: the config of the published run, in this project. settings: its overrides. Paths, weight
-    averaging and extra evaluations are omitted.
+    recipe: this project's config for the published run. settings: overrides of that config. Paths,
+    weight averaging and extra evaluations are ignored.
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     published = read_recipe(Path(recipe), overrides)

@@ -42,7 +42,7 @@ _OWN_NAMES = {
     "run_with_submitit.py": "deit",
     "distributed_train.sh": "timm",
 }
-"""The script names that only one project uses."""
+"""Maps script names that only one project uses to that project."""
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
@@ -61,7 +61,7 @@ _NOT_READ = {
         "launch/eval.py --linear-probe",
     ),
 }
-"""A pattern of unsupported commands -> their name, and the most similar supported script."""
+"""Maps patterns for unsupported commands to their name and the most similar supported script."""
 _Read = Callable[[Table, ParsedArguments, int | None, bool], Reading]
 _READERS: dict[str, _Read] = {
     "deit": deit.read,
@@ -87,10 +87,10 @@ class Imported(NamedTuple):
 
 
 def import_recipe(source: str, program: str | None = None, num_gpus: int | None = None) -> Imported:
-    """Import a command line, a file with a command or a config, or `-` for stdin.
+    """Import a recipe from a command line, a file with a command or config, or stdin (`-`).
 
-    program: one of `PROGRAMS`, if the project cannot be detected. num_gpus: the total number of
-    GPUs, if the recipe does not contain the number.
+    program: one of `PROGRAMS`, needed if the project cannot be detected. num_gpus: the total number
+    of GPUs, needed if the recipe does not state it.
 
     Raises ValueError if the recipe cannot be read. The error lists all unknown flags.
     """
@@ -142,7 +142,7 @@ def is_default(key: str, value: Any, optimizer: str) -> bool:
 
 
 def _names_of(kind: type[Section]) -> tuple[Any, ...]:
-    """Return the names that select this section in a union, such as ("adamw",)."""
+    """Return the names that select this section of a union, such as ("adamw",)."""
     return getattr(kind.model_fields["name"].annotation, "__args__", ())
 
 
@@ -233,7 +233,7 @@ def _find_program(command: Command, stated: str | None) -> str:
 def _timm_or_torchvision(command: Command) -> str:
     """Return the project whose train.py accepts these flags.
 
-    If both projects accept the flags, the model's name decides.
+    If both projects accept the flags, the model name determines the project.
     """
     fits = []
     for program, table in (

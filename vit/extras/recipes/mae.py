@@ -3,7 +3,7 @@
 In MAE, the learning rate is --blr times the global batch size divided by 256. Learning rates
 decrease from the last to the first block. The head uses the mean of patches unless --cls_token is
 passed. The learning rate changes each step and starts at 0. Up to 224 px, evaluation uses a center
-crop of 224/256 of the image. Larger sizes use the whole image.
+crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ _NAMES = {"base": "b", "large": "l", "huge": "h"}
 
 
 def table_for(command: Command) -> Table:
-    """Return the arguments of the script that `command` runs."""
+    """Return the argument table of the script that `command` runs."""
     return SUBMITIT if "submitit" in command.script else TABLE
 
 
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map a command of MAE's fine-tuning."""
+    """Map the arguments of MAE's fine-tuning."""
     reading = Reading(table, parsed)
     args = reading.args
     if args["eval"]:

@@ -4,7 +4,7 @@ In MMPretrain, configs inherit with `_base_`. Dictionaries are merged into those
 (`_delete_` replaces a dictionary), and lists replace those of the base. The batch size is per GPU.
 The number of GPUs is in the file's name (`64xb64`) or follows from `auto_scale_lr`. The learning
 rate changes each step in the warm-up, and then each epoch. `paramwise_cfg` selects the parameters
-with weight decay. Training is in fp32 without AMP.
+with weight decay. Without AMP, training uses fp32.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ARCHES = {
     "huge": "h",
     "h": "h",
 }
-"""The model sizes by MMPretrain's name. `small` is missing, because it has 8 layers of width 768,
+"""The model sizes by MMPretrain name. `small` is omitted, because it has 8 layers of width 768,
 except in DeiT3."""
 _BACKBONES = ("VisionTransformer", "DeiT3", "DistilledVisionTransformer")
 _CLIP = {
@@ -86,7 +86,8 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
 
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
-    """Map a config. path: the file, to find the base configs. num_gpus: None if unknown."""
+    """Map a config. path: the config's file, used to find base configs. num_gpus: None if
+    unknown."""
     config = with_bases(text, path)
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
@@ -172,7 +173,8 @@ def _map_model(reading: ConfigReading) -> None:
 
 
 def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> None:
-    """Map the network. size: such as b16. ours: the settings unless `pre_norm` selects CLIP."""
+    """Map the network. size: for example b16. ours: the settings, unless `pre_norm` selects
+    CLIP."""
     names = reading.remaining(
         "model.backbone.arch model.backbone.patch_size model.backbone.pre_norm"
     )
@@ -220,7 +222,7 @@ def _map_loss(reading: ConfigReading) -> None:
     elif kind == "LabelSmoothLoss" and mode == "original":
         reading.same(names, {"loss.label_smoothing": value})
     elif kind == "LabelSmoothLoss" and mode == "classy_vision":
-        # (one-hot + v / K) / (1 + v) is smoothing by v / (1 + v)
+        # (one-hot + v / K) / (1 + v) equals label smoothing by v / (1 + v)
         smoothing = {"loss.label_smoothing": value / (1 + value)}
         reading.same(names, smoothing, f"{value} / {1 + value}, ClassyVision's form")
     else:
@@ -314,7 +316,7 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
 
 
 def _map_mixing(reading: ConfigReading) -> None:
-    """Map MixUp and CutMix. A batch gets either of them with equal probability."""
+    """Map MixUp and CutMix. Each batch gets one of the two, with equal probability."""
     path = "model.train_cfg.augments"
     items = reading.items(path) or [path]
     alphas = {"Mixup": 0.0, "CutMix": 0.0}

@@ -1,7 +1,7 @@
 """Show the parameter groups and learning rate of a recipe, and the differences between recipes.
 
-The model is created on the meta device, which is fast at any size. An epoch is one of ImageNet-1k
-unless the number of images is given.
+The model is created on the meta device, which is fast at any size. An epoch has the length of
+ImageNet-1k unless the number of images is given.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POINTS = 1000
 
 
 def groups_table(config: Config) -> Table:
-    """Return the optimizer's parameter groups, which share a learning rate and a weight decay."""
+    """Return a table of the parameter groups with their learning rates and weight decays."""
     with torch.device("meta"):
         model = create_model(config.model, num_classes=config.model.num_classes or 1000)
     table = Table("group", "tensors", "parameters", "learning rate", "weight decay", box=None)
@@ -108,7 +108,7 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
 
 
 def steps_line(config: Config, num_images: int = IMAGENET) -> str:
-    """Return the length and the peak learning rate of the recipe in one line."""
+    """Return one line with the length and the peak learning rate of the recipe."""
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     total = config.train.steps or round((config.train.epochs or 0) * per_epoch)
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
@@ -120,7 +120,7 @@ def steps_line(config: Config, num_images: int = IMAGENET) -> str:
 
 
 def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
-    """Return all differences as text for a terminal."""
+    """Describe all differences as text for a terminal."""
     differences = compare(first, second)
     lines = [f"A  {names[0]}", f"B  {names[1]}"]
     if not differences:
@@ -131,7 +131,7 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
             lines += ["", f"{heading}: {len(of_kind)}"]
         for difference in of_kind:
             lines += _wrapped(f"{difference.key}: {change_text(difference)}", "  ")
-            lines += _wrapped(difference.text, "      ")  # [] for no text
+            lines += _wrapped(difference.text, "      ")  # [] if the text is empty
     if rates := _rates(first, second):
         lines += ["", *_wrapped(rates, "")]
     return "\n".join(lines)

@@ -1,9 +1,10 @@
 """Evaluate Python config files without running them.
 
 The evaluator supports assignments, dictionaries, lists, numbers, strings, arithmetic, `if`,
-functions of the file, and a few of Python's functions. Imported names are opaque. Calling an opaque
-name returns an opaque value, which can be stored but not used in computations. Other code raises an
-error with its line number. Only the methods in `_METHODS` can be called on Python objects.
+functions that the file defines, and a few Python built-ins. Imported names are opaque. Calling an
+opaque name returns an opaque value, which can be stored but not used in computations. Other code
+raises an error with its line number. Only the methods in `_METHODS` can be called on Python
+objects.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }
 _MOST_STEPS = 100_000
 _LARGEST = 1_000_000
-"""The limit on the length of strings and lists and on the bits of integers, because a config must
-not exhaust memory."""
+"""The limit on the length of strings and lists and on the bits of integers, which prevents a config
+from exhausting memory."""
 
 
 def _range(*bounds: int) -> list[int]:
-    """Return a range as a list. A list longer than `_LARGEST` is cut, and `_value` rejects it."""
+    """Return a range as a list, cut to one item above `_LARGEST`, which `_value` then rejects."""
     return list(range(*bounds)[: _LARGEST + 1])
 
 
@@ -112,7 +113,7 @@ class PythonConfig:
         self._run(tree.body, [self.names])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Evaluate the file's function `name`."""
+        """Evaluate a call to the file's function `name`."""
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")
@@ -352,7 +353,7 @@ class PythonConfig:
 
 
 def _loaded(target: ast.expr) -> ast.expr:
-    """Return the target of `x += 1` as an expression that reads its value."""
+    """Return an expression that reads the value of `target`, the left side of `x += 1`."""
     return ast.parse(ast.unparse(target), mode="eval").body
 
 
@@ -399,7 +400,7 @@ class Leaves(dict[str, Any]):
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:
     """Return an OpenMMLab config, merged over its `_base_` files.
 
-    text: the config. path: its file. Raises ValueError that lists missing base files.
+    text: the config. path: its file. Raises a ValueError that lists missing base files.
     """
     names = PythonConfig(text, str(path or "the config")).names
     own = {
@@ -426,7 +427,7 @@ def with_bases(text: str, path: Path | None) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """Merge `child` over `base` key by key, like mmengine."""
+    """Merge `child` over `base` key by key, as mmengine does."""
     merged = dict(base)
     for key, value in child.items():
         if not isinstance(value, dict):

@@ -124,7 +124,7 @@ def after_warmup(
 
 
 def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
-    """Return the schedule of this project's `settings`, which are given by dotted key."""
+    """Return the learning rate schedule for this project's `settings`, given by dotted key."""
     total = _num_steps(settings, steps_per_epoch)
 
     def steps(name: str) -> int:
@@ -169,7 +169,7 @@ class Distance(NamedTuple):
 
 
 def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
-    """Compare two schedules at 20 points per epoch, but at most 2,000 points."""
+    """Compare two schedules at 20 points per epoch, up to 2,000 points in total."""
     count = max(min(round(20 * epochs), 2000), 1)
     times = [epochs * (n + 0.5) / count for n in range(count)]
     apart = [abs(theirs(time) - ours(time)) / peak for time in times]
@@ -178,7 +178,7 @@ def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
 
 
 def in_percent(share: float) -> str:
-    """Format `share` as a percentage with two digits."""
+    """Format `share` as a percentage with two significant digits."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
@@ -194,9 +194,9 @@ def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
 def map_rate(
     reading: Reading, names: str, theirs: Rate, settings: Mapping[str, Any], reasons: str
 ) -> None:
-    """Record the schedule arguments `names`, and how `settings` differ from `theirs`.
+    """Map the arguments `names` to `settings`, and record the difference from `theirs`.
 
-    Learning rate, epochs and batch size must be recorded before. reasons: an explanation of the
+    Learning rate, epochs and batch size must be recorded first. reasons: an explanation of the
     difference.
     """
     settings = with_effect(settings)

@@ -1,6 +1,6 @@
 """Map the settings of another project to settings of this project, and record each mapping.
 
-The module of each project records exactly one finding for each argument: same, differs, no
+Each project's module records exactly one finding per argument: same, differs, no
 equivalent, or no effect in the source project. `Reading.finish` raises an error if an argument has
 no finding, so no argument is dropped silently.
 """
@@ -17,14 +17,14 @@ Verdict = Literal["same", "differs", "cannot", "inert", "place"]
 
 
 class Finding(NamedTuple):
-    """The mapping of one or several arguments of the source project."""
+    """The mapping of one or more arguments of the source project."""
 
     verdict: Verdict
     theirs: tuple[str, ...]
     """The names of the arguments, or () for a property without an argument, such as the
     precision."""
     settings: dict[str, Any]
-    """The nearest settings of this project, by dotted key."""
+    """The closest settings of this project, by dotted key."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
 
@@ -41,12 +41,12 @@ class Reading:
         self.stated = parsed.stated
         self.findings: list[Finding] = []
         self.comments: dict[str, str] = {}
-        """The computations of values by dotted key, written as comments into the YAML file."""
+        """The computation of each value by dotted key, written to the YAML file as a comment."""
         self._known = frozenset(all_keys())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that were mapped before this call, by dotted key."""
+        """Return the settings of all findings recorded before this call, by dotted key."""
         return {k: v for finding in self.findings for k, v in finding.settings.items()}
 
     def has_setting(self, key: str) -> bool:
@@ -56,9 +56,9 @@ class Reading:
     def same(
         self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
     ) -> None:
-        """Record that the arguments `names` (separated by blanks) equal `settings`.
+        """Record that the arguments `names` (separated by spaces) equal `settings`.
 
-        note: the computation of the first value. text: an assumption of the computation.
+        note: the computation of the first value. text: an assumption behind the computation.
         """
         self._add("same", names, settings, text)
         if note and settings:
@@ -77,7 +77,7 @@ class Reading:
         self._add("inert", names, None, text)
 
     def rename(self, name: str, theirs: str) -> None:
-        """Rename the argument `name` to `theirs`, the name in the source project."""
+        """Replace the argument `name` by `theirs`, its name in the source project."""
         del self.args[name]
         self.findings = [
             f._replace(theirs=tuple(theirs if n == name else n for n in f.theirs))
@@ -85,7 +85,7 @@ class Reading:
         ]
 
     def expect_off(self, parts: Mapping[str, str]) -> None:
-        """Record arguments that have an equivalent only if they are off.
+        """Record the arguments that have an equivalent only if they are off.
 
         parts: a description of each argument, by name.
         """
@@ -97,7 +97,8 @@ class Reading:
                 self.cannot(name, description)
 
     def finish(self) -> None:
-        """Record paths and logging options, and assert that each argument has one finding."""
+        """Record paths and logging options, and assert that each argument has exactly one
+        finding."""
         places = [a.name for a in self.table.arguments if not a.in_recipe]
         accounted = [name for finding in self.findings for name in finding.theirs]
         stated = [name for name in dict.fromkeys(places) if name in self.stated]
@@ -137,7 +138,7 @@ class ConfigReading(Reading):
         return self.args.get(path, default)
 
     def remaining(self, paths: str) -> str:
-        """Return the keys at or below `paths` that have no finding yet, separated by blanks."""
+        """Return the keys at or below `paths` that have no finding yet, separated by spaces."""
         accounted = {name for finding in self.findings for name in finding.theirs}
         return " ".join(
             name

@@ -8,9 +8,9 @@ recipe and the training length:
     an evaluation -> its difference, for metrics.jsonl and the log
 
 A run is compared only if it has the same validation set, and the same length as the recipe or the
-curve. Values are compared at the same share of both schedules, which is the same epoch unless the
-published run was longer than the recipe. Values between two published points are interpolated.
-Nothing is compared before the first point and after the last point.
+curve. Values are compared at the same fraction of both schedules. This is the same epoch, unless
+the published run was longer than the recipe. Values between two published points are interpolated.
+Evaluations before the first or after the last point are not compared.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ SUFFIX = ".csv"
 METRICS = ("top1", "top5", "loss")
 """The metric columns of a curve. Accuracies are in percent."""
 SAME_LENGTH = 0.005
-"""The relative difference up to which two lengths are treated as equal, because lengths are rounded
-to steps."""
+"""The maximum relative difference between two lengths that count as equal. Lengths are rounded to
+steps."""
 
 
 class Header(Section):
     """The header of a curve's file, which has lines of the form `# key: value`."""
 
     title: str
-    """The network, the recipe and the length, as text for readers."""
+    """The network, recipe and length, in words."""
     source: str
-    """The repository, the commit and the file of the numbers."""
+    """The repository, commit and file that the numbers come from."""
     note: str = ""
-    """Further facts about the published run."""
+    """Further information about the published run."""
     recipe: str
     """The name of this project's config for the same recipe."""
     settings: dict[str, Any] = Field(default={})
@@ -72,11 +72,11 @@ class Header(Section):
     train_images: Positive | None = None
     """The number of training images per epoch, or `None` if unknown."""
     weights: Literal["model", "ema"] = "model"
-    """The weights that were evaluated: the model's, or their moving average."""
+    """The evaluated weights: the model's, or their moving average."""
 
 
 class Value(NamedTuple):
-    """A metric of the reference at one point in time, over all its runs."""
+    """A metric of the reference at one point of the schedule, over all its runs."""
 
     mean: float
     low: float
@@ -97,12 +97,12 @@ class Reference:
 
     @property
     def first(self) -> float:
-        """The share of the schedule at the first point that all runs have."""
+        """The fraction of the schedule at the first point that all runs have."""
         return max(float(run["share"][0]) for run in self.runs)
 
     @property
     def last(self) -> float:
-        """The share of the schedule at the last point that all runs have."""
+        """The fraction of the schedule at the last point that all runs have."""
         return min(float(run["share"][-1]) for run in self.runs)
 
     def at(self, share: float) -> dict[str, Value]:
@@ -123,7 +123,7 @@ class Reference:
 
 
 def read_reference(name: str) -> Reference:
-    """Read the curve `name` in `configs/reference`, or at a path that ends with .csv.
+    """Read the curve `name` from `configs/reference`, or from a path that ends in .csv.
 
     Raises ValueError if the file cannot be read or has an invalid format.
     """
@@ -226,7 +226,7 @@ class Comparison:
 
     @property
     def length_note(self) -> str:
-        """A note if the run's length differs from that of the reference, or ""."""
+        """A note if the run and the reference have different lengths, or ""."""
         ours = float(self.plan.total_steps)
         if self.reference.unit == "epoch":
             ours = self.plan.total_steps / self.plan.steps_per_epoch
@@ -252,7 +252,7 @@ class Comparison:
         return fields
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return a line with the accuracies of run and reference, or "" if not comparable."""
+        """Return a line with both accuracies, or "" if they cannot be compared."""
         if self.refusal:
             return ""
         share = step / self.plan.total_steps
@@ -272,7 +272,7 @@ class Comparison:
         return f"{text} (reference{moment} {value.mean:.2f} %{spread}, {top1 - value.mean:+z.2f})"
 
     def curves(self) -> list[dict[str, list[float]]]:
-        """Return the reference's points over the steps of this run, as `step` and each metric."""
+        """Return the points of each published run: metrics, and `step` in steps of this run."""
         if self.refusal:
             return []
         return [
@@ -320,7 +320,7 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
 
 
 def _read_recipe(header: Header, label: str) -> Config:
-    """Return the recipe of a curve, without the overrides in the curve's header.
+    """Return the recipe of a curve, without the overrides in the header.
 
     Raises ValueError if the recipe or the overrides are invalid.
     """
@@ -347,7 +347,7 @@ class ReferenceCurve(Hook):
         return Notes()
 
     def begin(self, run: Run) -> None:
-        """Log the curve and settings that differ from its recipe, unless the run is finished."""
+        """Log the published curve and its differences from this run, unless the run is finished."""
         if self._is_recorded or not run.world.is_main or run.state.is_finished(run.plan):
             return
         self._is_recorded = True
@@ -369,7 +369,7 @@ class ReferenceCurve(Hook):
             curves=comparison.curves(),
         )
         if comparison.refusal:
-            # Common for short runs and other datasets, and the report shows the reason.
+            # Short runs and other datasets often cannot be compared. The report shows the reason.
             return
         weights = "the averaged weights" if header.weights == "ema" else "the weights"
         run.record.say(f"reference: {header.title}: top-1 of {weights} ({header.source})")

@@ -1,4 +1,4 @@
-"""Write an imported recipe as YAML, and list the mapping of its settings for the terminal."""
+"""Write an imported recipe as YAML, and print how its settings were mapped."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def account(imported: Imported) -> str:
 
 
 def count(reading: Reading) -> dict[str, int]:
-    """Count arguments by verdict. A finding without an argument is counted once."""
+    """Count arguments by verdict. A finding without an argument counts as one."""
     counts = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
     for finding in reading.findings:
         counts[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
@@ -98,7 +98,7 @@ def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
 
 
 def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
-    """Format arguments as flags with values, or as their common parent path for a config."""
+    """Format arguments as flags with values, or as the common parent of several config keys."""
     names = list(names)
     if any("." in name for name in names) and len(names) > 1:
         parts = [name.split(".") for name in names]
@@ -137,7 +137,7 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 
 def _header(imported: Imported, out: Path | None) -> str:
-    """Return YAML comments with the source of the recipe and the differences."""
+    """Return YAML comments that state the recipe's source and the differences."""
     reading = imported.reading
     size = imported.settings.get("model.image_size", 224)
     name = imported.settings.get("model.name", "vit_b16")

@@ -32,10 +32,10 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "nesterov": _NESTEROV,
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
-"""The settings of this project by the name of the optimizer in timm."""
+"""Maps timm's optimizer names to settings of this project."""
 _BETAS = {"muon": (0.9, 0.95)}
 _EPS = {"lamb": 1e-6, "muon": 1e-7}
-"""The defaults of timm's optimizers that differ from AdamW's, by this project's name."""
+"""The default epsilons of timm's optimizers that differ from AdamW's, by this project's name."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
 _BILINEAR_WARPS = "this project warps bilinearly, the source by {}: no known effect on accuracy"
@@ -58,9 +58,9 @@ def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1
 
 
 def map_policy(reading: Reading, interpolation: str) -> None:
-    """Map `--aa`: timm's RandAugment, AutoAugment and 3-Augment.
+    """Map `--aa`: timm's RandAugment, AutoAugment or 3-Augment.
 
-    interpolation: the interpolation with which the source project warps images
+    interpolation: the mode that the source project uses to warp images
     (huggingface/pytorch-image-models@aa4b5850:timm/data/auto_augment.py, rand_augment_transform,
     auto_augment_transform). Raises ValueError if timm would reject the policy.
     """
@@ -83,7 +83,7 @@ def map_policy(reading: Reading, interpolation: str) -> None:
             f"the policy {policy}: timm rejects it{hint}: expected {', '.join(_POLICIES[1:])}, or"
             " rand with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
         )
-    # As in timm, t selects a set of operations, and other parts without a number are ignored.
+    # As in timm, "t" selects a set of operations, and other parts without a number are ignored.
     sets = [part for part in parts if part.startswith("t") and not is_auto]
     numbers = [
         (match[1], match[2])
@@ -151,7 +151,7 @@ def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[s
 
 
 def map_color_jitter(reading: Reading, applies: bool) -> None:
-    """Map `--color-jitter`. applies: False if `--aa` replaces color jitter (transforms_factory)."""
+    """Map `--color-jitter`. applies: False if `--aa` disables color jitter (transforms_factory)."""
     strength = reading.args["color_jitter"] or 0.0
     if strength and not applies:
         reading.inert(
@@ -218,8 +218,9 @@ def map_mixing(reading: Reading, rank_batch_size: int) -> bool:
 def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> None:
     """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum`, `--opt-kwargs`, `--weight-decay`.
 
-    lr: the peak learning rate. formula: its computation. lr_names: the arguments in the formula. As
-    in timm, one-dimensional tensors, position embeddings and tokens have no weight decay.
+    lr: the peak learning rate. formula: the text that shows its computation. lr_names: the
+    arguments in the formula. As in timm, one-dimensional tensors, position embeddings and tokens
+    have no weight decay.
     """
     args = reading.args
     name = args["opt"].lower()
@@ -256,7 +257,7 @@ def not_available(optimizer: str) -> ValueError:
 
 
 def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
-    """Map the optimizer and timm's `--opt-kwargs`. Return this project's name of the optimizer.
+    """Map the optimizer and timm's `--opt-kwargs`. Return this project's name for the optimizer.
 
     Raises ValueError for an unsupported optimizer.
     """
@@ -311,7 +312,7 @@ def map_clipping(reading: Reading) -> None:
 
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
-    """Map layer-wise learning rates. form: `beit` gives the last norm the rate of the head."""
+    """Map layer-wise learning rates. With form `beit`, the last norm gets the head's rate."""
     if factor is None or factor == 1:
         reading.same(argument)
     else:
@@ -319,7 +320,8 @@ def map_layer_decay(reading: Reading, argument: str, factor: float | None, form:
 
 
 def map_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
-    """Map `--model-ema-decay`. decay: None without an average. note: a difference in its use."""
+    """Map `--model-ema-decay`. decay: None without an average. note: a difference in how it is
+    used."""
     if decay is None:
         reading.inert("model_ema_decay", "the average is off")
     elif note:
@@ -329,7 +331,7 @@ def map_average(reading: Reading, decay: float | None, *, note: str = "") -> Non
 
 
 def local_file(source: str) -> tuple[str, str]:
-    """Return a local path for weights at a path or URL, and a note to download a URL."""
+    """Return a local path for weights at a path or URL, and a note to download the URL."""
     if "://" not in source:
         return source, ""
     return source.rpartition("/")[2], f"download {source}"
@@ -338,7 +340,8 @@ def local_file(source: str) -> tuple[str, str]:
 def map_initial_weights(reading: Reading, theirs: str, source: str | None = None) -> None:
     """Record the distribution of initial weights, for which no argument exists.
 
-    theirs: the difference in the source project, or "". source: the nearest `model.weight_init`.
+    theirs: how the source project's distribution differs, or "". source: the nearest
+    `model.weight_init`.
     """
     ours = "normal, std 0.02 (patches LeCun's), and a head of zeros"
     settings = {}
@@ -354,7 +357,7 @@ def map_initial_weights(reading: Reading, theirs: str, source: str | None = None
 
 
 def map_precision(reading: Reading, theirs: str) -> None:
-    """Record the precision, for which no argument exists. theirs: a description."""
+    """Record the precision, for which no argument exists. theirs: the source's precision."""
     if theirs == "bf16":
         reading.same("", {"train.precision": "bf16"})
         return

@@ -203,7 +203,7 @@ OLDER_DEFAULTS = {
     " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
     " --remode const",
 }
-"""The old defaults that differ from current defaults, by the last day of the old version
+"""The old defaults that differ from the current ones, by the last day on which they were valid
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
 OFF = {
     "aug_splits": "several augmentations of each image in a batch",
@@ -225,7 +225,7 @@ OFF = {
     "train_batches_per_epoch": "epochs of a fixed length",
     "lr_noise": "noise on the learning rate",
 }
-"""The arguments that have no equivalent if they are on, with descriptions."""
+"""Maps arguments that have no equivalent if they are on to a description."""
 ONLY_WITH = {
     "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
     " train_size_random_mix variable_batch_loss_scale": "all images have one size",
@@ -234,7 +234,7 @@ ONLY_WITH = {
     "lr_noise_pct lr_noise_std": "--lr-noise is off",
     "lr_cycle_mul lr_cycle_decay": "restarts are off",
 }
-"""The arguments that have no effect if the arguments in `OFF` are off, with the reason."""
+"""Maps arguments that have no effect if the arguments in `OFF` are off to the reason."""
 
 
 def note_old_defaults(reading: Reading) -> None:

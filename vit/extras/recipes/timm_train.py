@@ -35,13 +35,13 @@ from vit.system.spelling import did_you_mean
 __all__ = ["TABLE", "read"]
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
-"""The pattern for models of timm that equal a model of this project."""
+"""The pattern for names of timm models that equal a model of this project."""
 
 
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map a command or a YAML file of timm's train.py."""
+    """Map the arguments of a command or a YAML file of timm's train.py."""
     reading = Reading(table, parsed)
     args = reading.args
     steps = max(1, args["grad_accum_steps"])
@@ -148,7 +148,7 @@ def _map_model(reading: Reading) -> None:
 
 
 def _published(name: str) -> dict[str, Any]:
-    """Return timm's preprocessing and hub name of a model. Raises ValueError if unknown."""
+    """Return timm's preprocessing and Hub name for a model. Raises ValueError if unknown."""
     try:
         import timm
     except ImportError as error:

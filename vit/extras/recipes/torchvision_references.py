@@ -2,8 +2,8 @@
 
 In torchvision, the batch size is per GPU, and the learning rate is not scaled. Each batch gets
 either MixUp or CutMix. Weight decay applies to all parameters, unless one of three extra decay
-flags is given. The average is updated every --model-ema-steps steps, with a decay that depends on
-batch size and epochs. Images are resized bilinearly.
+flags is given. The weight average is updated every --model-ema-steps steps, with a decay that
+depends on batch size and epochs. Images are resized bilinearly.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ TABLE = make_table(
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map a command of torchvision's references."""
+    """Map the arguments of torchvision's training script."""
     reading = Reading(table, parsed)
     args = reading.args
     if args["test_only"]:
@@ -223,7 +223,7 @@ def _map_optimizer(reading: Reading) -> None:
 
 
 def _map_decay(reading: Reading) -> None:
-    """Map the weight decays of weights, norms, biases and embeddings, which default to --wd."""
+    """Map the weight decay of weights, norms, biases and embeddings, which defaults to --wd."""
     args = reading.args
     decay = args["weight_decay"]
     reading.same("weight_decay", {"optim.weight_decay": decay})
@@ -278,7 +278,7 @@ def _map_schedule(reading: Reading) -> None:
 
 
 def _map_average(reading: Reading, batch: int) -> None:
-    """Map the average, which equals the weights in the warm-up."""
+    """Map the weight average, which equals the weights during the warm-up."""
     args = reading.args
     reading.same("model_ema")
     if not args["model_ema"]:
