@@ -419,7 +419,7 @@ def version(name: str) -> str | None:
 def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
     """Answer requests on standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Keep text that libraries print out of the answers on stdout.
+    os.dup2(2, 1)  # Keep library output from mixing with the answers on stdout.
     running: dict[str, Batches] = {}
     for request in sys.stdin:
         kind, num_batches = request.split()

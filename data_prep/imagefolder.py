@@ -58,7 +58,7 @@ CLASS_ORDERS = ("text", "number")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Flags:
     """The command-line options for this source."""
 
     val_fraction: float | None = None
@@ -83,14 +83,14 @@ class Layout(NamedTuple):
     """The validation images, or None to split val off from train."""
 
 
-def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> Source:
+def source(path: Path, flags: Flags | None = None, out: Path | None = None) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
     Raises PrepError if `path` is missing, is not an archive, or has a val folder but no train
     folder. Listing the images raises PrepError for missing or conflicting classes, an unclear class
     order, and too many images in unsupported formats.
     """
-    flags = flags or Asked()
+    flags = flags or Flags()
     layout = _layout(_open(path, flags))
     train, val = layout.train, layout.val
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
@@ -112,7 +112,7 @@ def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> S
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
-def _open(path: Path, flags: Asked) -> Tree:
+def _open(path: Path, flags: Flags) -> Tree:
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
@@ -140,7 +140,7 @@ def _layout(root: Tree) -> Layout:
     return Layout(root, root, None)  # Without train/, a folder named `test` is an ordinary class.
 
 
-def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
+def _fill(layout: Layout, val_fraction: float, flags: Flags, builder: Builder) -> None:
     root, train, val = layout
     names = _in_order(train, train.folders(), flags.class_order)
     used = {"train"} if val is None else {"train", val.name}
@@ -183,7 +183,7 @@ def _fractions(val_fraction: float) -> dict[str, float]:
     return {"train": 1 - val_fraction, "val": val_fraction}
 
 
-def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
+def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Flags, builder: Builder) -> None:
     """Add all images of the folders without labels."""
     ignored = Ignored()
     for tree, fractions in ((layout.train, _fractions(val_fraction)), (layout.val, {"val": 1.0})):
@@ -217,7 +217,7 @@ def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Buil
         )
 
 
-def _check_ignored(ignored: Ignored, flags: Asked, builder: Builder) -> None:
+def _check_ignored(ignored: Ignored, flags: Flags, builder: Builder) -> None:
     """Report skipped files. Raises PrepError if too many skipped files are images."""
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
@@ -328,7 +328,7 @@ def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _source(args: argparse.Namespace) -> Source:
-    settings = Asked(
+    settings = Flags(
         val_fraction=args.val_fraction,
         class_order=args.class_order,
         label_column=args.label_column,

@@ -39,7 +39,7 @@ import numpy as np
 
 from data_prep.command import MAX_UNREADABLE_FLAG, WORKERS_FLAG, command_line
 from data_prep.errors import NEXT_LINE, PrepError, counted, share_to_allow, some
-from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
+from data_prep.read.class_names import NO_FLAGS, IndexFlags, choose_layout
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
     Indexed,
@@ -73,7 +73,7 @@ def index(
     workers: int = 1,
     out: str | None = None,
     split: str | None = None,
-    flags: Asked = NOTHING_ASKED,
+    flags: IndexFlags = NO_FLAGS,
     max_unreadable: float = Settings().max_unreadable,
 ) -> None:
     """Index the tars of a folder, and write all missing files next to the tars or to `out`.
@@ -172,7 +172,7 @@ def _print_notes(
             f"skipped {count}, listed in {output}/quarantine.jsonl; the first:"
             f" {_describe(invalid[0])}"
         )
-    ignored = (Counter(each.sidecar.get("passed_over", {})) for each in indexed.values())
+    ignored = (Counter(each.sidecar.get("ignored", {})) for each in indexed.values())
     if total := sum(ignored, Counter[str]()):
         print(f"note: {describe_ignored(total)}")
     labels = np.unique(np.concatenate([each.rows["label"] for each in indexed.values()]))
@@ -242,7 +242,7 @@ def _settings(output: Output, splits: list[str]) -> str:
 
 
 def _run(args: argparse.Namespace) -> None:
-    flags = Asked(args.image, args.label, args.keys_with_dots, args.classes)
+    flags = IndexFlags(args.image, args.label, args.keys_with_dots, args.classes)
     index(args.root, args.workers, args.out, args.split, flags, args.max_unreadable)
 
 

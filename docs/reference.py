@@ -79,7 +79,7 @@ RECORD = {
         "elapsed_s": "seconds of the run over all restarts",
         "peak_memory_gib": "largest memory so far: of the GPU, or of the process on a CPU",
         "updates_skipped": "updates that were skipped so far, by the guard or by fp16's loss scale",
-        "batches_passed_over": "batches that were skipped after a rewind",
+        "batches_skipped": "batches that were skipped after a rewind",
         "bad_images": "images that could not be decoded so far",
         "loader_idle_s": "seconds in which workers waited for work, of all workers of all ranks",
         "loader_order_s": "seconds of computing the order",
@@ -125,7 +125,7 @@ RECORD = {
         "last_batch": "number of its last batch",
         "exact": "whether the samples were those of the order",
         "sample_checksum": "sum over the samples that were trained on, compared with the order's",
-        "batches_passed_over": "batches of the epoch that were skipped after a rewind",
+        "batches_skipped": "batches of the epoch that were skipped after a rewind",
         "samples_dropped": "samples of the epoch that no batch holds",
     },
     "checkpoint": {

@@ -49,7 +49,7 @@ from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.evaluation.compare import Result, compare, evaluate_weights
-from vit.evaluation.probes import KNN_FLAG, LINEAR_FLAG, Asked
+from vit.evaluation.probes import KNN_FLAG, LINEAR_FLAG, ProbeFlags
 from vit.extras.compose import build_run
 from vit.finetune import finetune
 from vit.run_folder import LATEST_FILE, newest_run
@@ -314,7 +314,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
     return args
 
 
-def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
+def _read_probes(args: argparse.Namespace, parser: Parser) -> ProbeFlags | None:
     """Return the probes that the flags request, or None. Exits if a flag is invalid."""
     problems = []
     flags = [
@@ -337,7 +337,7 @@ def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
         parser.error("; ".join(problems))
     if not flags:
         return None
-    return Asked(tuple(map(int, counts)) if args.knn else (), args.linear_probe, args.l2)
+    return ProbeFlags(tuple(map(int, counts)) if args.knn else (), args.linear_probe, args.l2)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

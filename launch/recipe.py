@@ -36,7 +36,7 @@ from vit.extras.recipes.summary import account, yaml_text
 from vit.system.by_name import load
 from vit.system.command_line import Parser
 from vit.system.drawing import picture_format
-from vit.system.files import replacing, told
+from vit.system.files import replacing, report_write_errors
 
 
 def main() -> World | None:
@@ -54,7 +54,7 @@ def import_(args: Namespace) -> None:
         print(account(imported), file=sys.stderr)
         print(text, end="")
         return
-    with told(args.out, "--out "):
+    with report_write_errors(args.out, "--out "):
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(args.out) as file:
             file.write(text.encode())

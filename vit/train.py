@@ -58,7 +58,7 @@ def _train_from_state(run: Run) -> Outcome:
             if state.step == run.plan.total_steps or monitor.stop:
                 return _finish(run, monitor)
             monitor.resume()
-            if state.is_passed_over(state.step):
+            if state.is_skipped(state.step):
                 monitor.skip(state.step)
             else:
                 _do_step(run, monitor, loader)
@@ -77,7 +77,7 @@ def _open_loader(run: Run) -> Loader:
         device=run.world.device,
         stall_timeout_s=data.stall_timeout_s,
         on_device=run.train_step.augment.change_batch,
-        passed_over=run.state.passed_over,
+        skipped_ranges=run.state.skipped_ranges,
     )
 
 
@@ -129,7 +129,7 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
         with run.watch.away(step, "compiling"):
             run.train_step.prepare(batch)
         run.start_times.end("workers and first batch")
-        run.start_times.tell(run.record, step)
+        run.start_times.report(run.record, step)
     if not monitor.is_started:
         monitor.start_clock()
     # vit/step.py runs forward, backward and update. The ranks sum their stop flags in each step, so
@@ -168,12 +168,12 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
         return outcome
     if outcome == "stopped":
         mark_stopped(run.folder, state.step, run.signals.received or "of another rank")
-        run.record.say(
+        run.record.log(
             f"stopped at step {state.step} of {run.plan.total_steps}, saved; run the same command"
             " to continue"
         )
     elif state.evaluated_step < 0:
-        run.record.say(
+        run.record.log(
             f"not evaluated: the run has only {state.step} steps, but evaluates every"
             f" {run.plan.eval_every_steps} steps (eval.every_steps, eval.every_epochs): run python"
             f" launch/eval.py {quote(str(run.folder))} to evaluate its weights"
@@ -183,5 +183,5 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
         hook.ended(run, outcome)
     run.place.push()
     if address := run.place.address():
-        run.record.say(f"run folder: {address}, uploaded up to step {state.step}")
+        run.record.log(f"run folder: {address}, uploaded up to step {state.step}")
     return outcome

@@ -210,7 +210,7 @@ def _find_devices(device: str) -> dict[str, Any]:
     def look() -> Iterator[Line]:
         devices = find_devices()
         name = torch.cuda.get_device_name() if devices.gpus else ""
-        yield Line("devices", True, devices.said, {"gpus": devices.gpus, "name": name})
+        yield Line("devices", True, devices.reason, {"gpus": devices.gpus, "name": name})
 
     # Query in a child process: if this process initialized CUDA, forked parts could not use CUDA.
     [line] = run_part("devices", look, 120.0)
@@ -218,7 +218,7 @@ def _find_devices(device: str) -> dict[str, Any]:
         return {"gpus": 0, "name": f"{cpu_name()} ({torch.get_num_threads()} thread(s))"}
     if not line.numbers.get("gpus"):
         raise ValueError(
-            f"no GPU to check: torch sees none ({line.said}); --device cpu --small tests this"
+            f"no GPU to check: torch sees none ({line.text}); --device cpu --small tests this"
             " program on the CPU"
         )
     return line.numbers

@@ -27,12 +27,12 @@ class Line:
     passed: bool | None
     """Whether the check passed; None for a measurement without a limit, or a check that cannot
     run."""
-    said: str
+    text: str
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         verdict = {True: "pass", False: "FAIL", None: "  - "}[self.passed]
-        return f"{verdict}  {self.what}: {self.said}"
+        return f"{verdict}  {self.what}: {self.text}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict."""

@@ -18,7 +18,7 @@ from vit.config.sample_layout import layout_problems
 from vit.data.shards.members import FLAGS, INTEGER, SampleLayout, recorded_layout
 
 
-class Asked(NamedTuple):
+class IndexFlags(NamedTuple):
     """The command-line flags that define the sample layout."""
 
     image: str | None = None
@@ -27,11 +27,11 @@ class Asked(NamedTuple):
     classes: Path | None = None
 
 
-NOTHING_ASKED = Asked()
+NO_FLAGS = IndexFlags()
 
 
 def choose_layout(
-    flags: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
+    flags: IndexFlags, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
 ) -> tuple[SampleLayout, list[str]]:
     """Return the sample layout and the class names ([] if unknown). Raises PrepError.
 
@@ -40,7 +40,7 @@ def choose_layout(
     """
     recorded_names = [str(name) for name in (info or {}).get("class_names") or []]
     recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
-    if flags == NOTHING_ASKED:
+    if flags == NO_FLAGS:
         return recorded, recorded_names
     names = recorded_names if flags.classes is None else read_class_names(flags.classes)
     listed = tuple(names) if flags.classes is not None else recorded.class_names
@@ -52,8 +52,8 @@ def choose_layout(
     if info is not None and names != recorded_names:
         had = f"{len(recorded_names):,} class names" if recorded_names else "no class names"
         raise PrepError(
-            f"{place}: _info.json has {had}, which differ from {flags.classes}: to index with this"
-            " file, move _info.json away"
+            f"{place}: _info.json has {had}, which does not match {flags.classes}: to index with"
+            " this file, move _info.json away"
         )
     if info is not None and "source" in info and layout.options() != recorded.options():
         options = replace(recorded, class_names=()).options()

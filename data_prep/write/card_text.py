@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.write import restart_markers
-from data_prep.write.images import ASKS_TO_BE_TURNED, exif_summary
+from data_prep.write.images import EXIF_ORIENTED, exif_summary
 from data_prep.write.output import Output
 from data_prep.write.samples import spread
 from vit.data.decode.images import decode
@@ -302,7 +302,7 @@ def _conversions(card: Card) -> list[str]:
             markdown_table(("", "images"), rows),
             *_restart_markers(changed),
         ]
-    if turned := card.info.get(ASKS_TO_BE_TURNED):
+    if turned := card.info.get(EXIF_ORIENTED):
         lines.append(f"{exif_summary(turned, card.num_images)}.")
     if not card.quarantined:
         return [*lines, "No image was skipped."]

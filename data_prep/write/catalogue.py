@@ -77,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue, which processes memory-map. Its folder is deleted on exit."""
+    """A finished catalogue, memory-mapped by each process. Its folder is deleted on exit."""
 
     folder: Path
     class_names: list[str]

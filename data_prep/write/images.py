@@ -29,7 +29,7 @@ REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
 """The `change` of a JPEG that only Pillow can read, because of stray bytes, invalid Huffman codes
 or odd sampling. Its bytes are kept unless another change is named. Published accuracies include
 such images, because most training code does not notice. The loader falls back to Pillow too."""
-ASKS_TO_BE_TURNED = "asks_to_be_turned"
+EXIF_ORIENTED = "exif_oriented"
 """The key in sidecars and `_info.json` for images whose EXIF orientation was not applied."""
 
 
@@ -90,7 +90,7 @@ class Prepared(NamedTuple):
     height: int
     change: str | None
     """Changes and notes, such as "PNG (RGBA), resized"; None if the bytes are unchanged."""
-    asks_to_be_turned: bool = False
+    exif_oriented: bool = False
     """True if the EXIF orientation is not upright, and was not applied."""
 
 
@@ -195,7 +195,7 @@ def _encode(
 ) -> Prepared:
     """Resize, rotate and encode an image.
 
-    size: the size before the decoder shrank `image`. changes: earlier changes.
+    size: the size of `image` before the decoder shrank it. changes: the changes so far.
     """
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:

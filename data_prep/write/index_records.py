@@ -364,7 +364,7 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
     return Indexed(rows, sidecar, key_hashes([sample.key for sample in survey.samples]))
 
 
-OF_SAMPLES = ("members", "quarantined", "passed_over")
+OF_SAMPLES = ("members", "quarantined", "ignored")
 """The sidecar keys that describe the samples in a tar."""
 
 
@@ -382,7 +382,7 @@ def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
         }
         for key, name, offset, reason in survey.unfit
     ]
-    about = (shard.layout.options(), quarantined, dict(sorted(survey.passed_over.items())))
+    about = (shard.layout.options(), quarantined, dict(sorted(survey.ignored.items())))
     return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from data_prep.errors import PrepError
 from data_prep.write.catalogue import Catalogue
-from data_prep.write.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, prepare
+from data_prep.write.images import EXIF_ORIENTED, ImagePolicy, Prepared, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import Output
 from data_prep.write.samples import Sample, descriptor
@@ -202,7 +202,7 @@ def write_shard(work: Work) -> dict[str, Any]:
                 scanned.append(_add(stream, work, sample, prepared))
                 if prepared.change:
                     changed[prepared.change] += 1
-                num_turned += prepared.asks_to_be_turned
+                num_turned += prepared.exif_oriented
                 count_one(len(prepared.data))
             if not scanned:
                 first = quarantined[0]
@@ -221,7 +221,7 @@ def write_shard(work: Work) -> dict[str, Any]:
             "quarantined": quarantined,
         }
         if num_turned:
-            extra[ASKS_TO_BE_TURNED] = num_turned
+            extra[EXIF_ORIENTED] = num_turned
         sidecar = info_file.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
         # Publish the sidecar last, because it marks the shard as complete.
         for extension in (".tar", ".idx", ROWS, ".json"):

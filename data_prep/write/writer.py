@@ -41,7 +41,7 @@ from typing import Any
 from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
 from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import SPOOL, Source
-from data_prep.write.images import ASKS_TO_BE_TURNED, exif_summary
+from data_prep.write.images import EXIF_ORIENTED, exif_summary
 from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output, remove_left_folders
 from data_prep.write.plan import (
@@ -284,8 +284,8 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
         "quarantined": sum(len(sidecar["quarantined"]) for sidecar in mine),
         "made_of": plan.source.made_of(plan.settings.seed, plan.settings.minival),
     }
-    if turned := sum(sidecar.get(ASKS_TO_BE_TURNED, 0) for sidecar in mine):
-        extra[ASKS_TO_BE_TURNED] = turned
+    if turned := sum(sidecar.get(EXIF_ORIENTED, 0) for sidecar in mine):
+        extra[EXIF_ORIENTED] = turned
     return make_info(
         plan.filenames,
         {f"{name}.tar": sidecar for name, sidecar in sidecars.items()},
@@ -325,7 +325,7 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
     if info["changed"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info["changed"].items())
         print(f"changed or noted: {reasons}")
-    if turned := info.get(ASKS_TO_BE_TURNED):
+    if turned := info.get(EXIF_ORIENTED):
         print(exif_summary(turned, total))
     if entries:
         print(f"skipped: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")

@@ -41,7 +41,7 @@ def test_a_changed_batch_breaks_the_promise_of_slots(monkeypatch):
     monkeypatch.setattr(Loader, "__next__", spoilt)
     [line] = guarantees.page_locked_slots(CPU)
     assert line.passed is False
-    assert "39 of 40" in line.said
+    assert "39 of 40" in line.text
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
     monkeypatch.setattr(DropPath, "forward", forward)
     monkeypatch.setattr(guarantees, "SMALL", (*guarantees.SMALL, "model.drop_path_form=mask"))
     [line] = guarantees.graphs_as_planned(CPU)
-    assert line.passed is False, line.said
+    assert line.passed is False, line.text
 
 
 # --- parts of the check ---------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
 
         # Resume the run.
         messages = list[str]()
-        path, info = newest_checkpoint(folder, verify=True, say=messages.append)
+        path, info = newest_checkpoint(folder, verify=True, log_line=messages.append)
         assert {key: info[key] for key in infos[BEFORE] if key != SEAL} == infos[info["step"]]
         assert is_equal(read_content(path / "state.safetensors").tensors, tensors(info["step"]))
         assert info["step"] in (BEFORE, NEWEST)
@@ -157,7 +157,7 @@ def test_reports_and_keeps_all_checkpoints_if_all_are_damaged(pristine, tmp_path
     messages = list[str]()
     for _ in range(2):  # an automatic restart must not silently start from step 0
         with pytest.raises(CheckpointError, match="all checkpoints are damaged or missing"):
-            newest_checkpoint(folder, verify=True, say=messages.append)
+            newest_checkpoint(folder, verify=True, log_line=messages.append)
     assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(messages) == 2
     shutil.rmtree(folder / "checkpoints")
     assert newest_checkpoint(folder, verify=True) is None

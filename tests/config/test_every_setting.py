@@ -220,7 +220,7 @@ def trained(config: Config) -> dict[str, str]:
     states = []
     for folder in sorted((run.folder / "checkpoints").glob("step_*")):
         state = read_info(folder)
-        states.append([folder.name, state["best_set"], state["passed_over"]])
+        states.append([folder.name, state["best_set"], state["skipped_ranges"]])
     shutil.rmtree(run.folder)
     return {"checkpoints": repr(states)}
 

@@ -98,7 +98,7 @@ def test_an_archive_may_have_only_class_folders_and_other_files(tmp_path):
     files = {name.removeprefix("train/"): data for name, data in SPLIT.items() if "train" in name}
     files |= {"pizza/notes/names.txt": b"x", "pizza/a.txt": b"x", "pizza/deep/1.JPG": jpeg(1)}
     archive = as_zip(tmp_path / "flat.zip", files, "images/")
-    options = imagefolder.Asked(val_fraction=0.5)
+    options = imagefolder.Flags(val_fraction=0.5)
     catalogue = new_catalogue(imagefolder.source(archive, options), tmp_path / "c", seed=0)
     keys = {
         s.key

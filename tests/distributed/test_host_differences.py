@@ -30,7 +30,7 @@ def test_hosts_and_ranks_are_described_in_words(ranks, hosts, expected):
 def test_a_difference_names_each_value_with_its_hosts():
     software = {rank: {"torch": "2.13.0" if rank < 8 else "2.11.0"} for rank in range(16)}
     [unlike] = differences(software, HOSTS)
-    assert unlike.said == (
+    assert unlike.text == (
         "torch 2.13.0 on a (ranks 0-7), 2.11.0 on b (ranks 8-15): install the same on all hosts"
     )
     assert unlike.is_fatal
@@ -41,7 +41,7 @@ def test_a_variable_of_one_rank_and_cpus_of_two_kinds():
     software = {0: {"CPU kernels": "AVX2"}, 1: {"CPU kernels": "AVX512", "NCCL_ALGO": "Ring"}}
     cpus, variable = differences(software, ("a", "b"))
     assert (cpus.name, cpus.is_fatal) == ("CPU kernels", False)
-    assert variable.said == (
+    assert variable.text == (
         "NCCL_ALGO none on a (rank 0), Ring on b (rank 1): export the same NCCL_ALGO everywhere"
     )
 

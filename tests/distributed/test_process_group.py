@@ -284,12 +284,12 @@ def test_a_waiting_rank_notices_that_the_main_rank_was_killed(tmp_path):
 
 # ---- choosing the device ----------------------------------------------------------------------
 
-GOOD = HostDevices("node1", ranks=8, gpus=8, nvidia_gpus=8, said="")
+GOOD = HostDevices("node1", ranks=8, gpus=8, nvidia_gpus=8, reason="")
 BROKEN = HostDevices(
-    "node7", ranks=8, gpus=0, nvidia_gpus=8, said="Found no NVIDIA driver on your system"
+    "node7", ranks=8, gpus=0, nvidia_gpus=8, reason="Found no NVIDIA driver on your system"
 )
-FEW = HostDevices("node9", ranks=8, gpus=4, nvidia_gpus=4, said="")
-CPU = HostDevices("node3", ranks=8, gpus=0, nvidia_gpus=0, said="No CUDA GPUs are available")
+FEW = HostDevices("node9", ranks=8, gpus=4, nvidia_gpus=4, reason="")
+CPU = HostDevices("node3", ranks=8, gpus=0, nvidia_gpus=0, reason="No CUDA GPUs are available")
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

@@ -53,7 +53,7 @@ from vit.run_folder import METRICS_FILE
 from vit.system.meter import duration
 
 STATE = (
-    *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "passed_over", "recent"),
+    *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "skipped_ranges", "recent"),
     *("bad_images", "evaluated_step", "best_top1", "best_loss", "best_set"),
 )
 """The values in checkpoint.json that depend only on the training."""

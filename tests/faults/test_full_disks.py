@@ -150,7 +150,7 @@ def compressed(folder: Path) -> None:
 
 def results(folder: Path) -> None:
     certificate = pytest.importorskip("vit.extras.planner.benchmark.certificate")
-    promise = {"what": "it trains", "passed": True, "said": "yes"}
+    promise = {"what": "it trains", "passed": True, "text": "yes"}
     path = certificate.write_document(folder, "a CPU", "cpu", {"promises": [promise]})
     for written in (path, path.with_suffix(".md")):  # both files contain the date and the commit
         written.rename(folder / f"results{written.suffix}")

@@ -131,7 +131,7 @@ def test_a_rewind_keeps_the_current_facts_of_the_run():
     now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
     state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
     assert (state.step, state.facts, state.restarts) == (10, now.facts, 2)
-    assert state.passed_over == [[20, 27]]
+    assert state.skipped_ranges == [[20, 27]]
 
 
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
@@ -232,19 +232,19 @@ def differing(one: dict[str, str], other: dict[str, str], prefix: str = "") -> l
 def test_a_run_rewinds_and_skips_the_batches_around_the_spike(finished):
     (line,) = metrics(finished, "rewind")
     assert (line["step"], line["at_step"], line["rewinds"]) == (SAVED_BEFORE, BAD_STEP + 1, 1)
-    assert (line["first_passed_over"], line["last_passed_over"]) == (BAD_STEP, BAD_STEP + 2)
+    assert (line["first_skipped"], line["last_skipped"]) == (BAD_STEP, BAD_STEP + 2)
     assert line["loss"] > line["loss_limit"]
     assert len(line["samples"]) == 8
     record = read_metrics(finished / "metrics.jsonl")
     steps = [line["step"] for line in record if line["kind"] == "train"]
-    passed_over = range(BAD_STEP, BAD_STEP + 3)
-    assert steps == [step for step in range(1, STEPS + 1) if step not in passed_over]
-    assert metrics(finished, "train")[-1]["batches_passed_over"] == 3
+    skipped_ranges = range(BAD_STEP, BAD_STEP + 3)
+    assert steps == [step for step in range(1, STEPS + 1) if step not in skipped_ranges]
+    assert metrics(finished, "train")[-1]["batches_skipped"] == 3
     (losses,) = (read_epoch(path, STEPS, BATCH) for path in epoch_files(finished).values())
     missing = np.isnan(losses).all((1, 2))
-    assert missing.nonzero()[0].tolist() == [step - 1 for step in passed_over]
+    assert missing.nonzero()[0].tolist() == [step - 1 for step in skipped_ranges]
     state = read_info(finished / "checkpoints" / f"step_{STEPS:08d}")
-    assert state["passed_over"] == [[BAD_STEP - 1, BAD_STEP + 2]]
+    assert state["skipped_ranges"] == [[BAD_STEP - 1, BAD_STEP + 2]]
 
 
 def test_the_recorded_samples_are_those_of_the_batch(finished, planted, capsys):
@@ -267,11 +267,11 @@ def test_a_kill_around_a_rewind_does_not_change_the_result(is_noted, finished, p
             shutil.rmtree(folder)
     info = tmp_path / "run" / "checkpoints" / f"step_{SAVED_BEFORE:08d}" / "checkpoint.json"
     content = json.loads(info.read_text())
-    assert content["passed_over"], (
+    assert content["skipped_ranges"], (
         "the skipped batches must be recorded before any step is repeated"
     )
     if not is_noted:
-        info.write_text(json.dumps(sealed({**content, "passed_over": [], "rewinds": 0})))
+        info.write_text(json.dumps(sealed({**content, "skipped_ranges": [], "rewinds": 0})))
     train(planted, tmp_path / "run", *SETTINGS, *REWIND)
     assert len(metrics(tmp_path / "run", "rewind")) == 1 + (not is_noted)
     assert not differing(final_state(finished, STEPS), final_state(tmp_path / "run", STEPS))
@@ -284,10 +284,10 @@ def test_skipping_the_update_equals_skipping_the_batch(planted, tmp_path):
     (fault,) = metrics(tmp_path / "skip", "fault")
     assert (fault["step"], fault["action"]) == (BAD_STEP + 1, "skip")
     skipped = final_state(tmp_path / "skip", STEPS)
-    passed_over = final_state(tmp_path / "back", STEPS)
+    skipped_ranges = final_state(tmp_path / "back", STEPS)
     for prefix in ("model.", "optim."):
-        assert not differing(skipped, passed_over, prefix)
-    assert differing(skipped, passed_over, "ema."), (
+        assert not differing(skipped, skipped_ranges, prefix)
+    assert differing(skipped, skipped_ranges, "ema."), (
         "averaged weights must move towards the unchanged weights"
     )
 

@@ -168,7 +168,7 @@ def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
 def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     config = LogConfig(wandb="offline", tensorboard=True)
     record = record_in(tmp_path, config, is_main=False)
-    record.say("hello")
+    record.log("hello")
     record.write("train", 1, loss=1.0)
     record.progress(1, "x")
     record.train_line(1, "x")
@@ -198,7 +198,7 @@ def test_a_log_file_gets_a_line_a_minute_for_slow_steps(tmp_path, capsys, monkey
 
 def test_messages_go_to_stderr_unchanged(tmp_path, capsys):
     record = record_in(tmp_path)
-    record.say("[bold]no markup[/bold] " + "long " * 50)
+    record.log("[bold]no markup[/bold] " + "long " * 50)
     record.train_line(3, "step 3")
     record.close()
     out, err = capsys.readouterr()

@@ -124,7 +124,7 @@ def one_run(
     restarts: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> float:
-    """Run a short training. Return how many seconds starting and finishing W&B took."""
+    """Run a short training. Return the number of seconds that W&B took to start and finish."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("optim: {lr: 0.1}\nlog: {wandb_project: digits}\n")
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
@@ -176,7 +176,7 @@ def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
 
 
 class Server:
-    """A W&B server that supports runs without tables. Its mode is "ok" or "hang"."""
+    """A W&B server that supports runs but not tables. Its mode is "ok" or "hang"."""
 
     def __init__(self) -> None:
         self.mode = "ok"

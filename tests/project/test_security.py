@@ -304,18 +304,18 @@ import os, runpy, sys
 
 def watch(event, given):
     if event == "socket.connect" and not isinstance(given[1], (str, bytes)):
-        told(f"connects to {given[1]}")
+        report_write_errors(f"connects to {given[1]}")
     elif event == "socket.getaddrinfo" and given[0] not in (None, "localhost", "127.0.0.1"):
-        told(f"asks for {given[0]}")
+        report_write_errors(f"asks for {given[0]}")
     elif event == "os.mkdir" and is_temporary(given[0]) and given[1] & 0o077:
-        told(f"makes {given[0]} with mode {given[1]:o}")
+        report_write_errors(f"makes {given[0]} with mode {given[1]:o}")
     elif event == "open" and given[2] & os.O_CREAT and is_temporary(given[0]):
         created.append(given[0])
 
 def is_temporary(path):
     return os.path.dirname(os.fsdecode(path) if isinstance(path, (str, bytes)) else "") == place
 
-def told(what):
+def report_write_errors(what):
     with open(os.environ["TOLD"], "a") as file:
         file.write(f"{sys.argv}: {what}\\n")
 
@@ -333,7 +333,7 @@ try:
 finally:
     for path in created:
         if os.path.exists(path) and os.stat(path).st_mode & 0o077:
-            told(f"leaves {path} for others to read")
+            report_write_errors(f"leaves {path} for others to read")
 """
 
 

@@ -199,8 +199,8 @@ def test_counts_the_same_operations_as_torch(frozen):
     attention = all_forward - products(forward)
     backward = train_flops_per_image(model, 2) - all_forward
     depth = {"none": 3, "backbone": 0, 0: 3, 1: 2, 3: 0}[frozen]
-    # A trained first linear layer needs no gradient of its input, but by convention the gradient is
-    # counted.
+    # If the first linear layer is trained, the gradient of its input is not needed, but FLOP counts
+    # include it by convention.
     patches = 2 * 3 * 8 * 8 * 32 * 4
     head = 2 * 32 * 5
     not_needed = {"none": patches, "backbone": head}.get(frozen, 0)

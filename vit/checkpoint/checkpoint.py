@@ -231,12 +231,12 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def newest_checkpoint(
-    run_dir: Path, verify: bool = False, say: Callable[[str], None] = print
+    run_dir: Path, verify: bool = False, log_line: Callable[[str], None] = print
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint of a run and its info, or None if the run has none.
 
-    verify: compare sizes and hashes, rename damaged checkpoints, report them through `say` and try
-    the next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
+    verify: compare sizes and hashes, rename damaged checkpoints, report them through `log_line` and
+    try the next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
     damaged. The error is repeated at each start until a user acts, because an automatic restart
     must not start the run over.
     """
@@ -250,11 +250,13 @@ def newest_checkpoint(
             return folder, read_info(folder, verify)
         except CheckpointError as error:
             if not folder.exists():  # a live run has replaced it with a newer checkpoint
-                return newest_checkpoint(run_dir, verify, say)
+                return newest_checkpoint(run_dir, verify, log_line)
             # The checkpoint is not damaged, so do not rename it.
             if not verify or isinstance(error, UnreadableCheckpoint):
                 raise
-            say(f"{error}; set aside as {_set_aside(folder).name}, trying the previous checkpoint")
+            log_line(
+                f"{error}; renamed to {_set_aside(folder).name}, trying the previous checkpoint"
+            )
     if candidates or (verify and Path(LATEST_FILE).name in names):
         raise CheckpointError(
             f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or missing; restore a good one,"

@@ -64,7 +64,7 @@ def find_checkpoint(
 
     def read_newest() -> tuple[str, dict] | None:
         newest = checkpoints.newest_checkpoint(
-            folder, verify=True, say=lambda text: print(text, file=sys.stderr)
+            folder, verify=True, log_line=lambda text: print(text, file=sys.stderr)
         )
         if newest is None:
             return None

@@ -27,7 +27,7 @@ class RunState:
     """The number of skipped updates since the last successful update."""
     rewinds: int = 0
     """The number of rewinds to a checkpoint (`vit.hooks.guard`)."""
-    passed_over: list[list[int]] = field(default_factory=list)
+    skipped_ranges: list[list[int]] = field(default_factory=list)
     """The ranges of skipped batches, each as [first step, last step + 1]."""
     recent: list[list[float]] = field(default_factory=list)
     """Step, loss and gradient norm of recent steps, from which spike limits are computed."""
@@ -54,13 +54,13 @@ class RunState:
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that must match after a resume: the hash of the data, the classes of the model."""
 
-    def is_passed_over(self, step: int) -> bool:
+    def is_skipped(self, step: int) -> bool:
         """Return whether the batch of `step` is skipped."""
-        return any(first <= step < stop for first, stop in self.passed_over)
+        return any(first <= step < stop for first, stop in self.skipped_ranges)
 
-    def num_passed_over(self, step: int) -> int:
+    def num_skipped(self, step: int) -> int:
         """Return how many batches before `step` are skipped."""
-        ranges = (range(first, min(stop, step)) for first, stop in self.passed_over)
+        ranges = (range(first, min(stop, step)) for first, stop in self.skipped_ranges)
         return len(set().union(*ranges))
 
     def is_evaluation_due(self, plan: Plan) -> bool:

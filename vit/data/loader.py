@@ -52,7 +52,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates over the batches at positions [start, stop), made by worker processes or this
     process.
 
-    Positions in range(a, b) are skipped for each (a, b) in `passed_over`.
+    Positions in range(a, b) are skipped for each (a, b) in `skipped_ranges`.
 
     The loader logs long waits with the current stage of each worker. A worker that makes no
     progress for `stall_timeout_s` is replaced; None disables this.
@@ -81,7 +81,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         device: torch.device | None = None,
         stall_timeout_s: float | None = STALL_TIMEOUT_S,
         on_device: Callable[[Batch], Batch] | None = None,
-        passed_over: Sequence[Sequence[int]] = (),
+        skipped_ranges: Sequence[Sequence[int]] = (),
     ):
         on_gpu = device is not None and device.type == "cuda"
         self.num_workers = num_workers
@@ -97,8 +97,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             max_ready=max_ready,
         )
         self._positions: Sequence[int] = range(start, stop)
-        if passed_over:
-            skipped = set().union(*(range(*pair) for pair in passed_over))
+        if skipped_ranges:
+            skipped = set().union(*(range(*pair) for pair in skipped_ranges))
             self._positions = [position for position in self._positions if position not in skipped]
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)

@@ -35,7 +35,7 @@ class Difference(NamedTuple):
     """A setting or version that differs between ranks."""
 
     name: str
-    said: str
+    text: str
     """The values with their hosts, and a remedy."""
     is_fatal: bool
 
@@ -125,4 +125,4 @@ def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
     values = {**software(), **own} if world.is_local_main else None
     reports = world.gather("software", values)
     by_rank = {rank: report for rank, report in enumerate(reports) if report is not None}
-    return [f"note: hosts differ: {each.said}" for each in differences(by_rank, world.hosts)]
+    return [f"note: hosts differ: {each.text}" for each in differences(by_rank, world.hosts)]

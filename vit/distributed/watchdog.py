@@ -243,7 +243,7 @@ class Watch:
         slept_s = now - self._looked_at
         self._looked_at = now
         if slept_s > limit_s / 4:
-            # This process was stopped, perhaps with all others by a Slurm suspend. That time must
+            # This process was stopped, for instance because Slurm suspended the job. That time must
             # not count against the other ranks.
             for each in seen.values():
                 each.heard_at += slept_s

@@ -23,7 +23,7 @@ from vit.data.image_format import ImageFormat
 from vit.data.open_data import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluation, Evaluator
-from vit.evaluation.probes import Asked, Probed, run_probes
+from vit.evaluation.probes import Probed, ProbeFlags, run_probes
 from vit.layers.precision import precision_note
 from vit.model import create_model
 from vit.system.meter import Meter
@@ -58,7 +58,7 @@ def evaluate_weights(
     world: World,
     out: TextIO,
     selected: bool = False,
-    probes: Asked | None = None,
+    probes: ProbeFlags | None = None,
 ) -> Result:
     """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
 

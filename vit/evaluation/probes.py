@@ -32,7 +32,7 @@ LINEAR_FLAG = "--linear-probe"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeFlags:
     """The probes to run."""
 
     ks: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class Probed:
 
 
 def run_probes(
-    probes: Asked,
+    probes: ProbeFlags,
     model: nn.Module,
     config: Config,
     val_split: Split,

@@ -10,8 +10,8 @@
 
 After a rewind, the run trains again up to the bad batch, and skips the batches around it. Skipped
 batches and updates still count as steps, so order, learning rate, epochs and seeds remain functions
-of the step. `RunState.passed_over` lists the skipped batches. The list is written to the checkpoint
-before training continues, so a kill changes nothing.
+of the step. `RunState.skipped_ranges` lists the skipped batches. The list is written to the
+checkpoint before training continues, so a kill changes nothing.
 
 Skipping batches follows PaLM (arXiv 2204.02311, section 5.1: restart from a checkpoint about 100
 steps before the spike, and skip 200 to 500 batches). Skipping updates follows allenai/OLMo-core's
@@ -68,7 +68,7 @@ class Rewind(GoBack):
         window = [max(self.step - skip_steps, saved.step), self.step + skip_steps + 1]
         return replace(
             saved,
-            passed_over=[*saved.passed_over, window],
+            skipped_ranges=[*saved.skipped_ranges, window],
             rewinds=abandoned.rewinds + 1,
             restarts=abandoned.restarts,
             facts=abandoned.facts,
@@ -93,16 +93,16 @@ class Rewind(GoBack):
         run.state = RunState(**values)
         checkpoints.load_checkpoint(run.folder / CHECKPOINTS / name, run.train_step)
         restart_best(run.folder, run.state, run.world)
-        first, stop = run.state.passed_over[-1]
+        first, stop = run.state.skipped_ranges[-1]
         stop = min(stop, run.plan.total_steps)
         run.record.go_back(
             run.state.step,
             f"back at step {run.state.step} after {self} (rewind {run.state.rewinds} of"
-            f" {run.config.guard.max_rewinds}): steps {first + 1} to {stop} will be passed over"
+            f" {run.config.guard.max_rewinds}): steps {first + 1} to {stop} will be skipped"
             f"{', the rest of the run' if stop == run.plan.total_steps else ''}",
             at_step=self.step + 1,
-            first_passed_over=first + 1,
-            last_passed_over=stop,
+            first_skipped=first + 1,
+            last_skipped=stop,
             rewinds=run.state.rewinds,
             **self.details,
         )
@@ -179,7 +179,7 @@ class GuardHook(Hook):
             details |= {"loss_limit": limits.loss, "grad_norm_limit": limits.grad_norm}
         details |= {"action": action, "samples": self._largest_losses(step, values)}
         self._run.record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **details)
-        self._run.record.say(
+        self._run.record.log(
             f"step {step + 1}: {reason}, {DONE[action]} ({_numbers(values, limits)});"
             f" {self._replay(step)} shows this batch"
         )

@@ -288,7 +288,7 @@ class Monitor:
             elapsed_s=self.elapsed_s(),
             peak_memory_gib=peak_memory_gib(self.run.world.device),
             updates_skipped=self.run.state.updates_skipped,
-            batches_passed_over=self.run.state.num_passed_over(step),
+            batches_skipped=self.run.state.num_skipped(step),
             bad_images=self.run.state.bad_images,
             **self._loader_metrics(loaders, waiting),
         )
@@ -307,7 +307,7 @@ class Monitor:
         is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
         if is_notable and self._timed_steps >= ADVICE_STEPS:
             self._reported_wait_share = wait_share
-            self.run.record.say(
+            self.run.record.log(
                 advice(
                     wait_share,
                     waiting,

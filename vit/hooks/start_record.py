@@ -105,7 +105,7 @@ def start_record(
         config, data.plan, train_step=train_step, batches=data.batches, shuffle=shuffle, state=state
     )
     for line in lines:
-        record.say(line)
+        record.log(line)
     if not state.is_finished(data.plan):  # a finished run has nothing more to log
         record.start_tensorboard()
         record.start_wandb()

@@ -108,7 +108,7 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
             for name, result in results[scored.name].items()
         ]
         set_text = "" if scored.name == VAL else f"{scored.name}: "
-        run.record.say(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
+        run.record.log(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
         if scored.name == VAL:
             for line in lines:
-                run.record.say(line)
+                run.record.log(line)

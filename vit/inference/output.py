@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vit.inference.inputs import Place
 from vit.inference.predict import Predictions
-from vit.system.files import replacing, told
+from vit.system.files import replacing, report_write_errors
 from vit.system.redact import UNPRINTED
 
 BAR_CELLS = 20
@@ -37,7 +37,7 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
     The file gets its name only when the block ends, so a killed command leaves no file that looks
     complete. Raises ValueError if the file cannot be written.
     """
-    with told(path, "--csv "), replacing(path) as file:
+    with report_write_errors(path, "--csv "), replacing(path) as file:
         # File names may not be valid UTF-8, so write their original bytes.
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
         writer = csv.writer(text, lineterminator="\n")

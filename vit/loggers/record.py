@@ -88,7 +88,7 @@ class Record:
         """Whether a live line is shown: only on rank 0 in a terminal."""
         return self._live is not None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print one line."""
         if self.is_main:
             self._console.print(printed(text), markup=False)
@@ -148,7 +148,7 @@ class Record:
             file.write(self._file.read().encode())
         self._file.close()
         self._file = _open_to_append(path)
-        self.say(f"{path}: was removed or replaced during the run and has been restored")
+        self.log(f"{path}: was removed or replaced during the run and has been restored")
 
     def flush(self) -> None:
         """Flush all lines to disk on rank 0. May be called from any thread.
@@ -164,14 +164,14 @@ class Record:
         if self._live is not None:
             self._live.update(self._task, completed=step, description=text)
         elif self.is_main and time.monotonic() - self._printed_at > SILENT_S:
-            self.say(text)
+            self.log(text)
         if self._wandb is not None:
             self._wandb.poll()
 
     def train_line(self, step: int, text: str) -> None:
         """Show a line of training metrics on the live line, or print it without a terminal."""
         if self.is_main and self._live is None:
-            self.say(text)
+            self.log(text)
         self.progress(step, text)
 
     def start_wandb(self) -> None:
@@ -184,7 +184,7 @@ class Record:
         wandb_logger = load("vit.loggers.wandb_logger", "log.wandb")
         mode = wandb_logger.wanted_mode(self._config.wandb)
         if mode != "off":
-            self._wandb = wandb_logger.WandbProcess(self._run_dir, mode, self.say)
+            self._wandb = wandb_logger.WandbProcess(self._run_dir, mode, self.log)
 
     def start_tensorboard(self) -> None:
         """Start displaying this run in TensorBoard, beginning with all existing lines."""
@@ -194,11 +194,11 @@ class Record:
             tensorboard_view = load(
                 "vit.loggers.tensorboard:TensorboardView", "log.tensorboard=true"
             )
-            self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.say)
+            self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.log)
 
     def go_back(self, step: int, text: str, **values: Any) -> None:
         """Print and record that the run rewinds to `step`. Later lines become invalid."""
-        self.say(text)
+        self.log(text)
         self.write("rewind", step, **values)
         if self._tensorboard is not None:  # start a new file, which begins with the valid lines
             self._tensorboard.close()
@@ -294,10 +294,10 @@ class StartTimes:
         self.parts_s[name] = self.parts_s.get(name, 0.0) + now - self._began
         self._began = now
 
-    def tell(self, record: Record, step: int) -> None:
+    def report(self, record: Record, step: int) -> None:
         """Print the times of all phases in one line, and write them to metrics.jsonl."""
         parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in self.parts_s.items())
         total_s = sum(self.parts_s.values())
-        record.say(f"ready in {total_s:.1f} s: {parts}")
+        record.log(f"ready in {total_s:.1f} s: {parts}")
         rounded = {name: round(took_s, 3) for name, took_s in self.parts_s.items()}
         record.write("ready", step, total_s=round(total_s, 3), parts_s=rounded)

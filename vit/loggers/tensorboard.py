@@ -22,16 +22,16 @@ from typing import Any
 class TensorboardView:
     """Displays numbers and pictures in TensorBoard. No method raises an error.
 
-    lines: (step, time in seconds, numbers by name) of existing lines. say: prints a line.
+    lines: (step, time in seconds, numbers by name) of existing lines. log_line: prints a line.
     """
 
     def __init__(
         self,
         run_dir: Path,
         lines: Iterable[tuple[int, float, dict[str, float]]],
-        say: Callable[[str], None],
+        log_line: Callable[[str], None],
     ):
-        self._say = say
+        self._log = log_line
         self._writer: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -54,7 +54,7 @@ class TensorboardView:
                     path.unlink()
         except ImportError:
             remedy = "pip install tensorboard, or log.tensorboard=false to silence this"
-            say(f"tensorboard: not installed: metrics.jsonl only ({remedy})")
+            log_line(f"tensorboard: not installed: metrics.jsonl only ({remedy})")
         except Exception as error:
             self._stop(error)
 
@@ -72,7 +72,7 @@ class TensorboardView:
             try:
                 pixels = np.asarray(Image.open(path).convert("RGB"))
             except OSError as error:
-                self._say(f"tensorboard: cannot show {name} ({error})")
+                self._log(f"tensorboard: cannot show {name} ({error})")
             else:
                 self._do("add_image", name, pixels, step, None, "HWC")
 
@@ -89,7 +89,7 @@ class TensorboardView:
 
     def _stop(self, error: Exception) -> None:
         self._writer = None
-        self._say(f"tensorboard: stopped ({error}); metrics.jsonl has everything")
+        self._log(f"tensorboard: stopped ({error}); metrics.jsonl has everything")
 
 
 def _report(before: Callable[[Any], object], args: Any) -> None:

@@ -54,14 +54,14 @@ def wanted_mode(setting: str) -> Mode:
 class WandbProcess:
     """The W&B process, as used by training. No method raises an error, and only `close` waits.
 
-    say: prints a line. Call `poll` regularly to print the lines of the W&B process.
+    log_line: prints a line. Call `poll` regularly to print the lines of the W&B process.
     """
 
-    def __init__(self, run_dir: Path, mode: Mode, say: Callable[[str], None]):
+    def __init__(self, run_dir: Path, mode: Mode, log_line: Callable[[str], None]):
         self._run_dir = run_dir
         self._folder = run_dir / "wandb"
         self._mode = mode
-        self._print = say
+        self._print = log_line
         self._process: subprocess.Popen[bytes] | None = None
         self._opened_at = time.monotonic() if mode == "offline" else None
         self._is_complete = False
@@ -71,7 +71,7 @@ class WandbProcess:
                 (self._folder / END_FILE).unlink(missing_ok=True)
                 self._launch()
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self._print(f"wandb: {text}")
 
     @contextmanager
@@ -83,7 +83,7 @@ class WandbProcess:
 
     def _launch(self) -> None:
         if importlib.util.find_spec("wandb") is None:
-            self._say("not installed: metrics.jsonl only (pip install wandb, or log.wandb=off)")
+            self._log("not installed: metrics.jsonl only (pip install wandb, or log.wandb=off)")
             return
         # -P keeps the script's folder off the path, where its modules would shadow W&B's.
         command = [sys.executable, "-P", SCRIPT, str(self._run_dir), self._mode, str(os.getpid())]
@@ -115,7 +115,7 @@ class WandbProcess:
             self._process = None
             for folder in self._folder.glob("tmp-*"):
                 shutil.rmtree(folder, ignore_errors=True)
-        self._say(f"stopped ({reason}); {remedy(self._run_dir, self._mode)}")
+        self._log(f"stopped ({reason}); {remedy(self._run_dir, self._mode)}")
 
     def poll(self) -> None:
         """Print the lines of the W&B process."""
@@ -124,7 +124,7 @@ class WandbProcess:
         status = self._process.poll()  # before reading, so that no line is missed
         for line in (self._output.read() or b"").decode().splitlines():
             self._opened_at = self._opened_at or time.monotonic()
-            self._say(line)
+            self._log(line)
         if status in (0, REPORTED):
             self._process = None
             self._is_complete = status == 0
@@ -172,7 +172,7 @@ class WandbProcess:
                     and not is_announced
                 ):
                     is_announced = True
-                    self._say(f"uploading the rest, for {upload_s:.0f} s at most")
+                    self._log(f"uploading the rest, for {upload_s:.0f} s at most")
                 time.sleep(POLL_S / 5)
         except KeyboardInterrupt:
             self._stop("interrupted")

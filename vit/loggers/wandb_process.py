@@ -41,7 +41,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # last, so that no module here 
 
 from vit.loggers.lines import PROVENANCE, Rows, parse_lines
 
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 END_FILE = "end.json"
 FINISH_S = 60.0
@@ -117,19 +117,21 @@ class Feed:
         return end
 
 
-def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
-    """Show the run on W&B until training ends. mode: online or offline. say: reports a line."""
+def follow(run_dir: Path, mode: str, parent: int, log_line: LogLine) -> None:
+    """Show the run on W&B until training ends. mode: online or offline."""
     import wandb
 
     feed = Feed(run_dir, parent)
     url = wandb.setup().settings.base_url if mode == "online" else ""
-    threading.Thread(target=_limit_end, args=(feed, run_dir, mode, url, say), daemon=True).start()
+    threading.Thread(
+        target=_limit_end, args=(feed, run_dir, mode, url, log_line), daemon=True
+    ).start()
     feed.read()
     run, state = _open_run(wandb, run_dir, mode, feed.start)
     num_sent = max(0, min(run.starting_step - state["num_other_steps"], feed.rows.most))
     offset = run.starting_step - num_sent
     if mode == "online":
-        say(run.url)
+        log_line(run.url)
     while True:
         is_over = feed.is_over()  # before reading, so that no line is missed
         feed.read()
@@ -148,7 +150,7 @@ def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
         try:
             media[name] = make()
         except Exception as error:  # a missing file, rows of unequal length
-            say(f"cannot show {name} ({_one_line(error)})")
+            log_line(f"cannot show {name} ({_one_line(error)})")
     if media:
         run.log({"global_step": last_step, **media})
         state["num_other_steps"] += 1
@@ -160,7 +162,7 @@ def follow(run_dir: Path, mode: str, parent: int, say: Say) -> None:
         for older in part.parent.glob(f"offline-run-*-{run.id}"):
             if older != part:
                 shutil.rmtree(older, ignore_errors=True)
-        say(f"offline; upload with: wandb sync {shlex.quote(str(part))}")
+        log_line(f"offline; upload with: wandb sync {shlex.quote(str(part))}")
 
 
 def _open_run(
@@ -209,7 +211,7 @@ def _open_run(
     return run, state
 
 
-def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, say: Say) -> None:
+def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: LogLine) -> None:
     """End this process if the upload takes too long after training, or the server is gone.
 
     Otherwise W&B would retry requests for hours.
@@ -233,11 +235,11 @@ def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, say: Say) 
                 reason = f"{server_url} does not answer: {getattr(error, 'reason', error)}"
                 break
         time.sleep(PROBE_S / 2)
-    _fail(run_dir, mode, reason, say)
+    _fail(run_dir, mode, reason, log_line)
 
 
-def _fail(run_dir: Path, mode: str, reason: str, say: Say) -> NoReturn:
-    say(f"stopped ({reason}); {remedy(run_dir, mode)}")
+def _fail(run_dir: Path, mode: str, reason: str, log_line: LogLine) -> NoReturn:
+    log_line(f"stopped ({reason}); {remedy(run_dir, mode)}")
     _leave(run_dir, REPORTED)
 
 
@@ -263,7 +265,7 @@ def main() -> None:
     lines = os.fdopen(os.dup(1), "w")  # a separate handle, because W&B prints to stdout
     os.dup2(2, 1)
 
-    def say(line: str) -> None:
+    def log_line(line: str) -> None:
         with suppress(OSError):  # training was killed, so nobody reads the lines
             print(line, file=lines, flush=True)
 
@@ -272,9 +274,9 @@ def main() -> None:
     try:
         # Put W&B's temporary files into one folder, which `_leave` removes before it exits.
         tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=run_dir / "wandb")
-        follow(run_dir, mode, int(sys.argv[3]), say)
+        follow(run_dir, mode, int(sys.argv[3]), log_line)
     except BaseException as error:  # W&B may raise anything, including SystemExit
-        _fail(run_dir, mode, _one_line(error), say)
+        _fail(run_dir, mode, _one_line(error), log_line)
     _leave(run_dir, 0)
 
 

@@ -38,12 +38,12 @@ class ToWandb:
         if not any(map(numbers_of, self._lines)):
             raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} has no numbers to show")
 
-    def show(self, pictures: Mapping[str, Path], say: Callable[[str], None]) -> None:
+    def show(self, pictures: Mapping[str, Path], log_line: Callable[[str], None]) -> None:
         """Upload the record, and `pictures` (PNG files by name) at its last step.
 
         Raises ValueError if W&B has not received everything.
         """
-        process = WandbProcess(self._run_dir, self._mode, say)
+        process = WandbProcess(self._run_dir, self._mode, log_line)
         process.add_pictures({f"report/{name}": path for name, path in pictures.items()})
         failed = self._lines[-1].get("outcome") == "error"
         if not process.close(failed=failed, open_s=INIT_S + OPEN_S):

@@ -96,7 +96,7 @@ class Ema:
     def first_share(self, total_steps: int) -> float:
         """Return the share of the initial weights in the EMA after `total_steps`.
 
-        The share is 0 with a warmup, and while the EMA is a copy of the weights.
+        The share is 0 if the EMA has a warm-up, or as long as it is a copy of the weights.
         """
         num_steps = total_steps - self.after_steps
         return (

@@ -37,14 +37,14 @@ class HostDevices:
     gpus: int
     nvidia_gpus: int
     """The number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
-    said: str
+    reason: str
     """torch's explanation why it cannot use a GPU, or ""."""
     has_cuda_build: bool = True
     """Whether torch was built with GPU support."""
 
     def __str__(self) -> str:
         if not self.gpus:
-            return f"torch sees no GPU ({self.said})"
+            return f"torch sees no GPU ({self.reason})"
         return f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
 
 
@@ -66,7 +66,7 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
         ranks=ranks,
         gpus=gpus,
         nvidia_gpus=built_in,
-        said=reason,
+        reason=reason,
         has_cuda_build=has_cuda_build,
     )
 

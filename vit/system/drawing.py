@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.system.files import replacing, told
+from vit.system.files import replacing, report_write_errors
 
 # Import matplotlib only inside the functions that draw, so that training starts faster.
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
 
         figure = Figure((WIDTH_IN, height_in), **options)
         yield figure
-        with told(picture):
+        with report_write_errors(picture):
             picture.parent.mkdir(parents=True, exist_ok=True)
             with replacing(picture) as file:
                 figure.savefig(file, format=form)

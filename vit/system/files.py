@@ -189,7 +189,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def told(path: Path, flag: str = "") -> Iterator[None]:
+def report_write_errors(path: Path, flag: str = "") -> Iterator[None]:
     """Convert an OSError about writing the user's `path` to a one-line ValueError.
 
     flag: the command-line flag for the path, followed by a space.
@@ -205,7 +205,7 @@ def told(path: Path, flag: str = "") -> Iterator[None]:
 
 def check_place(path: Path, flag: str = "") -> None:
     """Raise ValueError if `path` cannot be written. Call this before computing the result."""
-    with told(path, flag):
+    with report_write_errors(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

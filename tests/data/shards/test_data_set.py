@@ -221,7 +221,7 @@ def test_unfit_samples_are_listed_and_skipped_only_if_they_are_named(tmp_path):
         ("e", "e.jpg"),
         ("f", "f.jpg"),
     ]
-    assert survey.passed_over == {"a file without key and suffix": 1}
+    assert survey.ignored == {"a file without key and suffix": 1}
     with pytest.raises(
         ShardError,
         match=(

@@ -195,10 +195,10 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
 def test_old_prefetch_requests_are_forgotten(url, cache, monkeypatch):
     """A dataset of a billion samples has 16 million blocks, so the reader cannot remember every
     request."""
-    monkeypatch.setattr(cached_tars, "MAX_ASKED", 3)
+    monkeypatch.setattr(cached_tars, "MAX_REQUESTED", 3)
     monkeypatch.setattr(cached_tars, "ASK_AGAIN_S", 0.0)
     split = open_split(url, "train", cache)
     for block in range(15):
         split.prefetch(np.arange(4 * block, 4 * block + 4))
     assert isinstance(split.tars, cached_tars.CachedTars)
-    assert len(split.tars._asked_at_s) <= 4
+    assert len(split.tars._requested_at_s) <= 4

@@ -137,7 +137,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "a sidecar": (
         lambda root: edit_json(
-            root / "train-00001.json", lambda sidecar: sidecar.update(asks_to_be_turned=3)
+            root / "train-00001.json", lambda sidecar: sidecar.update(exif_oriented=3)
         ),
         "train: sidecars are altered",
         True,

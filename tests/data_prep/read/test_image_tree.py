@@ -111,12 +111,12 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
     for line in lines:
         assert f"{line}\n" in printed
         assert line in card
-    assert json.loads((tmp_path / "out" / "_info.json").read_text())["asks_to_be_turned"] == 6
+    assert json.loads((tmp_path / "out" / "_info.json").read_text())["exif_oriented"] == 6
     assert json.loads((tmp_path / "out" / "_info.json").read_text())["class_names"] == ["9", "10"]
     command[2] = str(tmp_path / "upright")
     assert main(command) == 0
     assert "ask to be turned" not in capsys.readouterr().out
-    assert "asks_to_be_turned" not in (tmp_path / "upright" / "_info.json").read_text()
+    assert "exif_oriented" not in (tmp_path / "upright" / "_info.json").read_text()
 
 
 def test_all_readable_images_are_used_regardless_of_their_names(tmp_path, capsys):

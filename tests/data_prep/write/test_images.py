@@ -228,9 +228,9 @@ def test_images_with_a_rotating_orientation_are_recognized(orientation):
             != np.asarray(opened(data)).tobytes()
         )
         for policy in (DECODE, HEADERS, ImagePolicy(resize_short_side=32)):
-            assert prepare(data, policy).asks_to_be_turned == asks, (form, policy)
-        assert not prepare(data, ImagePolicy(apply_exif=True)).asks_to_be_turned
-    assert not prepare(encode(picture()), DECODE).asks_to_be_turned
+            assert prepare(data, policy).exif_oriented == asks, (form, policy)
+        assert not prepare(data, ImagePolicy(apply_exif=True)).exif_oriented
+    assert not prepare(encode(picture()), DECODE).exif_oriented
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])

@@ -94,9 +94,9 @@ def shown(folder: Path, *lines: dict) -> str:
 def test_skipped_batches_and_limits_are_listed(tmp_path):
     spike = {"reason": "loss above the limit", "loss": 7.5, "grad_norm": 1.0}
     limits = {"loss_limit": 2.5, "grad_norm_limit": None}
-    back = {"at_step": 9, "first_passed_over": 7, "last_passed_over": 11, "rewinds": 1}
+    back = {"at_step": 9, "first_skipped": 7, "last_skipped": 11, "rewinds": 1}
     line = {"kind": "rewind", "step": 6, "time": 1e9 + 5, **back, **spike, **limits}
-    text = shown(tmp_path, line, {**train_line(10), "batches_passed_over": 4})
+    text = shown(tmp_path, line, {**train_line(10), "batches_skipped": 4})
     assert "10 steps · 4 skipped" in text
     assert "1 rewind to a checkpoint; 4 batches were skipped" in text
     assert "steps 7 to 11 are skipped (loss 7.5; gradient norm 1; loss limit 2.5)" in text, (

@@ -284,7 +284,10 @@ def test_the_suffix_determines_the_format_of_a_picture(tmp_path):
         shown = model_figures.Images(lambda part: part.float() / 255, images, [])
         model_figures.draw_distance(model, shown, path)
         assert path.read_bytes().startswith(magic)
-    with pytest.raises(ValueError, match="out of png, pdf, svg"), drawing(tmp_path / "a.gif", 1):
+    with (
+        pytest.raises(ValueError, match="one of the suffixes png, pdf, svg"),
+        drawing(tmp_path / "a.gif", 1),
+    ):
         pass
 
 

@@ -77,7 +77,7 @@ def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
         # differently.
         factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
         offsets = torch.where(span > 0, low * factors, 0.0)
-        # Entries outside lowest to highest are arbitrary, because the channel has no such levels.
+        # Entries outside [lowest, highest] are arbitrary, because the channel has no such levels.
         of_low.copy_((every * factors - offsets).clamp_(0.0, 255.0))
     return tables.view(-1, 256).to(device)
 

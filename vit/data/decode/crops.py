@@ -128,7 +128,7 @@ def decode_views(
     `REDUCE_FROM` times as large as the view; pixels then differ slightly. stored_size: see
     `decode_box`.
     Returns one (channels, height, width) uint8 tensor per window, channels last in memory, or
-    `out`. Raises ValueError like `decode_box`.
+    `out`. Raises ValueError in the same cases as `decode_box`.
     """
     if out is None:
         out = [_new_view(size, channels) for _ in windows]

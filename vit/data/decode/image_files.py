@@ -13,7 +13,7 @@ MAX_IMAGE_BYTES = 1 << 28
 """The maximum size of an encoded image, 256 MiB. Larger files are decompression bombs or are not
 images."""
 HEIF = (".heic", ".heif", ".hif")
-"""The suffixes of phone photos. Reading them requires the package pillow-heif."""
+"""File extensions of phone photos. Reading such photos requires the package pillow-heif."""
 READS_HEIF = find_spec("pillow_heif") is not None
 EXTENSIONS = (
     *(HEIF if READS_HEIF else ()),

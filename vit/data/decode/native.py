@@ -1,4 +1,4 @@
-"""The optional C decoder for JPEG windows. The installation builds it if a C compiler exists.
+"""The optional C decoder for JPEG windows. It is built during installation if a C compiler exists.
 
 The decoder (`vit/data/decode/c/window.c`) gets the bytes of a JPEG and a window. It reads only the
 data of the window, or all data before the end of the window if there are no restart markers. The

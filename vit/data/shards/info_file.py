@@ -71,7 +71,7 @@ class _Sidecar(TypedDict, total=False):
     members: _Options
     quarantined: list[_LeftOut]
     changed: dict[str, Count]
-    passed_over: dict[str, Count]
+    ignored: dict[str, Count]
 
 
 INFO = TypeAdapter(_Info)
@@ -227,7 +227,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
 
 
 def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
-    """Return `info`, which was read from `root`. Raises ShardError if it is invalid."""
+    """Return `info` unchanged. Raises ShardError, which names `root`, if it is invalid."""
     place = f"{root}/_info.json"
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(

@@ -85,23 +85,23 @@ class LeftOut(NamedTuple):
 class Survey(NamedTuple):
     """The content of a tar.
 
-    passed_over: counts by kind of members that do not belong to a sample, except folders and
+    ignored: counts by kind of members that do not belong to a sample, except folders and
     webdataset's metadata.
     """
 
     samples: list[ScannedSample]
     unfit: list[LeftOut]
-    passed_over: Counter[str]
+    ignored: Counter[str]
 
 
 def _members(
-    read: Read, end: int, layout: SampleLayout, passed_over: Counter[str]
+    read: Read, end: int, layout: SampleLayout, ignored: Counter[str]
 ) -> Iterator[tuple[str, Member, str]]:
     for name, offset, size, kind in walk(read, 0, end, needs_end=False):
         if named := layout.cut(name):
             yield named[0], Member(named[1], offset, size, name), kind
         elif kind != FOLDER and not META.match(name):
-            passed_over["a file without key and suffix" if kind == FILE else kind] += 1
+            ignored["a file without key and suffix" if kind == FILE else kind] += 1
 
 
 def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
@@ -175,7 +175,7 @@ def survey_tar(
             raise ShardError(f"{path}: the file is empty; copy or write the shard again")
         last_error = None
         first_unfit: list[tuple[str, Member, str]] = []
-        members = _members(pread(fd), end, layout, survey.passed_over)
+        members = _members(pread(fd), end, layout, survey.ignored)
         for key, run in itertools.groupby(members, key=lambda member: member[0]):
             group = list(run)
             first = group[0][1]
@@ -208,7 +208,7 @@ def survey_tar(
     finally:
         os.close(fd)
     if not survey.samples:
-        ignored = f" ({describe_ignored(survey.passed_over)})" if survey.passed_over else ""
+        ignored = f" ({describe_ignored(survey.ignored)})" if survey.ignored else ""
         raise ShardError(
             f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{ignored};"
             " copy it again, or move it away"
@@ -253,9 +253,9 @@ def _describe_grouped(path: Path, survey: Survey) -> str:
     )
 
 
-def describe_ignored(passed_over: Counter[str]) -> str:
+def describe_ignored(ignored: Counter[str]) -> str:
     """Describe the members that do not belong to a sample."""
-    kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
+    kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(ignored.items()))
     return f"ignored because they are not part of a sample: {kinds}"
 
 

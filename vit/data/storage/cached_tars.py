@@ -46,7 +46,7 @@ and their shuffle windows."""
 ASK_AGAIN_S = 60.0
 """After a request, a process waits this many seconds before it checks again whether the block is
 cached."""
-MAX_ASKED = 4096
+MAX_REQUESTED = 4096
 """The maximum number of requested blocks that a process remembers. A full list is cleared."""
 BEAT_S = 1.0
 """The interval in seconds at which a process that waits for a block updates its status in
@@ -260,11 +260,11 @@ class CachedTars:
         numbers, rows = np.unique(
             shards * (1 << 40) + samples // self.block_samples, return_index=True
         )
-        if len(self._asked_at_s) > MAX_ASKED:
-            self._asked_at_s.clear()
+        if len(self._requested_at_s) > MAX_REQUESTED:
+            self._requested_at_s.clear()
         for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
-            if now_s - self._asked_at_s.get(number, -math.inf) > ASK_AGAIN_S:
-                self._asked_at_s[number] = now_s
+            if now_s - self._requested_at_s.get(number, -math.inf) > ASK_AGAIN_S:
+                self._requested_at_s[number] = now_s
                 block = self._block(int(samples[row]), int(shards[row]))
                 if not self.cache.holds(block.name):
                     self._request(block)
@@ -340,7 +340,7 @@ class CachedTars:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._num_threads = 0
-        self._asked_at_s: dict[int, float] = {}
+        self._requested_at_s: dict[int, float] = {}
         self._under_way: dict[str, Future[bytes | None]] = {}
         self._waiting: OrderedDict[str, tuple[Future[bytes | None], CacheBlock]] = OrderedDict()
         self._num_waiting = threading.Semaphore(0)

@@ -40,7 +40,7 @@ def get(
     silence_s: time limits for connecting and for the next byte. Raises RetryableError or
     ShardError.
     """
-    import urllib3  # not needed for shards on a disk
+    import urllib3  # not needed for shards on a local disk
 
     timeout = urllib3.Timeout(connect=connect_s, read=silence_s)
     at = address(url, name)

@@ -297,7 +297,7 @@ class ObjectStore:
         name: file name for messages, or "" for the folder. in_use: whether the file existed before;
         if so, even a refusal may be temporary.
         """
-        import fsspec  # not needed for shards on a disk
+        import fsspec  # not needed for shards on a local disk
 
         shown_name = f"{self}/{name}" if name else str(self)
 

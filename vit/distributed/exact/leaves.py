@@ -54,7 +54,7 @@ def same_kernels(world: World) -> str:
         if own != expected:
             raise ValueError(
                 f"train.exact_over_ranks: {socket.gethostname()} computes with {own}, but rank 0"
-                f" with {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
+                f" computes with {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
             )
     return own
 

@@ -372,11 +372,11 @@ class ReferenceCurve(Hook):
             # Short runs and other datasets often cannot be compared. The report shows the reason.
             return
         weights = "the averaged weights" if header.weights == "ema" else "the weights"
-        run.record.say(f"reference: {header.title}: top-1 of {weights} ({header.source})")
+        run.record.log(f"reference: {header.title}: top-1 of {weights} ({header.source})")
         if comparison.length_note:
-            run.record.say(f"reference: {comparison.length_note}")
+            run.record.log(f"reference: {comparison.length_note}")
         if unlike:
-            run.record.say(
+            run.record.log(
                 f"reference: differs from its recipe: {'; '.join(unlike)} (for the effects: python"
                 f" launch/recipe.py diff {header.recipe} {quote(str(run.folder))})"
             )

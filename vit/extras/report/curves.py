@@ -174,7 +174,7 @@ def _draw_faults(axes: Axes, history: History) -> None:
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # space for the triangles above the curves
     for number, line in enumerate(rewinds):
         label = f"skipped, {len(rewinds):,} rewinds" if not number else "_"
-        band = (line["first_passed_over"] - 1, line["last_passed_over"])
+        band = (line["first_skipped"] - 1, line["last_skipped"])
         axes.axvspan(*band, color=GREY, alpha=0.25, linewidth=0, label=label)
         axes.plot([line["at_step"]], [0.97], "v", color=ORANGE, **across)
 

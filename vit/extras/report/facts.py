@@ -230,10 +230,10 @@ def throughput(history: History, batch_size: int) -> dict[str, Any]:
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
         "num_images": max(map(_batches_done, train), default=0) * batch_size or None,
-        "passed_over": train[-1].get("batches_passed_over") if train else None,
+        "skipped": train[-1].get("batches_skipped") if train else None,
         "peak_memory_gib": max(memory, default=None),
         "batches_checked": sum(
-            line["last_batch"] - line["first_batch"] + 1 - (line.get("batches_passed_over") or 0)
+            line["last_batch"] - line["first_batch"] + 1 - (line.get("batches_skipped") or 0)
             for line in history.of_kind("epoch")
             if line["exact"]
         ),
@@ -241,7 +241,7 @@ def throughput(history: History, batch_size: int) -> dict[str, Any]:
 
 
 def _batches_done(line: dict[str, Any]) -> int:
-    return int(line["step"] - (line.get("batches_passed_over") or 0))
+    return int(line["step"] - (line.get("batches_skipped") or 0))
 
 
 def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
 
 def _fault_text(line: dict[str, Any]) -> str:
     general = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
-    of_rewinds = ("at_step", "first_passed_over", "last_passed_over", "rewinds")
+    of_rewinds = ("at_step", "first_skipped", "last_skipped", "rewinds")
     details = [
         f"{key.replace('_', ' ').replace('grad norm', 'gradient norm')} {_short(value)}"
         for key, value in line.items()
@@ -276,7 +276,7 @@ def _fault_text(line: dict[str, Any]) -> str:
     if line["kind"] == "rewind":
         reason = (
             f"rewound from step {line['at_step']:,} ({reason}); steps"
-            f" {line['first_passed_over']:,} to {line['last_passed_over']:,} are skipped"
+            f" {line['first_skipped']:,} to {line['last_skipped']:,} are skipped"
         )
     return f"{reason} ({'; '.join(details)})" if details else reason
 

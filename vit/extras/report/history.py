@@ -93,16 +93,16 @@ class History:
 
         Lines with missing values are skipped.
         """
-        step = passed_over = 0
+        step = skipped_ranges = 0
         batch_size = math.nan
         for line in self.lines:
             if line["kind"] == "start":
                 batch_size = (line.get("plan") or {}).get("global_batch_size", math.nan)
                 step = line["step"]
             elif line["kind"] == "train":
-                before = passed_over
-                passed_over = line.get("batches_passed_over") or 0
-                num_images = (line["step"] - step - (passed_over - before)) * batch_size
+                before = skipped_ranges
+                skipped_ranges = line.get("batches_skipped") or 0
+                num_images = (line["step"] - step - (skipped_ranges - before)) * batch_size
                 step = line["step"]
                 images_per_s = line.get("images_per_s")
                 if num_images > 0 and images_per_s and line.get("data_wait_s") is not None:

@@ -43,7 +43,7 @@ from vit.system.drawing import (
     plot_cells,
     to_pixels,
 )
-from vit.system.files import told
+from vit.system.files import report_write_errors
 
 MAX_SHOWN = 28
 """The maximum number of filters in a picture, as in Figure 7 (left) of the ViT paper."""
@@ -299,7 +299,7 @@ def save_heads(image: Tensor, heads: Tensor, folder: Path, suffix: str = ".png")
     from matplotlib.image import imsave
 
     written = [folder / f"input{suffix}"]
-    with told(folder):
+    with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         imsave(written[0], to_pixels(image))
         for layer, head in np.ndindex(*heads.shape[:2]):

@@ -104,7 +104,7 @@ class ReportHook(Hook):
         try:
             report = make_report(run.folder, run.world.device, in_use=False)
         except (Exception, KeyboardInterrupt) as error:  # must not change the run's outcome
-            run.record.say(
+            run.record.log(
                 f"no report ({type(error).__name__}: {error}); to try again, run python"
                 f" launch/report.py {quote(str(run.folder))}"
             )
@@ -115,7 +115,7 @@ class ReportHook(Hook):
         run.record.log_pictures(pictures.paths)
         run.record.log_table("most_confused", list(ConfusedPair._fields), pairs)
         run.record.log_table("classes", list(ClassAccuracy._fields), classes)
-        run.record.say(f"report: {report.page}")
+        run.record.log(f"report: {report.page}")
 
 
 def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:

@@ -46,7 +46,7 @@ from vit.system.drawing import (
     share_lines,
     shorten,
 )
-from vit.system.files import replacing, told
+from vit.system.files import replacing, report_write_errors
 
 ROWS_AT_ONCE = 64
 STORED_PX = 160
@@ -124,8 +124,8 @@ class Replay:
         lines = read_metrics(record)
         starts = [line for line in lines if line["kind"] == "start" and line["step"] < step]
         last = max((line.get("at_step", line["step"]) for line in lines), default=0)
-        self.is_passed_over = any(
-            line["first_passed_over"] <= step <= line["last_passed_over"]
+        self.is_skipped = any(
+            line["first_skipped"] <= step <= line["last_skipped"]
             for line in lines
             if line["kind"] == "rewind"
         )
@@ -301,7 +301,7 @@ def _number(value: np.float16) -> float | None:
 def write_csv(replay: Replay, path: Path) -> Path:
     """Write a CSV line for each row of the step, and return `path`."""
     columns = [field.name for field in fields(ReplayedRow)]
-    with told(path), replacing(path) as file:
+    with report_write_errors(path), replacing(path) as file:
         # surrogateescape writes names that are not UTF-8 with their original bytes.
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)

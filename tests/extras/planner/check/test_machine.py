@@ -41,11 +41,11 @@ def test_one_rank_of_each_host_compares_its_clock_with_rank_0s(monkeypatch):
     [wrong] = judge_clocks(dict(enumerate(times)), HOSTS)
     assert wrong.verdict == "FAIL"
     remedy = "synchronize the clock by NTP (timedatectl set-ntp true)"
-    match = re.fullmatch(rf"c is (\S+) s behind a: {re.escape(remedy)}", wrong.said)
+    match = re.fullmatch(rf"c is (\S+) s behind a: {re.escape(remedy)}", wrong.text)
     assert float(match[1]) == pytest.approx(60.0, abs=0.2)
     [right] = judge_clocks(dict(enumerate(times[:3])), HOSTS)
     assert right.verdict == "ok"
-    match = re.fullmatch(r"2 hosts within (\S+) ms of a \(b\)", right.said)
+    match = re.fullmatch(r"2 hosts within (\S+) ms of a \(b\)", right.text)
     assert float(match[1]) == pytest.approx(250.0, abs=200.0)
 
 
@@ -77,7 +77,7 @@ def checked_wandb(setting: str) -> tuple[str, str]:
     """Return the verdict and message of the W&B check for `log.wandb=setting`."""
     results = {0: look_at_views(LogConfig.model_validate({"wandb": setting}))}
     [finding] = judge_main(results, "W&B")
-    return finding.verdict, finding.said
+    return finding.verdict, finding.text
 
 
 def test_wandb_is_checked_with_and_without_a_reachable_server(no_key, monkeypatch, tmp_path):

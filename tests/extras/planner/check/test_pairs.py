@@ -58,7 +58,7 @@ def test_a_pair_that_is_much_slower_than_other_pairs_gets_a_note():
     world = World(0, 3, torch.device("cpu"), hosts=hosts)
     [slow] = judge_pairs(speeds, world)
     assert slow.verdict == "note"
-    assert slow.said.splitlines() == [
+    assert slow.text.splitlines() == [
         "between hosts, the slowest of 3: b (rank 1), c (rank 2) with 1 GB/s each way (median"
         " 8 GB/s)",
         "this pair slows all ranks down: try without one of its hosts",

@@ -51,23 +51,23 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     config = with_settings(config, {"schedule.image_sizes": []})
     with world.fail_together():
         subject = look_at_subject(config, world, wishes)
-    subject.say(f"{device_name(world)}: {peak_text(*astuple(subject.peak))}")
+    subject.log(f"{device_name(world)}: {peak_text(*astuple(subject.peak))}")
     if emulated := precision_note(config.train.precision, world.device):
-        subject.say(f"note: {emulated}")
+        subject.log(f"note: {emulated}")
     if form.stages:
-        subject.say(
+        subject.log(
             f"note: of {form.sizes_text()} only the last size is measured: to measure another, set"
             " model.image_size=... schedule.image_sizes=[]"
         )
     if not subject.data.assumed:
         open_data(config, world)  # report data errors before the measurements begin
     else:
-        subject.say(
+        subject.log(
             f"without data (pass --data ROOT to measure the loader): {subject.data.assumed}"
         )
     modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
     if True in modes and (reason := why_not_compiled(world.device)):
-        subject.say(f"note: torch.compile does not work here ({reason}): only eager is measured")
+        subject.log(f"note: torch.compile does not work here ({reason}): only eager is measured")
         modes = [False]
     rows: list[dict[str, Any]] = []
     loading = None
@@ -103,7 +103,7 @@ def _measure_mode(
     wishes = subject.wishes
     device = subject.world.device
     mode = "compiled" if compiled else "eager"
-    subject.say(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
+    subject.log(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
     train_step = _create(subject, compiled)
     largest_before = before[-1]["largest_micro_batch_size"] if before else None
     largest = _largest(subject, train_step, mode, largest_before) if subject.on_gpu else None
@@ -121,7 +121,7 @@ def _measure_mode(
         first = rows[0]
         train_step.micro_batch_size = first["micro_batch_size"]
         if wishes.trace is not None:
-            subject.say(f"{mode}: writing a trace")
+            subject.log(f"{mode}: writing a trace")
             write_trace(train_step, subject.make_batches(first["rank_batch_size"]), wishes.trace)
         if not subject.data.assumed:
             loading = _measure_loading(subject, train_step, first)
@@ -153,7 +153,7 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
         first = largest_micro_batch(config, subject.plan, subject.data.num_classes, gpu)
 
     def on_try(size: int) -> None:
-        subject.say(f"{mode}: does a micro-batch of {size} fit?")
+        subject.log(f"{mode}: does a micro-batch of {size} fit?")
 
     shape = (config.model.in_chans, *config.model.height_width())
     beside_bytes = augmentation_bytes(config.augment, shape, subject.sizes[-1])

@@ -192,7 +192,7 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     ]
     if promises := document.get("promises"):
         verdict = {True: "kept", False: "**not kept**", None: "measured"}
-        table = [[line["what"], verdict[line["passed"]], line["said"]] for line in promises]
+        table = [[line["what"], verdict[line["passed"]], line["text"]] for line in promises]
         parts += ["## Promises", _as_rows([["promise", "", "found"], *table])]
     for model in dict.fromkeys(row["model"] for row in document["training"]):
         rows = [row for row in document["training"] if row["model"] == model]

@@ -68,7 +68,7 @@ class Subject:
             self.config, num_rows, self.data.num_classes, self.world.device, count
         )
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print `text` to stderr on the main rank."""
         if self.world.is_main:
             print(text, file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
     name: str
     verdict: Verdict
-    said: str
+    text: str
     """The text of the finding. The text of a failure includes a remedy."""
 
 
@@ -75,7 +75,7 @@ def print_table(title: str, findings: Sequence[Finding], console: Console) -> No
     for finding in findings:
         style = _STYLES[finding.verdict]
         # `Text` prevents rich from parsing brackets in a finding as markup.
-        table.add_row(Text(finding.verdict, style), Text(finding.name), Text(finding.said))
+        table.add_row(Text(finding.verdict, style), Text(finding.name), Text(finding.text))
     console.print(table)
 
 

@@ -63,7 +63,7 @@ def judge_software(
     """Yield a finding on whether all ranks run the same software."""
     unlike = differences(versions, hosts)
     if any(difference.is_fatal for difference in unlike):
-        yield Finding("software", Verdict.FAIL, "\n".join(difference.said for difference in unlike))
+        yield Finding("software", Verdict.FAIL, "\n".join(difference.text for difference in unlike))
         return
     first = next(iter(versions.values()))
     names = [
@@ -73,7 +73,7 @@ def judge_software(
     ]
     text = ", ".join(f"{name} {first[name]}" for name in names)
     same = f"same on all {len(versions)} ranks: " if len(versions) > 1 else ""
-    lines = [same + text, *(difference.said for difference in unlike)]
+    lines = [same + text, *(difference.text for difference in unlike)]
     yield Finding("software", Verdict.NOTE if unlike else Verdict.OK, "\n".join(lines))
 
 

@@ -27,7 +27,7 @@ from vit.distributed.world import ENDED, LOOKS_PER_S, AlreadyReported, World, si
 from vit.extras.planner.check.findings import Finding, Verdict, by_message
 
 GRACE_S = 10.0
-"""The time that other ranks have to finish a joint check after one rank has failed in it."""
+"""How long the other ranks have to finish a joint check after one rank has failed it."""
 MARGIN_S = 5.0
 """The maximum expected difference between two ranks' start times of a check."""
 POLL_S = 0.1
@@ -81,7 +81,7 @@ class CheckStages:
     def run(self, parts: Iterable[CheckStage], on_part: Callable[[int, str], None]) -> None:
         """Run `parts`. on_part: called with the number and name of each check before it begins.
 
-        Raises AlreadyReported on a rank that answered too late, and if rank 0 exits. If rank 0 does
+        Raises AlreadyReported on a rank that answered too late, or if rank 0 exits. If rank 0 does
         not answer, the first other rank raises ValueError.
         """
         for number, part in enumerate(parts):
@@ -198,7 +198,7 @@ class CheckStages:
             values = {r: answer["value"] for r, answer in answers.items() if "value" in answer}
             findings = list(part.judge(values))
             self.findings += findings
-            lines = [finding.said for finding in findings if finding.verdict == Verdict.FAIL]
+            lines = [finding.text for finding in findings if finding.verdict == Verdict.FAIL]
         apart = ""
         if missing or (late and part.is_joint):
             apart = f"all ranks (see {part.name})"

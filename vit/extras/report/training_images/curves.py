@@ -29,7 +29,7 @@ from vit.data.augment.table import LAMBDA, table_layout
 from vit.extras.report.source import ReportSource
 from vit.extras.report.training_images.doubles import Duplicates, NearDoubles
 from vit.hooks.sample_losses import epoch_files, read_epoch
-from vit.system.files import replacing, told
+from vit.system.files import replacing, report_write_errors
 
 MAX_CURVE_VALUES = 2**28
 """The maximum number of margins in memory (512 MiB). For longer runs, only every n-th epoch is
@@ -39,7 +39,7 @@ LARGEST = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True)
 class SampleCurves:
-    """The curves of N training images in E recorded epochs. Values are NaN for images not seen."""
+    """The curves of N training images over E recorded epochs, NaN for images not seen."""
 
     epochs: list[int]
     """The recorded epochs, starting at 1."""
@@ -197,7 +197,7 @@ def write_table(
             near_to[first] = (split.key(second), cosine, split.name)
             near_to[second] = (split.key(first), cosine, split.name)
     columns = ("key", "shard", "label", "class_name", "mean_margin", "mean_loss", "epochs_seen")
-    with told(path), replacing(path) as file:
+    with report_write_errors(path), replacing(path) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)
         more = ("first_right_epoch", "times_forgotten", "same_bytes_as")
@@ -230,7 +230,7 @@ def write_table(
 def write_keys(source: ReportSource, samples: Sequence[int], path: Path) -> Path:
     """Write the keys of `samples`, one per line, in the format of `data.exclude`."""
     split = source.train_set.split
-    with told(path), replacing(path) as file:
+    with report_write_errors(path), replacing(path) as file:
         for sample in samples:
             file.write(split.key(sample).encode("utf-8", "surrogateescape") + b"\n")
     return path
