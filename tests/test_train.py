@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm_python
-from deleted_extras import DELETED
+from deleted_extras import DELETED, NO_REPORT
 from proc import is_alive
 from processes import (
     TINY,
@@ -421,6 +421,7 @@ def test_a_timm_model_trains_in_the_same_loop(tmp_path, shards):
         "log.wandb=off",
         "train.precision=fp32",
         "log.every_steps=1",
+        *NO_REPORT,
     ]
     done = run("launch/train.py", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr

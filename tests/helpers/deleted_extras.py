@@ -28,6 +28,8 @@ OWN = {
 }
 """Maps each folder of vit/extras/ to the commands and pages that are deleted with it."""
 DELETED = [name for name in OWN if not (ROOT / "vit" / "extras" / name / "__init__.py").is_file()]
+NO_REPORT = ["log.report=false"] if "report" in DELETED else []
+"""The setting that a run with the default `log.report=true` then needs."""
 
 
 def extra_of(path: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deleted_extras import NO_REPORT
 from processes import metrics, run
 
 from vit.config.io import ConfigError, load_config, load_with_origins, recipe_name, to_dict
@@ -222,6 +223,7 @@ SMALL = [
     "eval.batch_size=8",
     "log.every_steps=1",
     "log.wandb=off",
+    *NO_REPORT,
 ]
 
 
@@ -328,6 +330,7 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
         "train.compile=false",
         "log.wandb=off",
         "log.every_steps=1",
+        *NO_REPORT,
         ranks=2,
         timeout_s=500,
     )
