@@ -218,6 +218,17 @@ def test_an_unwritable_sheet_is_reported_before_any_prediction(tiny_run, odd_fil
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+def test_a_sheet_without_the_report_is_rejected_before_any_prediction(
+    tiny_run, odd_files, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "vit.extras.report.model_plots", None)
+    flags = ["--csv", tmp_path / "out.csv", "--sheet", tmp_path / "sheet.png"]
+    image = odd_files / "a" / "alpha.png"
+    with pytest.raises(ValueError, match=r"--sheet needs vit/extras/report.*, which is not inst"):
+        run_here("launch/predict.py", "--checkpoint", tiny_run, image, *flags)
+    assert not list(tmp_path.iterdir())
+
+
 def test_unsupported_photos_are_listed_with_a_command_that_converts_them(tmp_path):
     for name in ("a.png", "b.HEIC", "c.txt", "d.NEF"):
         (tmp_path / name).touch()
