@@ -59,8 +59,9 @@ def main() -> World:
     for note in (*trained.notes, inputs.summary()):
         if note:
             print(f"note: {note}", file=sys.stderr)
-    if args.sheet:
-        check_place(args.sheet, "--sheet ")  # Fail before the predictions are computed.
+    if args.sheet:  # Fail before the predictions are computed.
+        by_name.load("vit.extras.report.model_plots", "--sheet")
+        check_place(args.sheet, "--sheet ")
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
     if summary.num_problems:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from deleted_extras import DELETED
 from processes import REPOSITORY, call, environment
 
 ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
@@ -18,6 +19,7 @@ ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
+    *([] if "report" in DELETED else ["tests/extras/report/test_model_plots.py"]),
     "tests/evaluation/test_evaluate.py",
     "tests/training/test_loss.py",
     "tests/training/test_metrics.py",
@@ -29,7 +31,6 @@ NUMERIC = [
         for name in ("views", "windows", "center_view", "native", "jpeg_cut")
     ),
     "tests/weights/test_published.py",
-    "tests/extras/report/test_model_plots.py",
 ]
 CORE = [
     "tests/distributed/exact/test_exact_runs.py::test_limited_instructions_count_as_a_different_kind_of_host",

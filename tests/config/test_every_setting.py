@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deleted_extras import needs
 from other_values import SETTINGS, VALUES, beside, changed
 from PIL import ExifTags, Image
 from processes import make_shards
@@ -53,7 +54,7 @@ ONLY_WHERE_OR_HOW_FAST = {
     "data.stall_timeout_s": "how long a worker is waited for",
     "train.device": "where it is computed; a machine without GPUs has one choice",
     "train.compile": "how fast; a compilation takes seconds (tests/test_compile.py)",
-    "train.deterministic": "which kernels GPUs use; CPUs have no others (tests/gpu)",
+    "train.deterministic": "which kernels GPUs use; CPUs have no others (tests/extras/planner/gpu)",
     "eval.batch_size": "how many images are evaluated at once",
     "run.dir": "where the run is",
     "run.local_dir": "where a run at a URL is worked on",
@@ -344,6 +345,13 @@ WITHIN: dict[str, tuple[Any, Any]] = {
 """Maps a setting inside a list to the list before and after a change of the setting."""
 
 
+def case(tested: Any, settings: dict[str, Any], name: str) -> Any:
+    """Return a case that is skipped if `settings` need a deleted extra."""
+    extras = ["stream"] if settings.get("data.reader") == "webdataset" else []
+    extras += ["recipes"] if settings.get("eval.reference") else []
+    return pytest.param(tested, id=name, marks=needs(*extras))
+
+
 TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]
 
 
@@ -353,7 +361,7 @@ def test_every_setting_has_a_second_value_or_a_reason_to_be_skipped():
     assert not VALUES.keys() & ONLY_WHERE_OR_HOW_FAST.keys()
 
 
-@pytest.mark.parametrize("setting", TESTED, ids=str)
+@pytest.mark.parametrize("setting", [case(s, beside(s) | changed(s), str(s)) for s in TESTED])
 def test_a_setting_changes_a_part_of_the_run(setting, digest_of, request):
     owner = trained if setting.key in IN_THE_LOOP else built
     if owner is built:
@@ -387,7 +395,9 @@ def test_a_setting_of_a_list_item_changes_a_part_of_the_run(key, digest_of, with
 BASES = {json.dumps(beside(setting), sort_keys=True): str(setting) for setting in TESTED}
 
 
-@pytest.mark.parametrize("settings", BASES, ids=BASES.get)
+@pytest.mark.parametrize(
+    "settings", [case(settings, json.loads(settings), BASES[settings]) for settings in BASES]
+)
 def test_equal_settings_have_equal_digests(settings, places, digest_of, without_record):
     chosen = BASE | json.loads(settings)
     assert built(config_of(chosen, places)) == digest_of(chosen, built), (

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from deleted_extras import needs
 from faults.phases import lines_of, stopped
 from proc import children, status_of
 from processes import COMMANDS, TINY, Background, call, command, final_state, train
@@ -121,6 +122,7 @@ def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
     assert final_state(tmp_path / "run", STEPS) == final_state(tmp_path / "whole", STEPS)
 
 
+@needs("report")
 @pytest.mark.full
 def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config):
     run = Background(config, tmp_path / "run", "log.report=true", ranks=2, cold=True)

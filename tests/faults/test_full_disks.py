@@ -136,6 +136,7 @@ def handed_over(folder: Path, program: str) -> None:
 
 
 def recipe(folder: Path) -> None:
+    pytest.importorskip("vit.extras.recipes")
     line = "torchrun main.py --model deit_small_patch16_224 --batch-size 128"
     with chdir(folder):  # Use a relative path, because the file records its command.
         run_here("launch/recipe.py", "import", line, "--out", "recipe.yaml")

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from deleted_extras import needs
 from faults.combinations import Data, draw
 from faults.fuzz import Fuzz, Refused, Result, differences
 from processes import train
@@ -17,6 +18,7 @@ def data(shards) -> Data:
     return Data(shards, shards, shards)
 
 
+@needs("remote_runs")
 @pytest.mark.full
 def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, tmp_path):
     """The run is exact over ranks, uses Muon, rewinds after loss spikes, and is repeated on three

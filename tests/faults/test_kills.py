@@ -13,11 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from deleted_extras import needs
 from faults.kills import Whole, broken_and_continued
 from faults.phases import PHASES
 from servers import S3Server
 
 NUMBERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
+EXTRAS = {"report": ["report"], "upload": ["remote_runs"]}
+"""Maps a phase to the extras that it needs."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,9 @@ def whole(tmp_path_factory, shards) -> Whole:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=needs(*EXTRAS.get(phase, ()))) for phase in PHASES]
+)
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
 def test_a_run_broken_in_any_phase_resumes_to_the_same_bits(whole, tmp_path, phase, number):
     with S3Server() as s3:

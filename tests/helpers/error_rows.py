@@ -15,6 +15,7 @@ import pytest
 import warm_python
 import yaml
 from checksums import digest
+from deleted_extras import needs
 from processes import REPOSITORY, TINY, call, command, environment, write_config
 
 from vit.checkpoint.checkpoint import complete_checkpoints, read_info
@@ -29,6 +30,13 @@ class Row(NamedTuple):
     what: str
     printed: str
     status: int
+    needs: str = ""
+    """The folder of vit/extras/ that the mistake needs, or an empty string."""
+
+    def case(self, *marks: pytest.MarkDecorator) -> Any:
+        """Return the row as a case of a test, which is skipped if its extra was deleted."""
+        needed = [needs(self.needs)] if self.needs else []
+        return pytest.param(self, id=self.what, marks=[*needed, *marks])
 
 
 def rows(section: str) -> list[Row]:
@@ -190,9 +198,7 @@ class Scenarios:
 
     def rows(self) -> list[Any]:
         return [
-            pytest.param(
-                row, id=row.what, marks=[pytest.mark.slow] if row.what in self.slow else []
-            )
+            row.case(*([pytest.mark.slow] if row.what in self.slow else []))
             for row in TRAINING_ROWS
             if row.what in self.of
         ]

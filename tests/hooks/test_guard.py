@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deleted_extras import needs
 from PIL import Image
 from processes import (
     TINY,
@@ -247,6 +248,7 @@ def test_a_run_rewinds_and_skips_the_batches_around_the_spike(finished):
     assert state["skipped_ranges"] == [[BAD_STEP - 1, BAD_STEP + 2]]
 
 
+@needs("report")
 def test_the_recorded_samples_are_those_of_the_batch(finished, planted, capsys):
     (line,) = metrics(finished, "rewind")
     run_here("launch/replay.py", finished, "--step", line["at_step"], "--csv", finished / "b.csv")

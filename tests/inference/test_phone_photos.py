@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deleted_extras import needs
 from PIL import Image, ImageOps
 from processes import TINY, run_here, write_config
 from torch.nn.modules.module import register_module_forward_hook
@@ -100,6 +101,7 @@ def test_an_evaluation_turns_the_images_of_shards_with_lying_photos(place):
     assert torch.equal(torch.cat(seen)[: len(images)], vit.load(place / "run").preprocess(*images))
 
 
+@needs("export")
 @pytest.mark.parametrize("program", ["timm", "huggingface", "onnx"])
 def test_exports_make_other_programs_turn_a_lying_photo(program, place, tmp_path, monkeypatch):
     """The code in the card runs in other programs exactly as printed. `vit.load` reads the config

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decoding import pixels
+from deleted_extras import DELETED, needs
 from PIL import Image
 from processes import run, run_here
 
@@ -41,9 +42,13 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
-    """Run the command on a folder that contains a tar, and return all of its outputs."""
+    """Run the command on a folder that contains a tar, and return all of its outputs.
+
+    The sheet is part of the report.
+    """
     out = tmp_path_factory.mktemp("out")
-    flags = ["--csv", out / "out.csv", "--sheet", out / "sheet.png", "--attention"]
+    flags = ["--csv", out / "out.csv"]
+    flags += [] if "report" in DELETED else ["--sheet", out / "sheet.png", "--attention"]
     done = run("launch/predict.py", "--checkpoint", tiny_run, odd_files, *flags, "--top", 2)
     return SimpleNamespace(done=done, out=out)
 
@@ -80,8 +85,10 @@ def test_unreadable_files_are_named_and_counted(predicted, odd_files):
     assert "; 5 could not be read and were skipped\n" in done.stdout
     assert "note: 2 other files skipped: 1 .cls, 1 .txt\n" in done.stderr
     assert done.stdout.count("alpha.png") == 1
-    assert pixels(predicted.out / "sheet.png").shape[0] > 400
-    assert {path.name for path in predicted.out.iterdir()} == {"out.csv", "sheet.png"}
+    if "report" not in DELETED:
+        assert pixels(predicted.out / "sheet.png").shape[0] > 400
+    sheets = set[str]() if "report" in DELETED else {"sheet.png"}
+    assert {path.name for path in predicted.out.iterdir()} == {"out.csv"} | sheets
 
 
 def test_workers_and_batches_change_nothing(tiny_run, odd_files):
@@ -203,6 +210,7 @@ def test_file_names_cannot_control_the_terminal():
     assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 
 
+@needs("report")
 def test_an_unwritable_sheet_is_reported_before_any_prediction(tiny_run, odd_files, tmp_path):
     (tmp_path / "taken").touch()
     flags = ["--csv", tmp_path / "out.csv", "--sheet", tmp_path / "taken" / "sheet.png"]
@@ -210,6 +218,17 @@ def test_an_unwritable_sheet_is_reported_before_any_prediction(tiny_run, odd_fil
     with pytest.raises(ValueError, match=r"--sheet .*sheet.png: cannot be written"):
         run_here("launch/predict.py", "--checkpoint", tiny_run, image, *flags)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_sheet_without_the_report_is_rejected_before_any_prediction(
+    tiny_run, odd_files, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "vit.extras.report.model_plots", None)
+    flags = ["--csv", tmp_path / "out.csv", "--sheet", tmp_path / "sheet.png"]
+    image = odd_files / "a" / "alpha.png"
+    with pytest.raises(ValueError, match=r"--sheet needs vit/extras/report.*, which is not inst"):
+        run_here("launch/predict.py", "--checkpoint", tiny_run, image, *flags)
+    assert not list(tmp_path.iterdir())
 
 
 def test_unsupported_photos_are_listed_with_a_command_that_converts_them(tmp_path):

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from deleted_extras import is_deleted
 from PIL import Image
 from processes import TINY, as_by_another_program, make_shards, run_here, write_config
 from safetensors import safe_open
@@ -152,12 +153,13 @@ def test_each_command_refuses_weights_that_are_not_finite(value, base, shards, t
     Image.new("RGB", (9, 9)).save(tmp_path / "photo.png")
     config = write_config(tmp_path, shards, steps=1)
     start = [*TINY, f"run.dir={tmp_path / 'run'}", f"init.checkpoint={path}"]
-    for arguments in (
+    commands = (
         ["launch/eval.py", path, "--device", "cpu"],
         ["launch/predict.py", "--checkpoint", path, tmp_path / "photo.png", "--device", "cpu"],
         ["launch/export.py", path, "--to", "timm", "--out", tmp_path / "out"],
         ["launch/train.py", "--config", config, *start],
-    ):
+    )
+    for arguments in (line for line in commands if not is_deleted(line[0])):
         with pytest.raises(ValueError, match=r"broken\.safetensors: 3 values in 1 of 32 weights"):
             run_here(*arguments)
     with pytest.raises(ValueError, match=r"are NaN or infinite \(blocks\.0\.attn\.qkv\.weight\)"):

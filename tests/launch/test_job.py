@@ -9,6 +9,7 @@ import time
 
 import pytest
 import warm_python
+from deleted_extras import needs
 from families import Family
 from processes import REPOSITORY, TINY, call, environment, last_step, metrics
 
@@ -51,6 +52,7 @@ def test_a_check_is_not_repeated_unless_it_was_ended(launcher_status, stop_signa
     assert job["judge_check"](launcher_status, stop_signal)[0] == status
 
 
+@needs("planner")
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_pod_checks_in_place_of_training(config, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from deleted_extras import needs
 from loggers.wandb_runs import numbers, one_run, parts, read_wandb, recorded
 from processes import run_here
 
@@ -36,6 +37,7 @@ def test_writes_an_offline_part_without_a_service(tmp_path, monkeypatch):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@needs("report")
 @pytest.mark.full
 def test_uploads_missing_lines_and_rebuilds_a_deleted_run(tmp_path, server, capsys):
     folder = with_record(tmp_path / "run")

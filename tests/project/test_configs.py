@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deleted_extras import NO_REPORT
 from processes import metrics, run
 
 from vit.config.io import ConfigError, load_config, load_with_origins, recipe_name, to_dict
@@ -192,17 +193,6 @@ def test_the_page_of_plans_agrees_with_every_header():
     assert len(stated) > 30
 
 
-def test_the_page_has_every_recipe_and_its_published_result():
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    for path in RECIPES:
-        name = recipe_name(path)
-        assert f"`{name}`" in page
-        if published := re.search(r"^# published ((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M):
-            (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.M)
-            accuracies = re.findall(r"\d\d\.\d", re.sub(r"arXiv [\d.]+", "", published[1]))
-            assert set(accuracies) == set(re.findall(r"\d\d\.\d", row.split("|")[4])), name
-
-
 FINETUNED = [path for path in PUBLISHED if "_ft" in path.stem]
 
 
@@ -233,6 +223,7 @@ SMALL = [
     "eval.batch_size=8",
     "log.every_steps=1",
     "log.wandb=off",
+    *NO_REPORT,
 ]
 
 
@@ -340,6 +331,7 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
         "train.compile=false",
         "log.wandb=off",
         "log.every_steps=1",
+        *NO_REPORT,
         ranks=2,
         timeout_s=500,
     )
@@ -349,35 +341,3 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
         "a zero head of three classes starts at a loss of ln 3"
     )
     assert len(losses) == 2
-
-
-def test_the_table_of_deit_options_has_valid_settings(tmp_path):
-    """Each cell is `section.key: value`. A key without a section is in the section of the previous
-    key."""
-    table = (
-        (ROOT / "docs" / "recipes.md")
-        .read_text()
-        .partition("| DeiT `main.py` |")[2]
-        .partition("\n\n")[0]
-    )
-    values = {}
-    section = ""
-    for setting in re.findall(r"`([\w.]+: [^`]+)`", table):
-        key, _, value = setting.partition(": ")
-        section = key.partition(".")[0] if "." in key else section
-        values[key if "." in key else f"{section}.{key}"] = value
-    assert len(values) == 21
-    config = load_config(
-        ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in values.items()]
-    )
-    assert (config.optim.lr, config.optim.clip_grad_norm, config.optim.betas) == (
-        1e-3,
-        None,
-        (0.9, 0.999),
-    )
-    assert (config.data.aug_repeats, config.data.aug_repeats_form, config.train.ema_decay) == (
-        3,
-        "sampler",
-        0.99996,
-    )
-    assert (config.model.dist_token, config.distill.distill_type) == (True, "hard")

@@ -1,14 +1,19 @@
 """Test that each folder of vit/extras/ can be deleted: all other modules can still be imported, and
-a config that needs the folder is rejected in one line."""
+a config that needs the folder is rejected in one line.
+
+tests/deleted_extras.py lists the files that are deleted with a folder.
+"""
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from deleted_extras import DELETED, OWN, extra_of
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = sorted(path.parent.name for path in (ROOT / "vit" / "extras").glob("*/__init__.py"))
@@ -50,7 +55,23 @@ except ValueError as error:
 
 
 def test_each_extra_needed_by_an_argument_exists():
-    assert set(NEEDED_BY) < set(EXTRAS)
+    assert set(NEEDED_BY) < set(OWN)
+    assert {*EXTRAS, *DELETED} == set(OWN), "tests/deleted_extras.py must list each extra"
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_the_files_that_belong_to_an_extra_exist(name):
+    assert [path for path in OWN[name] if not (ROOT / path).exists()] == []
+
+
+def test_a_command_belongs_to_the_extra_that_it_cannot_start_without():
+    for script in sorted((ROOT / "launch").glob("*.py")):
+        imports = {
+            node.module.split(".")[2]
+            for node in ast.parse(script.read_text()).body
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vit.extras.")
+        }
+        assert imports - {"compose"} == {extra_of(f"launch/{script.name}")} - {""}, script.name
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from deleted_extras import needs_of
 
 ROOT = Path(__file__).parents[2]
 FAULTS = (ROOT / "docs" / "faults.md").read_text()
@@ -32,7 +33,13 @@ def test_every_promise_names_its_tests():
     assert len(promises) > 10
 
 
-@pytest.mark.parametrize(("file", "name"), sorted({*re.findall(NAMED, FAULTS + PROMISES)}))
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        pytest.param(file, name, marks=needs_of(file))
+        for file, name in sorted({*re.findall(NAMED, FAULTS + PROMISES)})
+    ],
+)
 def test_the_named_test_exists(file, name):
     tree = ast.parse((ROOT / file).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

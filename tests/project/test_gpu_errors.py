@@ -202,7 +202,7 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
 }
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in ROWS])
+@pytest.mark.parametrize("row", [row.case() for row in ROWS])
 def test_the_mistake_has_the_stated_result(row: Row, tmp_path, shards):
     done = SCENARIOS[row.what](Place(tmp_path, shards))
     assert done.returncode == row.status, done.stderr

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from deleted_extras import needs
 from PIL import Image
 from processes import TINY, environment, write_config
 
@@ -361,6 +362,7 @@ def test_the_watch_detects_a_connection_and_an_open_folder(tmp_path):
     assert [line.partition(": ")[2].split()[0] for line in seen] == ["makes", "connects"]
 
 
+@needs("export", "report")
 @pytest.mark.full
 def test_commands_open_no_connection_and_leave_no_readable_folder(tmp_path):
     """The commands are preparation, training with a report, evaluation, prediction and export."""

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torchvision
 import warm_python
+from deleted_extras import DELETED, needs, needs_of
 from fake_imagenet import make_fake, write_archives
 from processes import call, environment, jpeg, run, run_here
 from servers import WebServer
@@ -170,10 +171,10 @@ class Checkout:
     def added(self, arguments: Sequence[str]) -> list[str]:
         if arguments[0] == "launch/train.py":
             if "--print-config" in arguments:
-                return []
-            added = SMALL
+                return ["eval.reference=null"] if "recipes" in DELETED else []
+            added = [*SMALL, *(["eval.reference=null"] if "recipes" in DELETED else [])]
             if "init.freeze=backbone" in arguments:
-                added = [word for word in SMALL if not word.startswith("model.")]
+                added = [word for word in added if not word.startswith("model.")]
                 added = [*added, "train.steps=1", "data.global_batch_size=4", "eval.batch_size=4"]
             keys = {word.partition("=")[0] for word in arguments}
             return [word for word in added if word.partition("=")[0] not in keys]
@@ -226,7 +227,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
 def runs() -> Iterator[object]:
     for row, commands in COMMANDS.items():
         for command in commands:
-            marks = [] if command.endswith(CHEAP) else [pytest.mark.full]
+            marks = [needs_of(command), *([] if command.endswith(CHEAP) else [pytest.mark.full])]
+            marks += [needs("planner")] if re.search(" (shapes|summary) ", command) else []
+            marks += [needs("report")] if "--sheet" in command else []
             yield pytest.param(row, command, marks=marks, id=f"{row}: {command}")
 
 

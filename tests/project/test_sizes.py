@@ -19,7 +19,9 @@ LARGER = {"tests/helpers/servers.py:_answer": 84}
 """Maps each `file:function` or folder that exceeds the limit to its current size."""
 LISTED = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout
 CODE = [
-    Path(name) for name in LISTED.splitlines() if Path(name).suffix in (".py", ".c", ".h", ".sh")
+    Path(name)
+    for name in LISTED.splitlines()
+    if Path(name).suffix in (".py", ".c", ".h", ".sh") and (ROOT / name).is_file()
 ]
 
 

@@ -113,7 +113,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", [row.case() for row in ROWS])
 def test_the_mistake_has_the_stated_result(row: Row, base, place, monkeypatch, capfd):
     from vit.distributed import exit
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from deleted_extras import needs
 from processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,7 @@ def test_the_notebook_uses_the_address_of_the_project_in_colab(notebook):
     assert f"]({in_colab or 'https://colab.research.google.com/'})" in PAGE.read_text()
 
 
+@needs("report")
 def test_all_cells_run(notebook, tmp_path):
     """The cells run as a script and train for three steps. Another test covers the accuracy."""
     script = "\n\n".join(code_of(notebook))
@@ -70,6 +72,7 @@ def test_all_cells_run(notebook, tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "the cells must write no files"
 
 
+@needs("report")
 @pytest.mark.full
 def test_a_kernel_runs_the_unchanged_notebook(notebook, monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

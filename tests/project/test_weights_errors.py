@@ -207,7 +207,7 @@ def finished(tmp_path_factory, shards):
     return folder / "run"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", [row.case() for row in ROWS])
 def test_the_mistake_has_the_stated_result(row: Row, tmp_path, shards, finished):
     config = write_config(tmp_path, shards)
     place = Place(tmp_path / "place", config, finished)

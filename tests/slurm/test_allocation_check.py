@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from deleted_extras import needs
 from processes import TINY, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.slow, pytest.mark.full, needs("planner")]
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
 # Both nodes are this machine. Like a container, this command prefix gives each node a different

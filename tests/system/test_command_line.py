@@ -7,6 +7,7 @@ import re
 import sys
 
 import pytest
+from deleted_extras import needs_of
 from processes import call, environment, run_here
 
 from vit.system.command_line import as_typed
@@ -28,76 +29,75 @@ def refusal(capsys):
     return refused
 
 
+MISTAKES: list[tuple[str, list[str], str]] = [
+    (
+        "train",
+        ["--confg", "configs/demo.yaml"],
+        "unknown: --confg configs/demo.yaml; did you mean --config?",
+    ),
+    ("train", [*CONFIG, "--prin-config"], "unknown: --prin-config; did you mean --print-config?"),
+    ("train", [*CONFIG, "--lr", "1e-3"], "unknown: --lr 1e-3; did you mean optim.lr=1e-3?"),
+    (
+        "train",
+        [*CONFIG, "--optim.lr=1e-3"],
+        "unknown: --optim.lr=1e-3; did you mean optim.lr=1e-3?",
+    ),
+    ("train", [*CONFIG, "--resume"], "unknown: --resume; run the same command again to resume"),
+    (
+        "train",
+        ["--batch-size", "64", "--epochs=5", *CONFIG, "train.seed=1"],
+        (
+            "unknown: --batch-size 64 --epochs=5; did you mean data.global_batch_size=64?; did"
+            " you mean train.epochs=5?"
+        ),
+    ),
+    (
+        "train",
+        [*CONFIG, "--amp", "optim.lr=1"],
+        "unknown: --amp; did you mean train.precision=VALUE?",
+    ),
+    ("train", [], "the following arguments are required: --config"),
+    (
+        "train",
+        ["configs/demo.yaml", "optim.lr=1"],
+        "the following arguments are required: --config",
+    ),
+    ("train", ["optim.lr=1", "--config"], "argument --config: expected one argument"),
+    (
+        "eval",
+        ["--chekpoint", "runs/demo"],
+        "unknown: --chekpoint runs/demo; did you mean --checkpoint?",
+    ),
+    (
+        "eval",
+        ["runs/demo", "runs/demo"],
+        "runs/demo and runs/demo: a checkpoint is listed twice: remove one",
+    ),
+    (
+        "eval",
+        ["runs/demo", "--checkpoint", "runs/b16", "--finetune", "a.yaml"],
+        "runs/demo and runs/b16: pass one run or file to fine-tune",
+    ),
+    (
+        "eval",
+        ["runs/demo", "data.root=a", "eval.batch_size=3"],
+        "data.root=a: only eval.* settings are allowed without --finetune",
+    ),
+    ("eval", ["runs/demo", "--lr", "1"], "unknown: --lr 1; did you mean optim.lr=1?"),
+    ("report", ["runs/demo", "more"], "unknown: more"),
+    ("report", ["--devise", "cpu"], "unknown: --devise; did you mean --device?"),
+    (
+        "visualize",
+        ["augment", *CONFIG, "--image", "3"],
+        "unknown: --image 3; did you mean --images?",
+    ),
+    ("visualize", ["augment", "--confg", "x"], "unknown: --confg x; did you mean --config?"),
+]
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
-    [
-        (
-            "train",
-            ["--confg", "configs/demo.yaml"],
-            "unknown: --confg configs/demo.yaml; did you mean --config?",
-        ),
-        (
-            "train",
-            [*CONFIG, "--prin-config"],
-            "unknown: --prin-config; did you mean --print-config?",
-        ),
-        ("train", [*CONFIG, "--lr", "1e-3"], "unknown: --lr 1e-3; did you mean optim.lr=1e-3?"),
-        (
-            "train",
-            [*CONFIG, "--optim.lr=1e-3"],
-            "unknown: --optim.lr=1e-3; did you mean optim.lr=1e-3?",
-        ),
-        ("train", [*CONFIG, "--resume"], "unknown: --resume; run the same command again to resume"),
-        (
-            "train",
-            ["--batch-size", "64", "--epochs=5", *CONFIG, "train.seed=1"],
-            (
-                "unknown: --batch-size 64 --epochs=5; did you mean data.global_batch_size=64?; did"
-                " you mean train.epochs=5?"
-            ),
-        ),
-        (
-            "train",
-            [*CONFIG, "--amp", "optim.lr=1"],
-            "unknown: --amp; did you mean train.precision=VALUE?",
-        ),
-        ("train", [], "the following arguments are required: --config"),
-        (
-            "train",
-            ["configs/demo.yaml", "optim.lr=1"],
-            "the following arguments are required: --config",
-        ),
-        ("train", ["optim.lr=1", "--config"], "argument --config: expected one argument"),
-        (
-            "eval",
-            ["--chekpoint", "runs/demo"],
-            "unknown: --chekpoint runs/demo; did you mean --checkpoint?",
-        ),
-        (
-            "eval",
-            ["runs/demo", "runs/demo"],
-            "runs/demo and runs/demo: a checkpoint is listed twice: remove one",
-        ),
-        (
-            "eval",
-            ["runs/demo", "--checkpoint", "runs/b16", "--finetune", "a.yaml"],
-            "runs/demo and runs/b16: pass one run or file to fine-tune",
-        ),
-        (
-            "eval",
-            ["runs/demo", "data.root=a", "eval.batch_size=3"],
-            "data.root=a: only eval.* settings are allowed without --finetune",
-        ),
-        ("eval", ["runs/demo", "--lr", "1"], "unknown: --lr 1; did you mean optim.lr=1?"),
-        ("report", ["runs/demo", "more"], "unknown: more"),
-        ("report", ["--devise", "cpu"], "unknown: --devise; did you mean --device?"),
-        (
-            "visualize",
-            ["augment", *CONFIG, "--image", "3"],
-            "unknown: --image 3; did you mean --images?",
-        ),
-        ("visualize", ["augment", "--confg", "x"], "unknown: --confg x; did you mean --config?"),
-    ],
+    [pytest.param(*mistake, marks=needs_of(f"launch/{mistake[0]}.py")) for mistake in MISTAKES],
 )
 def test_reports_an_unknown_option_with_the_probable_one(refusal, script, arguments, expected):
     assert refusal(script, *arguments) == expected

@@ -17,6 +17,7 @@ import timm
 import torch
 import transformers
 import warm_python
+from deleted_extras import needs
 from error_rows import Row, pattern_of, rows
 from PIL import Image
 from processes import TINY, call, environment, metrics, run
@@ -112,6 +113,7 @@ print(vit.load("{NAME}").weights.source)
     assert python(code) == f"{expected}\n"
 
 
+@needs("export")
 @pytest.mark.slow
 def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     hub, shards, tmp_path, monkeypatch
@@ -145,6 +147,7 @@ def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     assert f"| Started from | {NAME} on the Hugging Face hub, commit" in card
 
 
+@needs("export")
 @pytest.mark.slow
 def test_commands_accept_names_and_work_offline_from_the_cache(
     hub, shards, photo, tmp_path, monkeypatch

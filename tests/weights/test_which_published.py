@@ -24,7 +24,7 @@ from vit.model import create_model
 from vit.weights.files import find_weights, load_weights, read_weights
 from vit.weights.programs import View
 from vit.weights.published import describe_published, identify, to_config, with_published_config
-from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, TORCHVISION, KnownModel
+from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, TORCHVISION
 
 ROOT = Path(__file__).parents[2]
 
@@ -298,22 +298,6 @@ def test_the_published_accuracy_is_described():
         + "; published at 224x224, here 384x224; the data have 10 classes, but the model has"
         " 1000: labels are compared by number"
     )
-
-
-def test_the_page_and_the_program_have_the_same_table():
-    def line(row: KnownModel) -> str:
-        names = [row.name, *row.files]
-        side = f"{row.image_size[0]}, {row.crop_pct:g}"
-        return (
-            f"| {', '.join(f'`{name}`' for name in names)} | {side} | {row.top1:.2f} |"
-            f" {row.top5:.2f} |"
-        )
-
-    page = (ROOT / "docs" / "recipes.md").read_text().partition("## Known models")[2]
-    shown = [text for text in page.splitlines() if text.startswith("| `")]
-    expected = [line(row) for row in KNOWN]
-    assert shown == expected, "docs/recipes.md must contain this table:\n" + "\n".join(expected)
-    assert {row.source for row in KNOWN} == set(re.findall(r"[\w-]+/[\w-]+@\w+:[\w/.-]+\w", page))
 
 
 @pytest.mark.parametrize("row", [row for row in KNOWN if row.source == TORCHVISION])

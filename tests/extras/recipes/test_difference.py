@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from deleted_extras import needs
 from PIL import Image
 from processes import run_here, write_config
 
@@ -136,6 +137,7 @@ def test_run_folders_and_names_are_accepted_as_recipes(tmp_path, shards):
         read_recipe(tmp_path)
 
 
+@needs("report")
 def test_show_prints_the_groups_of_the_optimizer_and_draws_the_rates(
     tmp_path, shards, capsys, monkeypatch
 ):

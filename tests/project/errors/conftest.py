@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deleted_extras import DELETED
 from error_rows import Place
 
 
@@ -45,7 +46,7 @@ def happened(
         and "row" in item.fixturenames
     ]
     rows: list[Any] = [item.callspec.params["row"] for item in items]
-    chosen = [row.what for row in rows]
+    chosen = [row.what for row in rows if row.needs not in DELETED]
     with ThreadPoolExecutor(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     ) as pool:

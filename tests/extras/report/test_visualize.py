@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from decoding import pixels
+from deleted_extras import needs
 from processes import TINY, run_here, write_config
 
 from vit.system import meter
@@ -96,6 +97,7 @@ def test_two_runs_on_the_same_samples(base, tmp_path, capfd):
     assert "only A 0, only B 0" in printed
 
 
+@needs("planner")
 @pytest.mark.parametrize("word", ["run", "config", "name"])
 def test_prints_the_shapes_for_a_run_config_or_name(word, base, tmp_path, capfd):
     config = write_config(tmp_path, Path("nowhere"))
@@ -105,6 +107,7 @@ def test_prints_the_shapes_for_a_run_config_or_name(word, base, tmp_path, capfd)
     assert "at 32x32: " in printed
 
 
+@needs("planner")
 def test_costs_of_each_layer(base, capfd):
     printed = visualized(capfd, "summary", base)
     number = printed.partition(" parameters, ")[0].split()[-1]
@@ -119,7 +122,7 @@ def test_costs_of_each_layer(base, capfd):
         (["attention", "RUN", "--out", "a.gif"], "out of png, pdf, svg"),
         (["attention", "RUN", "--image", "nowhere.jpg"], "nowhere.jpg: no such file or folder"),
         (["distance", "RUN", "--samples", "0"], "--samples 0: expected a positive number"),
-        (["summary", "vit_b"], "unknown model 'vit_b'"),
+        pytest.param(["summary", "vit_b"], "unknown model 'vit_b'", marks=needs("planner")),
         (["confusion", "nowhere"], "nowhere: not a run folder"),
         (["filtres", "RUN"], r"invalid choice: 'filtres' .*\(did you mean filters"),
         (["atention", "RUN"], r"invalid choice: 'atention' .*\(did you mean attention"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOPICS = [
     "data",
     "steps",

@@ -1,0 +1,61 @@
+"""Skip tests that need a deleted folder of vit/extras/.
+
+A folder is deleted together with its tests (tests/extras/NAME), its commands and its pages. A test
+that uses one of them, but mainly tests something else, is marked with `needs` or `needs_of`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OWN = {
+    "export": ("launch/export.py",),
+    "planner": (
+        *("launch/bench.py", "launch/plan.py", "benchmarks/gpu_check"),
+        *("docs/measuring.md", "docs/planning.md"),
+    ),
+    "recipes": ("launch/recipe.py", "docs/recipes.md"),
+    "remote_runs": (),
+    "report": (
+        *("launch/replay.py", "launch/report.py", "launch/samples.py", "launch/visualize.py"),
+        "docs/samples.md",
+    ),
+    "stream": (),
+}
+"""Maps each folder of vit/extras/ to the commands and pages that are deleted with it."""
+DELETED = [name for name in OWN if not (ROOT / "vit" / "extras" / name / "__init__.py").is_file()]
+NO_REPORT = ["log.report=false"] if "report" in DELETED else []
+"""The setting that a run with the default `log.report=true` then needs."""
+
+
+def extra_of(path: str) -> str:
+    """Return the extra that a path in the repository, or the path of its parent, belongs to, or an
+    empty string."""
+    if match := re.match(r"(?:vit|tests)/extras/(\w+)(?:/|$)", path):
+        return match[1] if match[1] in OWN else ""
+    return next(
+        (name for name, own in OWN.items() if any(f"{path}/".startswith(f"{it}/") for it in own)),
+        "",
+    )
+
+
+def is_deleted(path: str) -> bool:
+    """Return whether a path in the repository belongs to a deleted extra."""
+    return extra_of(path) in DELETED
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that needs extras."""
+    assert set(names) <= set(OWN), names
+    deleted = [f"vit/extras/{name}" for name in names if name in DELETED]
+    return pytest.mark.skipif(bool(deleted), reason=f"needs {', '.join(deleted)}, now deleted")
+
+
+def needs_of(text: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that needs the extras whose files `text` names."""
+    paths = re.findall(r"\b(?:launch|benchmarks|docs|vit|tests)/[\w/.]*\w", text)
+    return needs(*{name for path in paths if (name := extra_of(path))})
