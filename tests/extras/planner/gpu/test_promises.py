@@ -1,7 +1,7 @@
 """Test those parts of `make gpu-check` that need no long training.
 
-All tests in this file require a GPU. tests/extras/planner/gpu_check/test_guarantees.py shows on a CPU
-that each check can fail.
+All tests in this file require a GPU. tests/extras/planner/gpu_check/test_guarantees.py shows on a
+CPU that each check can fail.
 """
 
 from __future__ import annotations
