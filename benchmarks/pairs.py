@@ -52,7 +52,7 @@ SETTINGS = (
     "train.epochs=3",
     "schedule.warmup_epochs=0.5",
     "eval.every_epochs=null",
-    "train.ema_decay=0.98",
+    "ema.decay=0.98",
     "train.device=cpu",
 )
 TUNING_SEED = 1000

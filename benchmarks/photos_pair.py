@@ -48,7 +48,7 @@ SETTINGS = {
     "model.embed_dim": 96,
     "model.depth": 4,
     "model.num_heads": 3,
-    "data.num_workers": 0,
+    "loader.num_workers": 0,
     "train.device": "cpu",
     "train.precision": "fp32",
     "log.wandb": "off",

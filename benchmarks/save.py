@@ -48,7 +48,7 @@ def create_train_step(config: Config) -> TrainStep:
     training."""
     device = torch.device("cpu")
     model = create_model(config.model, num_classes=1000)
-    decay = config.train.ema_decay
+    decay = config.ema.decay
     return TrainStep(
         model,
         create_optimizer(model, config.optim),

@@ -48,7 +48,7 @@ KNOWN = {
     "model.weight_init",
     "data.root",
     "data.global_batch_size",
-    "data.num_workers",
+    "loader.num_workers",
     "data.interpolation",
     "augment.crop_scale",
     "augment.crop_ratio",
@@ -77,7 +77,7 @@ KNOWN = {
     "log.report",
 }
 """The settings that the loop reads, and settings that do not affect training."""
-ONE_WAY = {"train.precision": "fp32", "data.num_workers": 0, "eval.every_epochs": 1}
+ONE_WAY = {"train.precision": "fp32", "loader.num_workers": 0, "eval.every_epochs": 1}
 """The settings for which the loop supports only a single value."""
 
 

@@ -244,7 +244,7 @@ def _create_parser() -> Parser:
     add_model_flags(
         parser,
         batch_size="images per forward pass and rank (default: the run's eval.batch_size)",
-        num_workers="loader processes per rank (default: the run's data.num_workers)",
+        num_workers="loader processes per rank (default: the run's loader.num_workers)",
         device="(default: auto, GPUs if each rank of a host has one)",
     )
     parser.add_argument(
@@ -346,7 +346,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "data.root": args.data,
         "data.val_split": args.split,
         "eval.batch_size": args.batch_size,
-        "data.num_workers": args.num_workers,
+        "loader.num_workers": args.num_workers,
         "train.device": args.device,
         **model_settings(args),
     }

@@ -39,7 +39,7 @@ activate_python
 find_nodes
 [[ " $* " == *" --config"* ]] || set -- --config configs/vit_b16.yaml "$@"
 world_size=$(( ${#nodes[@]} * ranks ))
-[[ -z ${STAGE:-} ]] || set -- "$@" "data.cache_dir=$STAGE"
+[[ -z ${STAGE:-} ]] || set -- "$@" "loader.cache_dir=$STAGE"
 described=$(WORLD_SIZE=$world_size "${on_one[@]}" python launch/train.py "$@" --print-config \
   </dev/null) || fail "not started: the config, see above"
 # rank 0's run folder on this node, or its working copy for a run at a URL

@@ -134,11 +134,11 @@ run_command(main)
 
 @pytest.mark.slow
 def test_one_rank_reads_checkpoint_and_initial_weights_and_all_have_them(config, tmp_path):
-    base = finished_run(config, tmp_path / "run0", "train.ema_decay=0.9", "model.depth=1")
+    base = finished_run(config, tmp_path / "run0", "ema.decay=0.9", "model.depth=1")
     script = tmp_path / "one_reads.py"
     script.write_text(ONE_READS)
     (tmp_path / "init0").symlink_to(tmp_path / "run0")
-    short = ("train.ema_decay=0.9", "model.depth=1", "train.steps=3", "eval.every_steps=100")
+    short = ("ema.decay=0.9", "model.depth=1", "train.steps=3", "eval.every_steps=100")
 
     def lines(*overrides: str) -> list[str]:
         done = run(script, config.parent, *TINY, *short, *overrides, ranks=3)

@@ -280,7 +280,7 @@ def test_accumulation_and_workers_change_nothing_but_rounding(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=4)
     off = ["model.drop_path_rate=0", "model.proj_drop_rate=0"]
     train(config, tmp_path / "whole", *off)
-    train(config, tmp_path / "parts", *off, "data.micro_batch_size=5", "data.num_workers=2")
+    train(config, tmp_path / "parts", *off, "data.micro_batch_size=5", "loader.num_workers=2")
     whole, parts = (
         [line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "parts")
     )
@@ -418,7 +418,7 @@ def test_a_timm_model_trains_in_the_same_loop(tmp_path, shards):
         "--config",
         config,
         f"run.dir={tmp_path / 'run'}",
-        "data.num_workers=0",
+        "loader.num_workers=0",
         "log.wandb=off",
         "train.precision=fp32",
         "log.every_steps=1",
@@ -476,7 +476,7 @@ def test_a_run_imports_only_what_it_uses(config: Path, tmp_path: Path):
         "--config",
         str(config),
         *TINY,
-        "data.num_workers=1",
+        "loader.num_workers=1",
         f"run.dir={tmp_path / 'run'}",
     ]
     done = call([sys.executable, "-c", LIST_MODULES, *arguments], environment())

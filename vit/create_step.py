@@ -38,7 +38,7 @@ def create_train_step(
     # optimizer refers to the parameters, so it is created after wrapping. DDP keeps the parameter
     # objects. `fully_shard` would replace these objects, so the EMA would also have to be created
     # after wrapping.
-    ema = create_average(model, config.train, plan.steps_per_epoch)
+    ema = create_average(model, config.ema, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)
     # Compile the EMA too, because it is evaluated as often as the model.

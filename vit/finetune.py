@@ -61,7 +61,7 @@ def finetune(
                 newest_info = load("vit.extras.remote_runs.reading:newest_info", tuned.run.dir)
                 infos = newest_info(tuned.run.dir)
             _check_same_start(infos, loaded, tuned.run.dir)
-    split = open_split(tuned.data, tuned.data.val_split, world)
+    split = open_split(tuned, tuned.data.val_split, world)
     selected = tuned.init.select_classes
     if base is not None and split.num_classes != loaded.num_classes and not selected:
         problem = (
@@ -136,7 +136,7 @@ def _evaluate_before(
     settings = {
         "data.root": tuned.data.root,
         "data.val_split": tuned.data.val_split,
-        "data.num_workers": tuned.data.num_workers,
+        "loader.num_workers": tuned.loader.num_workers,
         "eval.batch_size": tuned.eval.batch_size,
         # Omit the evaluation sets of `base`: their classes differ, so results would not be
         # comparable.

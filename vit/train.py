@@ -67,15 +67,15 @@ def _train_from_state(run: Run) -> Outcome:
 
 def _open_loader(run: Run) -> Loader:
     """Open a loader whose first batch is that of the step in `run.state`."""
-    data = run.config.data
+    loader = run.config.loader
     return Loader(
         run.batches,
         run.state.step,
         run.plan.total_steps,
-        num_workers=data.num_workers,
-        prefetch_gib=data.prefetch_gib,
+        num_workers=loader.num_workers,
+        prefetch_gib=loader.prefetch_gib,
         device=run.world.device,
-        stall_timeout_s=data.stall_timeout_s,
+        stall_timeout_s=loader.stall_timeout_s,
         on_device=run.train_step.augment.change_batch,
         skipped_ranges=run.state.skipped_ranges,
     )

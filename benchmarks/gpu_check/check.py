@@ -40,7 +40,7 @@ FLOOR_MFU = 0.25
 on Hopper. This code has not been measured on a GPU yet."""
 TINY_MODEL = ("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false")
 TINY_STEP = (*TINY_MODEL, "data.global_batch_size=16")
-TINY_RUN = ("model.depth=2", "model.image_size=32", "data.num_workers=0")
+TINY_RUN = ("model.depth=2", "model.image_size=32", "loader.num_workers=0")
 """The settings for training runs that the check kills."""
 
 

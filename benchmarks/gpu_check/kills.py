@@ -38,10 +38,12 @@ second, and kills ranks that do not exit within 30 s."""
 POLL_S = 0.05
 CONFIG = """
 model: {name: vit_ti16, image_size: 64, drop_path_rate: 0.1}
-data: {root: SHARDS, global_batch_size: 32, num_workers: 2}
+data: {root: SHARDS, global_batch_size: 32}
+loader: {num_workers: 2}
 augment: {randaugment_layers: 2, mixup_alpha: 0.8, cutmix_alpha: 1.0}
 schedule: {warmup_steps: 4}
-train: {steps: 24, ema_decay: 0.99}
+train: {steps: 24}
+ema: {decay: 0.99}
 checkpoint: {every_steps: 8, keep_last: 1}
 eval: {every_steps: 12, batch_size: 16}
 log: {every_steps: 1, wandb: "off", report: false}

@@ -101,7 +101,7 @@ def test_the_plain_loop_rejects_settings_that_it_does_not_support(module, settin
     timm_loop, config_file = module("timm_loop"), module("convergence").CONFIG
     for word in (
         "optim.name=muon",
-        "train.ema_decay=0.9",
+        "ema.decay=0.9",
         "augment.mix_group_size=4",
         "train.epochs=1.5",
         "train.precision=bf16",

@@ -64,7 +64,7 @@ def test_resuming_from_any_step_gives_the_weights_of_the_uninterrupted_run(
 ):
     config, run_dir = whole
     begin_again(run_dir, tmp_path / "run", step)
-    train_here(config, tmp_path / "run", f"data.num_workers={workers}")
+    train_here(config, tmp_path / "run", f"loader.num_workers={workers}")
     assert metrics(tmp_path / "run", "start")[-1]["step"] == step
     assert not names_that_differ(tmp_path / "run", run_dir)
 

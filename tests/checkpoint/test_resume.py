@@ -49,12 +49,7 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
     """As after a kill, the first attempt loses its checkpoint of step 6 but keeps the weights. The
     second attempt uses a different learning rate, so its weights differ."""
     folder = tmp_path / "run"
-    settings_of_run = (
-        "train.ema_decay=null",
-        "train.steps=6",
-        "eval.every_steps=3",
-        f"run.dir={folder}",
-    )
+    settings_of_run = ("ema.decay=null", "train.steps=6", "eval.every_steps=3", f"run.dir={folder}")
 
     def weights_of(name: str) -> tuple[int, dict[str, Tensor]]:
         loaded = read_weights(folder / "weights" / f"{name}.safetensors")

@@ -219,27 +219,22 @@ def test_settings_that_contradict_each_other_are_refused(problems, text, expecte
 
 
 def test_members_of_streamed_samples_are_named_by_settings(load, problems):
-    text = BASE.replace(
-        "data:\n", "data:\n  reader: webdataset\n  stream: a.tar\n  num_samples: 9\n"
-    )
+    text = BASE.replace("data:\n", "stream:\n  urls: a.tar\n  num_samples: 9\ndata:\n")
     assert text != BASE
-    overrides = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
-    assert load(text, *overrides).config.data.stream_label == "json:meta.label"
-    assert "data.stream_label=none: training needs labels: give the label's member" in str(
-        problems(text, "data.stream_label=none")
+    overrides = ("stream.image=image.jpg", "stream.label=json:meta.label")
+    assert load(text, *overrides).config.stream.label == "json:meta.label"
+    assert "stream.label=none: training needs labels: give the label's member" in str(
+        problems(text, "stream.label=none")
     )
     assert [line.split(": ", 1)[1] for line in problems(BASE, *overrides)] == [
-        "data.stream_image has no effect with data.reader=index: set data.reader=webdataset, or"
-        " remove data.stream_image",
-        "data.stream_label has no effect with data.reader=index: set data.reader=webdataset, or"
-        " remove data.stream_label",
+        "stream.image has no effect with stream.urls=null: set stream.urls, or remove stream.image",
+        "stream.label has no effect with stream.urls=null: set stream.urls, or remove stream.label",
     ]
     assert [
-        line.split(": ", 1)[1]
-        for line in problems(text, "data.stream_label=.cls", "data.stream_image=a/b")
+        line.split(": ", 1)[1] for line in problems(text, "stream.label=.cls", "stream.image=a/b")
     ] == [
-        "data.stream_image=a/b: expected the text after the key's dot, such as jpg or json:label",
-        "data.stream_label=.cls: expected the text after the key's dot, such as jpg or json:label",
+        "stream.image=a/b: expected the text after the key's dot, such as jpg or json:label",
+        "stream.label=.cls: expected the text after the key's dot, such as jpg or json:label",
     ]
 
 
@@ -332,14 +327,14 @@ def test_all_unset_variables_are_named_beside_other_problems(load, problems, mon
 
 def test_the_login_in_the_header_of_a_stream_command_is_not_recorded(load):
     command = 'pipe:curl -H "Authorization: Bearer $TOKEN" https://host/train-{0..9}.tar'
-    streams = ("data.reader=webdataset", "data.num_samples=10")
-    config, _ = load(BASE, f"data.stream={command}", *streams)
-    assert config.data.stream == command
-    assert to_dict(config)["data"]["stream"] == command, (
+    number = "stream.num_samples=10"
+    config, _ = load(BASE, f"stream.urls={command}", number)
+    assert config.stream.urls == command
+    assert to_dict(config)["stream"]["urls"] == command, (
         "the name of a shell variable must not be hidden as a secret"
     )
-    config, origins = load(BASE, f"data.stream={command.replace('$TOKEN', 'a5ecret')}", *streams)
-    assert "a5ecret" in str(config.data.stream)
+    config, origins = load(BASE, f"stream.urls={command.replace('$TOKEN', 'a5ecret')}", number)
+    assert "a5ecret" in str(config.stream.urls)
     assert "a5ecret" not in f"{to_dict(config)} {origins}"
 
 

@@ -46,12 +46,12 @@ from vit.training.step_result import NON_FINITE, SPIKE, StepValues
 
 ALONE = World(0, 1, torch.device("cpu"))
 ONLY_WHERE_OR_HOW_FAST = {
-    "data.cache_dir": "where blocks of shards are kept",
-    "data.cache_gib": "how much of them",
-    "data.patience_s": "how long a store is waited for",
-    "data.num_workers": "which processes make the batches",
-    "data.prefetch_gib": "how many batches are made ahead",
-    "data.stall_timeout_s": "how long a worker is waited for",
+    "loader.cache_dir": "where blocks of shards are kept",
+    "loader.cache_gib": "how much of them",
+    "loader.patience_s": "how long a store is waited for",
+    "loader.num_workers": "which processes make the batches",
+    "loader.prefetch_gib": "how many batches are made ahead",
+    "loader.stall_timeout_s": "how long a worker is waited for",
     "train.device": "where it is computed; a machine without GPUs has one choice",
     "train.compile": "how fast; a compilation takes seconds (tests/test_compile.py)",
     "train.deterministic": "which kernels GPUs use; CPUs have no others (tests/extras/planner/gpu)",
@@ -88,7 +88,7 @@ SEVERAL = {
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
-    "data.num_workers": 0,
+    "loader.num_workers": 0,
     "model.name": "vit_ti8",
     "model.image_size": 16,
     "model.embed_dim": 32,
@@ -195,7 +195,7 @@ def built(config: Config) -> dict[str, str]:
             "saver": digest(of_hook(run, "SamplesHook", "saved"), vars(run.saver)["_keep_last"]),
             "guard": " ".join(judged(config, run.record)),
         }
-        if config.data.reader == "index":
+        if config.stream.urls is None:
             images = []
             with vit.train._open_loader(run) as loader:
                 for step in range(2 * run.plan.steps_per_epoch):
@@ -347,7 +347,7 @@ WITHIN: dict[str, tuple[Any, Any]] = {
 
 def case(tested: Any, settings: dict[str, Any], name: str) -> Any:
     """Return a case that is skipped if `settings` need a deleted extra."""
-    extras = ["stream"] if settings.get("data.reader") == "webdataset" else []
+    extras = ["stream"] if settings.get("stream.urls") else []
     extras += ["recipes"] if settings.get("eval.reference") else []
     return pytest.param(tested, id=name, marks=needs(*extras))
 

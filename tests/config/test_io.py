@@ -255,7 +255,7 @@ def test_names_of_other_programs_map_to_existing_settings():
         "another program's name must map to a single setting"
     )
     assert not {key.rpartition(".")[2] for key in OTHER_NAMES} & set(other_names) - {
-        "batch_size"
+        *("batch_size", "decay")  # ema.decay is also close to the decay of weights
     }, "a setting's own name must not be listed as another program's name"
     assert not set(ADVICE) & set(other_names)
 
@@ -266,7 +266,7 @@ def test_names_of_other_programs_map_to_existing_settings():
         ("--lr", "1e-3", "did you mean optim.lr=1e-3?"),
         ("--optim.lr", "1e-3", "did you mean optim.lr=1e-3?"),
         ("--batch-size", "64", "did you mean data.global_batch_size=64?"),
-        ("-j", "8", "did you mean data.num_workers=8?"),
+        ("-j", "8", "did you mean loader.num_workers=8?"),
         ("--epochs", "300", "did you mean train.epochs=300?"),
         ("--epoch", "", "did you mean train.epochs=VALUE?"),
         ("--weigth-decay", "0.1", "did you mean optim.weight_decay=0.1?"),

@@ -156,7 +156,7 @@ def test_an_unreadable_image_is_an_error_that_names_it(workers, shards, tmp_path
     with (
         pytest.raises(
             ShardError,
-            match=rf"{split.key(4)!r} at byte \d+: cannot decode .*; set data.on_bad_image=skip",
+            match=rf"{split.key(4)!r} at byte \d+: cannot decode .*; set loader.on_bad_image=skip",
         ),
         Loader(batches, 0, 5, num_workers=workers) as loader,
     ):

@@ -17,10 +17,11 @@ def loaded(shards: Path, cache_dir: Path | None) -> set[str]:
     """Open and read a split as training does. Return the names of the imported project modules."""
     code = f"""
 import sys
-from vit.config.schema import DataConfig
+from vit.config.schema import Config
 from vit.data.open_data import open_split
-data = DataConfig(root={str(shards)!r}, cache_dir={cache_dir and str(cache_dir)!r})
-split = open_split(data, "train")
+loader = dict(cache_dir={cache_dir and str(cache_dir)!r})
+config = Config(data=dict(root={str(shards)!r}), loader=loader, train=dict(steps=1))
+split = open_split(config, "train")
 split.prepare(1)
 split.read(0)
 print("\\n".join(name for name in sys.modules if name.startswith("vit.")))
@@ -44,9 +45,9 @@ def test_shards_in_a_folder_need_neither_servers_nor_a_cache_nor_streams(shards,
 
 
 def test_a_folder_that_is_not_installed_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"^data.reader=x needs vit/extras/x, which is not"):
-        load("vit.extras.x.batches:open", "data.reader=x")
+    with pytest.raises(ValueError, match=r"^stream.urls needs vit/extras/x, which is not"):
+        load("vit.extras.x.batches:open", "stream.urls")
     (tmp_path / "needs_more.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        load("needs_more", "data.reader=x")
+        load("needs_more", "stream.urls")

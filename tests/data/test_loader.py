@@ -181,7 +181,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         == 11
     )
     expected = (
-        r"data.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\), but 4"
+        r"loader.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\), but 4"
         r" workers need"
     )
     with pytest.raises(ValueError, match=expected) as raised:

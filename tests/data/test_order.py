@@ -245,24 +245,24 @@ def test_impossible_sizes_are_refused_with_possible_ones():
     with pytest.raises(
         ValueError,
         match=(
-            r"data\.num_lanes=5 does not divide 12 \(data\.global_batch_size=12, .*\): choose one"
+            r"order\.num_lanes=5 does not divide 12 \(data\.global_batch_size=12, .*\): choose one"
             r" of \[1, 2, 3, 4, 6, 12\]"
         ),
     ):
         make_order(100, 12, num_lanes=5)
     message = (
-        r"data\.aug_repeats=3 does not divide data\.global_batch_size=16: use 15 or 18 images per"
+        r"order\.aug_repeats=3 does not divide data\.global_batch_size=16: use 15 or 18 images per"
         r" batch, "
     )
     with pytest.raises(
         ValueError,
         match=message
-        + r"data\.aug_repeats from \[1, 2, 4, 8, 16\], or data\.aug_repeats_form=sampler",
+        + r"order\.aug_repeats from \[1, 2, 4, 8, 16\], or order\.aug_repeats_form=sampler",
     ):
         make_order(100, 16, aug_repeats=3)
     message = (
-        r"data\.num_lanes=3 does not divide 4"
-        r" \(data\.global_batch_size=12, data\.aug_repeats=3\): "
+        r"order\.num_lanes=3 does not divide 4"
+        r" \(data\.global_batch_size=12, order\.aug_repeats=3\): "
     )
     with pytest.raises(ValueError, match=message + r"choose one of \[1, 2, 4\]"):
         make_order(100, 12, num_lanes=3, aug_repeats=3)

@@ -246,7 +246,7 @@ def config_of(tmp_path: Path, *overrides: str):
 
 
 def order_of(config: Config) -> Order:
-    return create_order(config.data, config.augment, config.train.seed, 1000)
+    return create_order(config, 1000)
 
 
 @settings(max_examples=60)
@@ -270,18 +270,20 @@ def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats
 
 
 def test_if_copies_would_mix_the_error_lists_possible_values_of_num_lanes(tmp_path):
-    repeated = ("data.aug_repeats=3", "data.num_lanes=16")
+    repeated = ("order.aug_repeats=3", "order.num_lanes=16")
     with pytest.raises(
         ValueError, match="copies of an image would mix with each other in groups of 4"
     ) as caught:
         order_of(config_of(tmp_path, *repeated))
-    assert "data.aug_repeats=3: with data.num_lanes=16" in str(caught.value)
+    assert "order.aug_repeats=3: with order.num_lanes=16" in str(caught.value)
     assert str(caught.value).endswith(
-        "choose data.num_lanes from [1, 2, 4, 8], or another augment.mix_group_size"
+        "choose order.num_lanes from [1, 2, 4, 8], or another augment.mix_group_size"
     )
     for lanes in (1, 2, 4, 8):
         assert (
-            order_of(config_of(tmp_path, "data.aug_repeats=3", f"data.num_lanes={lanes}")).num_lanes
+            order_of(
+                config_of(tmp_path, "order.aug_repeats=3", f"order.num_lanes={lanes}")
+            ).num_lanes
             == lanes
         )
     assert order_of(config_of(tmp_path, *repeated, "augment.mixup_alpha=0")).num_lanes == 16
@@ -290,9 +292,9 @@ def test_if_copies_would_mix_the_error_lists_possible_values_of_num_lanes(tmp_pa
 def test_the_plan_reports_the_distinct_images_of_an_epoch(tmp_path):
     for overrides, distinct, lanes in (
         ((), 960, 48),
-        (("data.aug_repeats=3",), 320, 4),
-        (("data.aug_repeats=3", "data.aug_repeats_form=sampler"), 320, 4),
-        (("data.aug_repeats=5", "data.aug_repeats_form=sampler"), 192, 2),
+        (("order.aug_repeats=3",), 320, 4),
+        (("order.aug_repeats=3", "order.aug_repeats_form=sampler"), 320, 4),
+        (("order.aug_repeats=5", "order.aug_repeats_form=sampler"), 192, 2),
     ):
         plan, order = make_plan(config_of(tmp_path, *overrides), 1000, world_size=2)
         assert (plan.steps_per_epoch, plan.dropped_per_epoch, plan.total_steps) == (20, 40, 40)

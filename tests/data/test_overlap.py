@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit.config.base import Selection, SourceConfig
-from vit.config.schema import DataConfig
+from vit.config.schema import Config
 from vit.data.open_data import open_split, open_train_set
 from vit.data.overlap import count_equal
 from vit.data.shards.split import Split
@@ -21,9 +21,13 @@ from vit.data.shards.tar import INDEX_DTYPE
 from vit.data.sources import train_set_of
 
 
+def config_of(root, **settings) -> Config:
+    return Config(data={"root": str(root), **settings}, train={"steps": 1})
+
+
 def opened(root, **settings):
-    data = DataConfig(root=str(root), **settings)
-    return open_train_set(data, open_split(data, data.val_split))
+    config = config_of(root, **settings)
+    return open_train_set(config, open_split(config, config.data.val_split))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_a_link_to_the_folder_is_the_same_data(shards, tmp_path):
 
 def test_evaluation_on_held_out_images_is_accepted(shards, tmp_path):
     assert opened(shards, train_split="train[:90%]", val_split="train[90%:]").num_draws == 54
-    held_out = open_split(DataConfig(root=str(shards)), "train[90%:]")
+    held_out = open_split(config_of(shards), "train[90%:]")
     (tmp_path / "held_out.txt").write_text("\n".join(held_out.key(i) for i in range(6)))
     by_key = {"exclude": str(tmp_path / "held_out.txt")}
     assert opened(shards, val_split="train[90%:]", **by_key).num_draws == 54
@@ -102,7 +106,7 @@ def test_only_selected_images_of_a_copy_are_counted(shards, tmp_path):
     copy = shutil.copytree(shards, tmp_path / "copy")
     train_set = opened(shards, train_split="train[:90%]", fraction=0.5)
     trained = {train_set.split.key(number) for number in train_set.shares[0].chosen.tolist()}
-    elsewhere = open_split(DataConfig(root=str(copy)), "train[50%:]")
+    elsewhere = open_split(config_of(copy), "train[50%:]")
     assert isinstance(elsewhere, SplitSlice)
     common = trained & {elsewhere.key(i) for i in range(30)}
     assert 0 < count_equal(train_set, elsewhere) == len(common) < 30

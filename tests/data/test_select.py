@@ -79,8 +79,8 @@ def test_a_filter_agrees_with_python_on_each_row(text):
         (
             "heigth > 3",
             (
-                r"'heigth' at character 1 of 'heigth > 3': not a column, did you mean height\?; the"
-                r" columns are width, height, size, label"
+                r"'heigth' at character 1 of 'heigth > 3': not a column \(did you mean height or"
+                r" width\?\); the columns are width, height, size, label"
             ),
         ),
         ("width > 3 and", "'width > 3 and' cannot be read: expected a comparison such as"),

@@ -57,7 +57,7 @@ def test_blocks_of_class_sorted_shards_are_reported_and_the_remedy_helps(aug_rep
     assert poor.classes_per_batch < 0.95 * poor.perfect_classes_per_batch
     assert str(poor).endswith(
         "neighbors in the shards have the same class and stay together in blocks of 64: set"
-        " data.block_samples=1 to separate them"
+        " order.block_samples=1 to separate them"
     )
     dealt = np.random.default_rng(0).permutation(BY_CLASS)
     for block, labels in ((1, BY_CLASS), (64, dealt)):

@@ -259,8 +259,8 @@ def test_contradictory_class_names_are_refused(shards, tmp_path):
     )
     val = renamed(shards, tmp_path / "nameless", [])
     message = (
-        r"sources\[2\] .*: label 0 is 'eel', but 'cat' in data\.sources\[1\] .*nameless 'train' has"
-        " no class names"
+        r"sources\[2\] .*: label 0 means 'eel', but 'cat' in data\.sources\[1\] .*nameless 'train'"
+        " has no class names"
     )
     with pytest.raises(ShardError, match=message):
         train_set_of_sources([val, cats, eels], [Selection()] * 3, [None] * 3, val, None)

@@ -57,7 +57,7 @@ def test_after_warming_a_job_requests_no_blocks(web, tmp_path, shards, capsys):
 
 def test_a_config_selects_shards_of_a_mounted_folder(shards, tmp_path, config):
     cache = tmp_path / "near"
-    settings = ["--config", str(config), f"data.root={shards}", f"data.cache_dir={cache}"]
+    settings = ["--config", str(config), f"data.root={shards}", f"loader.cache_dir={cache}"]
     assert warm.main([*settings, "--split", "train", "--shards", "1-2"]) == 0
     assert sorted({path.name.split(".")[0] for path in cache.rglob("*.block")}) == [
         "train-00001",
@@ -80,7 +80,7 @@ def test_warming_stops_when_the_cache_is_full_and_removes_nothing(
     blocks = set(cache.rglob("*.block"))
     assert 2 <= len(blocks) <= 6
     assert (
-        "; the cache is full (0.1 MB): enlarge it with --cache-gib or data.cache_gib"
+        "; the cache is full (0.1 MB): enlarge it with --cache-gib or loader.cache_gib"
         in capsys.readouterr().out
     )
     requests = len(parts_asked(web))

@@ -119,7 +119,7 @@ def test_a_stopped_worker_is_named_and_replaced_and_batches_stay_the_same(caplog
         caplog.text
     )
     killed = (
-        rf"{worker}, without progress for \d+ s \(data.stall_timeout_s\): all workers are"
+        rf"{worker}, without progress for \d+ s \(loader.stall_timeout_s\): all workers are"
         r" replaced, and new ones repeat their work"
     )
     assert len(re.findall(killed, caplog.text)) == 1, caplog.text
@@ -144,7 +144,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     )
     killed = (
         rf"loader worker 0 \(process {stopped}, stopped\) takes no work for \d+ s"
-        r" \(data\.stall_timeout_s\), although "
+        r" \(loader\.stall_timeout_s\), although "
     )
     assert re.search(killed, caplog.text)
 

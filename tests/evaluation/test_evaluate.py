@@ -27,7 +27,7 @@ from vit.weights.files import load_weights, read_weights
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory, shards):
     folder = tmp_path_factory.mktemp("evaluated")
-    train(write_config(folder, shards), folder / "run", "train.ema_decay=null")
+    train(write_config(folder, shards), folder / "run", "ema.decay=null")
     return folder / "run"
 
 
@@ -85,7 +85,7 @@ def test_evaluation_equals_a_plain_loop_over_the_images(trained_run, shards):
 
 @pytest.mark.slow
 def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, shards):
-    train(write_config(tmp_path, shards), tmp_path / "run", "train.ema_decay=null", ranks=3)
+    train(write_config(tmp_path, shards), tmp_path / "run", "ema.decay=null", ranks=3)
     saved = np.load(tmp_path / "run" / "predictions.npz")
     assert saved["labels"].tolist() == open_split(shards, "val").index["label"].tolist()
     assert (

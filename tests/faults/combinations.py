@@ -47,11 +47,11 @@ OPTIONS: Choices = {
     "precision": [("train.precision=bf16",), ("train.precision=fp16",)],
     "memory": [("train.activation_checkpointing=block",), ("train.deterministic=true",)],
     "average": [
-        ("train.ema_decay=0.9",),
-        ("train.ema_decay=0.9", "train.ema_warmup=true"),
-        ("train.ema_decay=0.9", "train.ema_warmup=true", "train.ema_warmup_power=0.75"),
-        ("train.ema_decay=0.9", "train.ema_every_steps=3"),
-        ("train.ema_decay=0.9", "train.ema_after_epochs=1"),
+        ("ema.decay=0.9",),
+        ("ema.decay=0.9", "ema.warmup=true"),
+        ("ema.decay=0.9", "ema.warmup=true", "ema.warmup_power=0.75"),
+        ("ema.decay=0.9", "ema.every_steps=3"),
+        ("ema.decay=0.9", "ema.after_epochs=1"),
     ],
     "micro-batches": [("data.micro_batch_size=2",), ("data.micro_batch_size=4",)],
     "exact": [
@@ -85,17 +85,20 @@ OPTIONS: Choices = {
         ("augment.three_augment=true", "augment.crop=simple"),
         ("augment.color_jitter=[0.3,0.3,0.3,0.1]",),
     ],
-    "repeats": [("data.aug_repeats=2",), ("data.aug_repeats=3", "data.aug_repeats_form=sampler")],
+    "repeats": [
+        ("order.aug_repeats=2",),
+        ("order.aug_repeats=3", "order.aug_repeats_form=sampler"),
+    ],
     "order": [
-        ("data.block_samples=4", "data.window_blocks=3", "data.num_lanes=3"),
-        ("data.num_lanes=1",),
+        ("order.block_samples=4", "order.window_blocks=3", "order.num_lanes=3"),
+        ("order.num_lanes=1",),
     ],
     "selection": [
         ("data.fraction=0.7", "data.fraction_of=class"),
         ("data.samples_per_class=12",),
         ("data.train_split=train[20%:]",),
     ],
-    "loader": [("data.num_workers=1",), ("data.num_workers=2",)],
+    "loader": [("loader.num_workers=1",), ("loader.num_workers=2",)],
     "lines": [
         ("log.every_steps=3",),
         ("log.every_steps=5", "log.norms_every_steps=3"),
@@ -253,7 +256,7 @@ def _named(data: Data) -> Choices:
             {"root": spoiled, "split": "train[10%:]", "weight": 1},
         ],
     ]
-    skip = "data.on_bad_image=skip"
+    skip = "loader.on_bad_image=skip"
     return {
         "sources": [(f"data.sources={json.dumps(each)}", skip) for each in sources],
         "bad images": [(f"data.root={spoiled}", skip)],

@@ -47,9 +47,9 @@ def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str
     room = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75
     return [
         f"data.root={url}",
-        f"data.cache_dir={cache}",
-        f"data.cache_gib={room / (1 << 30)}",
-        f"data.patience_s={patience_s}",
+        f"loader.cache_dir={cache}",
+        f"loader.cache_gib={room / (1 << 30)}",
+        f"loader.patience_s={patience_s}",
     ]
 
 

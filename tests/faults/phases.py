@@ -140,9 +140,9 @@ def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
     return Served(
         (
             f"data.root={web.url}/set",
-            f"data.cache_dir={folder / 'cache'}",
-            f"data.cache_gib={room_gib}",
-            "data.patience_s=120",
+            f"loader.cache_dir={folder / 'cache'}",
+            f"loader.cache_gib={room_gib}",
+            "loader.patience_s=120",
         ),
         hold,
         lambda: web.hang_after is not None and len(web.requests) > asked_before[0],

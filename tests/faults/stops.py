@@ -43,8 +43,8 @@ def stopped_and_continued(
     run = Background(
         whole.config,
         run_dir,
-        f"data.num_workers={2 if target == 'worker' else 0}",
-        f"data.stall_timeout_s={2 * for_s + 60}",
+        f"loader.num_workers={2 if target == 'worker' else 0}",
+        f"loader.stall_timeout_s={2 * for_s + 60}",
         f"run.hang_timeout_s={2 * for_s + 60}",
     )
     watched = Watched(run, run_dir, Served(), whole.steps)

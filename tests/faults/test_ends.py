@@ -80,7 +80,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         ("optim.lr=0.5", "optim.lr: 0.001 on rank 0, 0.5 on rank 1"),
         ("eval.every_steps=5", "eval.every_steps: 6 on rank 0, 5 on rank 1"),
-        ("data.num_workers=1", ""),
+        ("loader.num_workers=1", ""),
     ],
 )
 def test_refuses_ranks_with_different_settings(tmp_path, config, word, difference):
@@ -106,7 +106,7 @@ def test_refuses_ranks_with_different_settings(tmp_path, config, word, differenc
 @pytest.mark.full
 def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
     """Closing a terminal signals all of its processes, including the workers of the loader."""
-    settings = (f"train.steps={STEPS}", "data.num_workers=2", "checkpoint.every_steps=1000")
+    settings = (f"train.steps={STEPS}", "loader.num_workers=2", "checkpoint.every_steps=1000")
     train(config, tmp_path / "whole", *settings, ranks=2)
     run = Background(config, tmp_path / "run", *settings, ranks=2, cold=True)
     run.wait_for_step(4)

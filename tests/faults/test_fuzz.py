@@ -31,7 +31,7 @@ def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, 
         *("eval.every_steps=4", "optim.name=muon", "train.exact_over_ranks=true"),
         *("data.micro_batch_size=4", "guard.on_spike=rewind", "guard.window_steps=8"),
         *("guard.spike_sigmas=0.3", "guard.rewind_skip_steps=1", "guard.max_rewinds=100"),
-        *("log.every_steps=3", "train.ema_decay=0.9"),
+        *("log.every_steps=3", "ema.decay=0.9"),
     )
     kills = tuple(
         replace(drawn.kills[0], ranks=ranks, step=step, delay_s=0.0, hits_all=step == 4)
@@ -69,6 +69,6 @@ def test_a_seed_always_draws_the_same_combination(data):
     drawn = [draw(random.Random(seed), data) for seed in range(200)]
     assert drawn == [draw(random.Random(seed), data) for seed in range(200)]
     settings = {setting for each in drawn for setting in each.settings}
-    assert {"train.compile=true", "optim.name=muon", "data.on_bad_image=skip"} <= settings
+    assert {"train.compile=true", "optim.name=muon", "loader.on_bad_image=skip"} <= settings
     assert {each.place for each in drawn} == {"", "file", "s3"}
     assert {each.ranks for each in drawn} == {1, 2, 3}

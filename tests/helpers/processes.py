@@ -50,7 +50,7 @@ TINY = [
     "model.num_heads=2",
     "model.image_size=16",
     "model.name=vit_ti8",
-    "data.num_workers=0",
+    "loader.num_workers=0",
     "log.wandb=off",
     "log.report=false",
     "eval.batch_size=8",
@@ -113,7 +113,8 @@ data: {{root: {root}, global_batch_size: {batch}}}
 augment: {{mixup_alpha: 0.8, cutmix_alpha: 1.0, mix_group_size: 2}}
 loss: {{label_smoothing: 0.1}}
 schedule: {{warmup_steps: 3}}
-train: {{steps: {steps}, ema_decay: 0.9}}
+train: {{steps: {steps}}}
+ema: {{decay: 0.9}}
 checkpoint: {{every_steps: 3}}
 eval: {{every_steps: 6}}
 """)

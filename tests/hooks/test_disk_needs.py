@@ -37,9 +37,9 @@ GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
     "overrides",
     [
         TINY,
-        (*TINY, "train.ema_decay=null"),
+        (*TINY, "ema.decay=null"),
         (*TINY, "optim.name=sgd"),
-        (*TINY, "optim.name=sgd", "optim.momentum=0", "train.ema_decay=null"),
+        (*TINY, "optim.name=sgd", "optim.momentum=0", "ema.decay=null"),
         (*(line for line in TINY if not line.startswith("model.")), *GUEST),
     ],
     ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
@@ -47,7 +47,9 @@ GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
 def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards, tmp_path):
     path = tmp_path / "config.yaml"
     folder = tmp_path / "run"
-    path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
+    path.write_text(
+        f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{}}\nema: {{decay: 0.9}}\n"
+    )
     once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
     settings = load_config(path, [*overrides, *once])
     plan, _ = make_plan(settings, 60, 1)

@@ -308,7 +308,7 @@ def test_a_run_stops_before_the_update_and_resumes_with_another_action(planted, 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, planted, tmp_path):
-    settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
+    settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "loader.num_workers=1")
     settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
     train(planted, tmp_path / "whole", *settings, ranks=ranks)
     killed = Background(planted, tmp_path / "run", *settings, ranks=ranks)

@@ -93,7 +93,7 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
         for _, rate, remedy in messages:
             assert 0 < float(rate) <= ROWS / PAUSE_S
             assert (
-                remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
+                remedy == f"raise loader.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
             )
     else:
         assert not messages
@@ -158,7 +158,7 @@ def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
     assert f"; its time: {slowest.removesuffix('_s')} 9" in line
     assert remedy in line
     assert ("network" in line) == ("network" in remedy)
-    assert ("raise data.num_workers" in line) == (max_s == 1.0 and num_workers == 0)
+    assert ("raise loader.num_workers" in line) == (max_s == 1.0 and num_workers == 0)
 
 
 @pytest.mark.parametrize(("others_s", "suffix"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
@@ -196,8 +196,8 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
         "eval.every_steps=1000000",
         "checkpoint.every_steps=1000000",
         "log.every_steps=10",
-        "data.num_workers=1",
-        "data.stall_timeout_s=28",  # a wait is reported after a quarter of this time
+        "loader.num_workers=1",
+        "loader.stall_timeout_s=28",  # a wait is reported after a quarter of this time
     ]
     background = Background(config, run_dir, *settings, ranks=3)
     background.wait_for_step(20)

@@ -186,13 +186,13 @@ def check(
     world = World(rank, 3, torch.device(device), hosts=("a", "a", "b"))
     image = ImageFormat.from_config(config.model, config.data)
     splits = [
-        open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib)
+        open_split(config.data.root, name, config.loader.cache_dir, config.loader.cache_gib)
         for name in ("train", "val")
     ]
     plan, order = make_plan(config, splits[0].num_samples, 1)
     val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
     train = TrainBatches(splits[0], order, config.augment, image)
-    return preflight(config.data, world, plan, train, [val], root, saved_bytes=saved_bytes)
+    return preflight(config.loader, world, plan, train, [val], root, saved_bytes=saved_bytes)
 
 
 def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path):
@@ -218,31 +218,31 @@ def test_notes_a_cache_that_is_too_small(config, shards, tmp_path):
 
     def notes(*overrides: str) -> str:
         return "".join(
-            check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).record[
+            check(tiny(config, f"loader.cache_dir={tmp_path / 'cache'}", *overrides), empty).record[
                 "notes"
             ]
         )
 
     remote_root = "data.root=memory://preflight"
-    small = "data.cache_gib=0.0001"
-    assert "set data.block_samples=64" in notes(remote_root, small)
-    assert "lower data.num_lanes" in notes(remote_root, small, "data.block_samples=8")
+    small = "loader.cache_gib=0.0001"
+    assert "set order.block_samples=64" in notes(remote_root, small)
+    assert "lower order.num_lanes" in notes(remote_root, small, "order.block_samples=8")
     assert (
-        notes(remote_root, "data.cache_gib=1")
-        == notes(remote_root, "data.cache_gib=1", "data.block_samples=8")
+        notes(remote_root, "loader.cache_gib=1")
+        == notes(remote_root, "loader.cache_gib=1", "order.block_samples=8")
         == ""
     )
-    assert "set data.block_samples=64" in notes(small), (
+    assert "set order.block_samples=64" in notes(small), (
         "a folder with a cache must be treated as a mount"
     )
-    assert notes("data.cache_dir=null") == ""
+    assert notes("loader.cache_dir=null") == ""
 
 
 def test_reports_whether_memory_suffices(config, tmp_path):
     """The message and metrics.jsonl must contain the same numbers. Eight ranks per host need eight
     times as much memory."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
-    report = check(tiny(config, "data.num_workers=2"), enough)
+    report = check(tiny(config, "loader.num_workers=2"), enough)
     assert report.record["free_memory_gib"] == 3.0
     assert report.record["train_shards"] == 3
     assert report.record["cores"] == HERE
@@ -263,25 +263,25 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         assert any(note.startswith(message) for note in check(tiny(config), enough).record["notes"])
     message = (
         r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower"
-        r" data.num_workers"
+        r" loader.num_workers"
     )
     with pytest.raises(ValueError, match=message):
         check(
-            tiny(config, "data.num_workers=2"),
+            tiny(config, "loader.num_workers=2"),
             machine(tmp_path / "little", {"proc/meminfo": "MemAvailable: 262144 kB"}),
         )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
-            check(tiny(config, "data.num_workers=2"), enough)
-        cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
+            check(tiny(config, "loader.num_workers=2"), enough)
+        cached = tiny(config, "loader.num_workers=2", f"loader.cache_dir={tmp_path / 'cache'}")
         # Each worker has four threads that fetch data.
         with pytest.raises(
             ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
         ):
             check(cached, enough)
     assert (
-        check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").record[
+        check(tiny(config, "loader.num_workers=2"), tmp_path / "nothing is known").record[
             "free_memory_gib"
         ]
         is None
@@ -292,12 +292,12 @@ def test_more_workers_than_cores_are_reported(config, tmp_path):
     one_core = machine(
         tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"}
     )
-    report = check(tiny(config, "data.num_workers=4"), one_core)
+    report = check(tiny(config, "loader.num_workers=4"), one_core)
     assert report.record["notes"] == [
-        "4 loader workers share 1 core(s): data.num_workers=1 is as fast and needs less memory"
+        "4 loader workers share 1 core(s): loader.num_workers=1 is as fast and needs less memory"
     ]
     assert report.lines[2] == f"note: {report.record['notes'][0]}"
-    assert check(tiny(config, "data.num_workers=1"), one_core).record["notes"] == []
+    assert check(tiny(config, "loader.num_workers=1"), one_core).record["notes"] == []
 
 
 def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypatch):
@@ -358,7 +358,7 @@ def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkey
 
 def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path):
     steps = ("train.steps=40", "log.every_steps=10", "eval.every_steps=100")
-    done = train(config, tmp_path / "run", "data.num_workers=1", *steps)
+    done = train(config, tmp_path / "run", "loader.num_workers=1", *steps)
     host = (
         r"^host: (\d+) core\(s\) for 1 rank\(s\) with 1 loader worker\(s\) each.*; batches take"
         r" [\d.]+ MiB a rank"
@@ -403,15 +403,15 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["train.ema_decay=0.9999"], "leaves 100% of the initial weights"),
-        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "leaves 100% of the initial"),
-        (["train.ema_decay=0.9"], "leaves 28% of the initial"),
-        (["train.ema_decay=0.9", "train.ema_every_steps=2"], "leaves 53% of"),
-        (["train.ema_decay=0.9", "train.ema_after_epochs=1"], "leaves 48% of"),
-        (["train.ema_decay=0.9", "train.ema_after_epochs=2.4"], ""),
-        (["train.ema_decay=0.7"], ""),
-        (["train.ema_decay=0.9999", "train.ema_warmup=true"], ""),
-        (["train.ema_decay=null"], ""),
+        (["ema.decay=0.9999"], "leaves 100% of the initial weights"),
+        (["ema.decay=0.9999", "init.checkpoint=FILE"], "leaves 100% of the initial"),
+        (["ema.decay=0.9"], "leaves 28% of the initial"),
+        (["ema.decay=0.9", "ema.every_steps=2"], "leaves 53% of"),
+        (["ema.decay=0.9", "ema.after_epochs=1"], "leaves 48% of"),
+        (["ema.decay=0.9", "ema.after_epochs=2.4"], ""),
+        (["ema.decay=0.7"], ""),
+        (["ema.decay=0.9999", "ema.warmup=true"], ""),
+        (["ema.decay=null"], ""),
     ],
 )
 def test_notes_an_average_that_cannot_move(settings, expected, config, tmp_path, capfd):

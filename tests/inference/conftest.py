@@ -15,7 +15,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """Train a run on three classes for three steps."""
     folder = tmp_path_factory.mktemp("tiny")
     config = write_config(folder, shards, steps=3)
-    settings = [*TINY, f"run.dir={folder / 'run'}", "train.ema_decay=null"]
+    settings = [*TINY, f"run.dir={folder / 'run'}", "ema.decay=null"]
     run_here("launch/train.py", "--config", config, *settings)
     return folder / "run"
 

@@ -35,12 +35,7 @@ HIGHER = [setting for setting in TINY if "image_size" not in setting] + ["model.
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, shards):
     folder = tmp_path_factory.mktemp("base")
-    train(
-        write_config(folder, shards),
-        folder / "run",
-        "train.ema_decay=null",
-        "model.drop_path_rate=0",
-    )
+    train(write_config(folder, shards), folder / "run", "ema.decay=null", "model.drop_path_rate=0")
     return folder / "run"
 
 

@@ -160,7 +160,7 @@ def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "overrides", [["train.ema_decay=null"], ["train.ema_decay=0.9"], ["optim={name: sgd}"]]
+    "overrides", [["ema.decay=null"], ["ema.decay=0.9"], ["optim={name: sgd}"]]
 )
 def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shards):
     """The size must not include the header of the safetensors file."""
@@ -177,7 +177,7 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shard
     loaded = load_config(config, settings)
     with torch.device("meta"):
         model = create_model(loaded.model, num_classes=3)
-    assert training_bytes(model, loaded.optim, loaded.train.ema_decay is not None)[0] == len(
+    assert training_bytes(model, loaded.optim, loaded.ema.decay is not None)[0] == len(
         written
     ) - 8 - int.from_bytes(written[:8], "little")
 

@@ -56,7 +56,7 @@ def test_the_python_page_has_the_signatures(reference):
 
 def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tmp_path):
     config = write_config(tmp_path, shards, steps=6)
-    overrides = ["log.norms_every_steps=3", "data.num_workers=1"]
+    overrides = ["log.norms_every_steps=3", "loader.num_workers=1"]
     train(config, tmp_path / "run", *overrides)
     keys = reference.RECORD
     kinds = set()

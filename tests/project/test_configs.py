@@ -42,7 +42,7 @@ MAE_TABLE_11 = {
     "augment.mixup_alpha": 0.8,
     "augment.cutmix_alpha": 1.0,
     "model.drop_path_rate": 0.1,
-    "train.ema_decay": 0.9999,
+    "ema.decay": 0.9999,
 }
 # Table 11, columns ViT-L and ViT-H.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
@@ -61,7 +61,7 @@ DEIT3_FINETUNE_384 = {
     "schedule.min_lr": 1e-5,  # default
     "schedule.warmup_epochs": 5,  # --warmup-epochs 5
     "train.epochs": 20,  # --epochs 20
-    "train.ema_decay": None,  # main.py computes averaged weights, but never evaluates them
+    "ema.decay": None,  # main.py computes averaged weights, but never evaluates them
     "augment.randaugment_layers": 2,  # --aa rand-m9-mstd0.5-inc1
     "augment.randaugment_magnitude": 9,
     "augment.randaugment_magnitude_std": 0.5,
@@ -96,7 +96,7 @@ OURS = {
     "init.checkpoint",
     "data.root",
     "data.micro_batch_size",
-    "data.num_workers",
+    "loader.num_workers",
     "train.precision",
     "train.compile",
     "eval.every_epochs",
@@ -214,7 +214,7 @@ SMALL = [
     "model.depth=2",
     "model.num_heads=2",
     "data.global_batch_size=8",
-    "data.num_workers=0",
+    "loader.num_workers=0",
     "train.steps=2",
     "train.precision=fp32",
     "train.compile=false",

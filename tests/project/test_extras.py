@@ -23,7 +23,7 @@ NEEDED_BY = {
     "recipes": ("eval.reference=demo", "eval.reference needs"),
     "remote_runs": ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run needs"),
     "report": ("log.report=true", "log.report=true needs"),
-    "stream": ("data.reader=webdataset", "data.reader=webdataset needs"),
+    "stream": ("stream.urls=a.tar", "stream.urls needs"),
 }
 """Maps an extra to an argument of launch/train.py that needs it, and to the first words of the
 error. Configs never need the other extras."""
@@ -36,7 +36,7 @@ for package in (vit, data_prep):
         if not module.name.endswith("__main__") and not module.name.endswith("_native"):
             importlib.import_module(module.name)
 from vit.config.io import load_config
-from vit.data.open_data import READERS
+from vit.data.open_data import STREAM
 from vit.extras.compose import parts_of
 from vit.system.by_name import load
 config = load_config("configs/demo.yaml", sys.argv[3:])
@@ -45,8 +45,8 @@ word = sys.argv[2]
 try:
     if word == "--check":
         load("vit.extras.planner.check.all_checks:check", word)
-    elif word == "data.reader=webdataset":
-        load(READERS["webdataset"], word)
+    elif word.startswith("stream.urls"):
+        load(STREAM, "stream.urls")
     else:
         parts_of(load_config("configs/demo.yaml", [*sys.argv[3:], word]))
 except ValueError as error:

@@ -187,12 +187,7 @@ def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_
 
 def streaming(web: WebServer, name: str = "train-{00000..00002}.tar") -> list[str]:
     command = f'pipe:curl -fsS -H "Authorization: Bearer {HEADER}" {web.url}/p/{name}'
-    return [
-        "data.reader=webdataset",
-        f"data.stream={command}",
-        "data.num_samples=24",
-        "data.num_workers=1",
-    ]
+    return [f"stream.urls={command}", "stream.num_samples=24", "loader.num_workers=1"]
 
 
 @needs("stream")

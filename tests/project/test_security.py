@@ -162,7 +162,7 @@ def test_batch_scripts_pass_settings_unchanged(script, cluster):
     trained = [call for call in calls if "launch/train.py" in call and "-m" in call]
     assert len(trained) == 1
     arguments = trained[0][trained[0].index("launch/train.py") + 1 :]
-    for setting in [*HOSTILE, f"data.cache_dir={stage}"]:
+    for setting in [*HOSTILE, f"loader.cache_dir={stage}"]:
         assert setting in arguments
     if script == "sweep.sh":
         assert arguments[-2].startswith("run.dir=$(touch HARM)/0")

@@ -54,8 +54,9 @@ MICRO_BATCH = 1
 """The number of images per micro-batch with `--exact`."""
 CONFIG = """
 model: {name: vit_ti8, embed_dim: 32, depth: 1, num_heads: 2, image_size: 16}
-data: {num_workers: 0}
-train: {steps: 12, precision: fp32, ema_decay: 0.9, device: cpu}
+loader: {num_workers: 0}
+train: {steps: 12, precision: fp32, device: cpu}
+ema: {decay: 0.9}
 checkpoint: {every_steps: 6}
 eval: {every_steps: 6}
 log: {wandb: "off", report: false, every_steps: 6}

@@ -246,7 +246,7 @@ def test_rejects_parts_that_cannot_be_frozen():
 def test_a_frozen_run_on_two_ranks_resumes_exactly(tmp_path, shards):
     config = write_config(tmp_path, shards)
     base = tmp_path / "base"
-    train(config, base, "train.steps=2", "train.ema_decay=null")
+    train(config, base, "train.steps=2", "ema.decay=null")
     source = read_weights(base).weights
     frozen = (f"init.checkpoint={base}", "init.freeze=1", "checkpoint.every_steps=3")
     whole = tmp_path / "whole"

@@ -129,9 +129,14 @@ def test_reports_class_weights_that_fit_no_classes_in_one_line():
     with pytest.raises(ValueError, match=r"1 of 3 classes have no training images \('b'\): give"):
         choose_class_weights(LossConfig(class_weights="balanced"), train_set, 3)
     assert choose_class_weights(LossConfig(), train_set, 3) is None
-    stream = {"reader": "webdataset", "stream": "pipe:cat a.tar", "num_samples": 9}
+    stream = {"urls": "pipe:cat a.tar", "num_samples": 9}
     with pytest.raises(ValidationError, match=r"=balanced needs .* which is unknown for a stream"):
-        Config(data={"root": "a", **stream}, loss={"class_weights": "balanced"}, train={"steps": 1})
+        Config(
+            data={"root": "a"},
+            stream=stream,
+            loss={"class_weights": "balanced"},
+            train={"steps": 1},
+        )
 
 
 @pytest.mark.parametrize("sum_classes", [False, True])

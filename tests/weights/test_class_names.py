@@ -126,7 +126,7 @@ def test_impossible_selections_are_refused(class_names, data_names, message):
 @pytest.mark.slow
 def test_evaluation_and_training_reorder_the_classes_of_the_head(tmp_path, shards):
     config = write_config(tmp_path, shards)
-    train(config, tmp_path / "run", "train.ema_decay=null", "train.steps=3")
+    train(config, tmp_path / "run", "ema.decay=null", "train.steps=3")
     expected = run("launch/eval.py", tmp_path / "run", "--json")
     path = tmp_path / "run" / "weights" / "last.safetensors"
     content = read_content(path)
@@ -145,6 +145,6 @@ def test_evaluation_and_training_reorder_the_classes_of_the_head(tmp_path, shard
 
     start = f"init.checkpoint={tmp_path / 'more.safetensors'}"
     settings = (start, "init.select_classes=true", "init.freeze=backbone", "optim.lr=1e-30")
-    train(config, tmp_path / "next", *settings, "train.steps=1", "train.ema_decay=null")
+    train(config, tmp_path / "next", *settings, "train.steps=1", "ema.decay=null")
     again = read_weights(tmp_path / "next").weights
     assert all(torch.equal(again[name], content.tensors[name]) for name in again)

@@ -59,22 +59,22 @@ class Selection(Section):
     When a run resumes, the selected samples are compared, not these settings.
     """
 
-    exclude: Annotated[str | None, MAY_CHANGE, OnlyWith("data.reader=index")] = None
+    exclude: Annotated[str | None, MAY_CHANGE, OnlyWith("stream.urls=null")] = None
     """File of samples to exclude: a key, `label=NUMBER` or `class=NAME` per line, or the lines
     of a `quarantine.jsonl`."""
-    filter: Annotated[str | None, MAY_CHANGE, OnlyWith("data.reader=index")] = None
+    filter: Annotated[str | None, MAY_CHANGE, OnlyWith("stream.urls=null")] = None
     """Expression over columns of the index that is true for the samples to use, such as
     `min(width, height) >= 64 and size < 5_000_000`. Columns: `width`, `height`, `size` (bytes) and
     `label`, as in `label == "class name"` or `label in (1, 2)`."""
     fraction: Annotated[
-        float | None, Field(gt=0, le=1), MAY_CHANGE, OnlyWith("data.reader=index")
+        float | None, Field(gt=0, le=1), MAY_CHANGE, OnlyWith("stream.urls=null")
     ] = None
     """Fraction of the remaining samples to use, drawn with `subset_seed`; a smaller fraction is a
     subset of a larger one."""
     fraction_of: Annotated[Literal["all", "class"], MAY_CHANGE, OnlyWith("fraction")] = "all"
     """Take `fraction` of all samples, or of each class (at least one sample per class)."""
     samples_per_class: Annotated[
-        int | None, Field(gt=0), MAY_CHANGE, OnlyWith("data.reader=index")
+        int | None, Field(gt=0), MAY_CHANGE, OnlyWith("stream.urls=null")
     ] = None
     """Number of samples per class (few-shot), drawn with `subset_seed`. Smaller classes are used
     completely. Smaller sets are subsets of larger ones."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vit.config.base import VAL, OnlyWith, Section, Selection, height_width
 from vit.config.row_filter import RowFilter
 from vit.config.sample_layout import SETTINGS, layout_problems
+from vit.system.redact import shown
 
 if TYPE_CHECKING:
     from vit.config.optim_section import OptimConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         ModelConfig,
         RunConfig,
         ScheduleConfig,
+        StreamConfig,
     )
 
 EXCLUSIVE = (
@@ -47,13 +49,13 @@ def find_problems(config: Config) -> list[str]:
         *(_effect_rules(config, getattr(config, name), f"{name}.") for name in names),
         _training_rules(config),
         _schedule_rules(config.schedule, config.optim),
-        _loss_rules(config.loss, config.model.num_classes, config.data.reader),
-        _guard_rules(config.guard, config.data),
+        _loss_rules(config.loss, config.model.num_classes, config.stream),
+        _guard_rules(config.guard, config.stream),
         image_size_rules(config),
         _view_rules(config.eval, config.model),
         _eval_set_rules(config.eval),
         _channel_rules(config.data, config.model.in_chans),
-        _reader_rules(config.data),
+        _stream_rules(config.stream),
         _selection_rules(config.data, "data."),
         _source_rules(config),
         _augment_rules(config.augment),
@@ -94,7 +96,7 @@ def _judge(config: Config, section: Section, prefix: str, condition: str) -> tup
     name = name if owner else prefix + key
     value: Any = getattr(getattr(config, owner) if owner else section, key)
     text = value if isinstance(value, str) else json.dumps(value)
-    current = f"{name}={text}"
+    current = f"{name}={shown(text)}"  # a stream command may contain a login
     if relation == "=":
         return text in allowed.split("|"), current, f"{name}={allowed.replace('|', ' or ')}"
     if relation:
@@ -115,16 +117,14 @@ def _training_rules(config: Config) -> Rules:
         "optim.adjust_lr_fn=original needs optim.algo=muon: use match_rms_adamw or rms_to_rms": (
             optim.name == "muon" and optim.algo == "adamuon" and optim.adjust_lr_fn == "original"
         ),
-        "train.exact_over_ranks needs an exact order of samples, but data.reader=webdataset has"
-        " none: set data.reader=index": (
-            config.train.exact_over_ranks and config.data.reader == "webdataset"
-        ),
+        "train.exact_over_ranks needs an exact order of samples, but stream.urls has none:"
+        " set stream.urls=null": (config.train.exact_over_ranks and config.stream.urls is not None),
         "init.select_classes keeps rows of the head, but init.reset_head drops the head: set only"
         " one of them": config.init.select_classes and config.init.reset_head,
     }
 
 
-def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules:
+def _loss_rules(loss: LossConfig, num_classes: int | None, stream: StreamConfig) -> Rules:
     weights = loss.class_weights
     # Label smoothing gives each class at least this target.
     least = loss.label_smoothing / (num_classes or 1000)
@@ -137,8 +137,8 @@ def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules
         "loss.class_weights are all 0: give at least one class a weight": weights is not None
         and not any(weights),
         "loss.class_weights=balanced needs the number of images per class, which is unknown for a"
-        " stream: give the weights as numbers, or use data.reader=index": (
-            weights == "balanced" and reader == "webdataset"
+        " stream: give the weights as numbers, or set stream.urls=null": (
+            weights == "balanced" and stream.urls is not None
         ),
     }
 
@@ -162,10 +162,10 @@ def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Rules:
     }
 
 
-def _guard_rules(guard: GuardConfig, data: DataConfig) -> Rules:
+def _guard_rules(guard: GuardConfig, stream: StreamConfig) -> Rules:
     return {
-        f"guard.{key}=rewind does not work with a stream: set data.reader=index": (
-            getattr(guard, key) == "rewind" and data.reader != "index"
+        f"guard.{key}=rewind does not work with a stream: set stream.urls=null": (
+            getattr(guard, key) == "rewind" and stream.urls is not None
         )
         for key in ("on_nonfinite", "on_spike")
     }
@@ -213,16 +213,14 @@ def _channel_rules(data: DataConfig, in_chans: int) -> Rules:
     }
 
 
-def _reader_rules(data: DataConfig) -> Rules:
-    """Check the settings that `data.reader=webdataset` requires."""
-    if data.reader == "index":
+def _stream_rules(stream: StreamConfig) -> Rules:
+    """Check the settings of a stream."""
+    if stream.urls is None:
         return {}
-    layout = (data.stream_image, data.stream_label, data.stream_keys_with_dots)
+    layout = (stream.image, stream.label, stream.keys_with_dots)
     return {
-        "data.reader=webdataset needs data.stream: give URLs of tars, such as"
-        " http://host/train-{0000..0099}.tar, or a pipe: command": data.stream is None,
-        "data.reader=webdataset needs data.num_samples: give the number of images per epoch": (
-            data.num_samples is None
+        "stream.urls needs stream.num_samples: give the number of images per epoch": (
+            stream.num_samples is None
         ),
         **dict.fromkeys(layout_problems(*layout, SETTINGS), True),
     }

@@ -42,8 +42,8 @@ OTHER_NAMES = {
     "data.root": "data dataset data_dir data_path data_root dataset_dir",
     "data.global_batch_size": "batch_size bs global_batch total_batch_size train_batch_size",
     "data.micro_batch_size": "per_device_batch_size per_device_train_batch_size",
-    "data.num_workers": "j n_workers workers",
-    "data.aug_repeats": "repeated_aug repeats",
+    "loader.num_workers": "j n_workers workers",
+    "order.aug_repeats": "repeated_aug repeats",
     "model.name": "arch architecture model model_name",
     "model.image_size": "img_size input_size res resolution",
     "model.num_classes": "classes n_classes nb_classes",
@@ -81,8 +81,8 @@ OTHER_NAMES = {
     "train.activation_checkpointing": (
         "checkpoint_activations grad_checkpointing gradient_checkpointing recompute"
     ),
-    "train.ema_decay": "ema model_ema model_ema_decay",
-    "train.ema_every_steps": "ema_steps model_ema_steps",
+    "ema.decay": "ema model_ema model_ema_decay",
+    "ema.every_steps": "ema_steps model_ema_steps",
     "eval.every_epochs": "eval_freq eval_interval val_every val_interval",
     "checkpoint.every_steps": "ckpt_every save_every save_freq save_interval save_steps",
     "init.checkpoint": "ckpt finetune from_checkpoint init_from pretrained weights",
@@ -102,14 +102,14 @@ _ADVICE = {
 ADVICE = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
 """Advice about options of other programs for which this project has no setting."""
 OTHER_VALUES = (
-    "data.aug_repeats",
+    "order.aug_repeats",
     "augment.randaugment_layers",
     "optim.name",
     "schedule.name",
     "schedule.warmup_epochs",
     "train.precision",
     "train.compile",
-    "train.ema_decay",
+    "ema.decay",
     "eval.every_epochs",
     "log.wandb",
 )

@@ -28,7 +28,7 @@ from vit.system.urls import not_set, unset_variables
 
 RESOLVED: tuple[Key, ...] = (
     ("data", "root"),
-    ("data", "stream"),
+    ("stream", "urls"),
     ("data", "sources"),
     ("eval", "sets"),
     ("run", "dir"),

@@ -26,9 +26,9 @@ class Names(NamedTuple):
 
 
 SETTINGS = Names(
-    "data.stream_image=",
-    "data.stream_label=",
-    "data.stream_keys_with_dots=true",
+    "stream.image=",
+    "stream.label=",
+    "stream.keys_with_dots=true",
     "the _info.json of data.root (python -m data_prep.index ROOT --classes names.txt)",
 )
 

@@ -253,76 +253,16 @@ class DataConfig(Selection):
     """Split to train on, or a part of one: `train[:99%]` (docs/evaluation.md)."""
     val_split: Annotated[str, MAY_CHANGE] = "val"
     """Split to evaluate on."""
-    sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE, OnlyWith("reader=index")] = ()
+    sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE, OnlyWith("stream.urls=null")] = ()
     """Several data sets to train on, in place of `train_split` of `root`, which still provides the
     evaluation split and the class names. Each has `root`, `split`, `weight` and settings that
     select samples: `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
-    cache_dir: Annotated[str | None, MAY_CHANGE] = None
-    """Folder on a local disk of each machine that caches blocks of shards. `None`: for shards at a
-    URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit` in `XDG_CACHE_HOME` or `~/.cache`,
-    whichever is on a local disk; shards in a folder are read in place, without a cache."""
-    cache_gib: Annotated[float | None, Field(gt=0), MAY_CHANGE] = None
-    """Maximum size of the cache in GiB; if several jobs share it, the largest value applies.
-    `None`: half of the free space on that disk, at most 50. No effect without a cache."""
-    patience_s: Annotated[float, Field(ge=0), MAY_CHANGE] = 480.0
-    """Seconds for which a read is retried while a server, an object store or a mounted folder
-    does not answer. 0: one attempt. The default is two minutes less than `run.hang_timeout_s`,
-    because the last attempt may take two minutes."""
-    reader: Literal["index", "webdataset"] = "index"
-    """How training images are read: `index` reads shards at random, in an exact order;
-    `webdataset` streams `stream`, whose order is not exact."""
-    stream: Annotated[str | None, OnlyWith("reader=webdataset")] = None
-    """URLs of tars with braces, or `pipe:` commands that print tars;
-    several joined by `::`."""
-    stream_image: Annotated[str | None, OnlyWith("reader=webdataset")] = None
-    """For `reader: webdataset`: suffix of the image's member, such as `image.jpg`; several,
-    of which each sample has one, as `jpg;png`. `None`: jpg, jpeg, png or webp."""
-    stream_label: Annotated[str, OnlyWith("reader=webdataset")] = "cls"
-    """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, such as
-    `json:label`. A label that is a class name becomes its index among the class names of `root`."""
-    stream_keys_with_dots: Annotated[bool, OnlyWith("reader=webdataset")] = False
-    """For `reader: webdataset`: a key ends at the last dot of a member's name, not at the first."""
-    num_samples: Annotated[Positive | None, OnlyWith("reader=webdataset")] = None
-    """For `reader: webdataset`: images per epoch, which cannot be counted without reading
-    the stream."""
     global_batch_size: Positive = 1024
     """Images in one step, over all ranks and micro-steps. It never changes with the number of
     GPUs."""
     micro_batch_size: Annotated[Positive | None, MAY_CHANGE] = None
     """Maximum number of images in one forward pass of one rank. The largest divisor of a rank's
     share up to this number is used. `None`: the whole share."""
-    num_workers: Annotated[int, Field(ge=0), MAY_CHANGE] = 4
-    """Loader processes per rank; 0 decodes in the training process. Changes the speed, never
-    the batches."""
-    prefetch_gib: Annotated[float | None, Field(gt=0), MAY_CHANGE] = None
-    """GiB per rank for training batches that are being made, ready or in use. `None`: enough to
-    keep the workers busy, and up to 16 batches ahead if they fit into 1 GiB; evaluation always does
-    so. No effect with `num_workers: 0`."""
-    stall_timeout_s: Annotated[float | None, Field(gt=0), MAY_CHANGE] = 240.0
-    """If a loader worker makes no progress for this many seconds, all workers of its rank are
-    replaced, once for each part of a batch. Waiting for a store that still answers is progress.
-    `None`: wait, and report it each minute. Twice the default is less than the ten minutes for
-    which ranks wait for each other."""
-    num_lanes: Annotated[Positive | None, OnlyWith("reader=index")] = None
-    """Parallel reading positions of the order; divides `global_batch_size`. `None`: its largest
-    divisor up to 64."""
-    block_samples: Annotated[Positive | None, OnlyWith("reader=index")] = None
-    """Consecutive samples that are read together. `None`: 1 below 262,144 samples (a true
-    permutation), else 64."""
-    window_blocks: Annotated[Positive, OnlyWith("reader=index")] = 16
-    """Blocks per shuffling window of a lane, unless a block is one sample: a true permutation."""
-    aug_repeats: Annotated[Positive, OnlyWith("reader=index")] = 1
-    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented independently;
-    an epoch keeps its number of steps. 1: off."""
-    aug_repeats_form: Annotated[
-        Literal["batch", "sampler"], OnlyWith("reader=index"), OnlyWith("aug_repeats!=1")
-    ] = "batch"
-    """`batch`: a batch contains complete sets of copies, and all images are seen in as many epochs
-    as there are copies; `sampler`, as in DeiT: each epoch is shuffled again, and the batch need not
-    be a multiple of the copies."""
-    on_bad_image: Annotated[Literal["error", "skip"], MAY_CHANGE] = "error"
-    """Reaction to a training image that cannot be decoded: stop and name the image, or skip it,
-    which gives its row weight 0 and counts it."""
     mean: tuple[float, ...] = IMAGENET_MEAN
     """Per-channel mean of images scaled to [0, 1]."""
     std: tuple[Annotated[float, Field(gt=0)], ...] = IMAGENET_STD
@@ -333,6 +273,77 @@ class DataConfig(Selection):
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where a training crop is 2.5, 5 or 10 times
     the model's image: up to 1.6 times as fast for photos of many megapixels where the C decoder is
     not installed, and not exact to the pixel (44 dB)."""
+
+
+class StreamConfig(Section):
+    """A stream of tars to train on, for sources without random access. Its order is not exact."""
+
+    urls: str | None = None
+    """URLs of tars with braces, or `pipe:` commands that print tars, several joined by `::`.
+    `None`: training reads the shards of `data` at random, in an exact order."""
+    image: Annotated[str | None, OnlyWith("urls")] = None
+    """Suffix of the image's member, such as `image.jpg`; several, of which each sample has one, as
+    `jpg;png`. `None`: jpg, jpeg, png or webp."""
+    label: Annotated[str, OnlyWith("urls")] = "cls"
+    """Suffix of the label's member, or a field of a JSON member, such as `json:label`. A label that
+    is a class name becomes its index among the class names of `data.root`."""
+    keys_with_dots: Annotated[bool, OnlyWith("urls")] = False
+    """A key ends at the last dot of a member's name, not at the first."""
+    num_samples: Annotated[Positive | None, OnlyWith("urls")] = None
+    """Images per epoch, which cannot be counted without reading the stream."""
+
+
+class LoaderConfig(Section):
+    """How images are read and decoded."""
+
+    num_workers: Annotated[int, Field(ge=0)] = 4
+    """Loader processes per rank; 0 decodes in the training process. Changes the speed, never
+    the batches."""
+    prefetch_gib: Annotated[float | None, Field(gt=0)] = None
+    """GiB per rank for training batches that are being made, ready or in use. `None`: enough to
+    keep the workers busy, and up to 16 batches ahead if they fit into 1 GiB; evaluation always does
+    so. No effect with `num_workers: 0`."""
+    stall_timeout_s: Annotated[float | None, Field(gt=0)] = 240.0
+    """If a loader worker makes no progress for this many seconds, all workers of its rank are
+    replaced, once for each part of a batch. Waiting for a store that still answers is progress.
+    `None`: wait, and report it each minute. Twice the default is less than the ten minutes for
+    which ranks wait for each other."""
+    cache_dir: str | None = None
+    """Folder on a local disk of each machine that caches blocks of shards. `None`: for shards at a
+    URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit` in `XDG_CACHE_HOME` or `~/.cache`,
+    whichever is on a local disk; shards in a folder are read in place, without a cache."""
+    cache_gib: Annotated[float | None, Field(gt=0)] = None
+    """Maximum size of the cache in GiB; if several jobs share it, the largest value applies.
+    `None`: half of the free space on that disk, at most 50. No effect without a cache."""
+    patience_s: Annotated[float, Field(ge=0)] = 480.0
+    """Seconds for which a read is retried while a server, an object store or a mounted folder
+    does not answer. 0: one attempt. The default is two minutes less than `run.hang_timeout_s`,
+    because the last attempt may take two minutes."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """Reaction to a training image that cannot be decoded: stop and name the image, or skip it,
+    which gives its row weight 0 and counts it."""
+
+
+class OrderConfig(Section):
+    """The order of the training samples."""
+
+    num_lanes: Annotated[Positive | None, OnlyWith("stream.urls=null")] = None
+    """Parallel reading positions of the order; divides `global_batch_size`. `None`: its largest
+    divisor up to 64."""
+    block_samples: Annotated[Positive | None, OnlyWith("stream.urls=null")] = None
+    """Consecutive samples that are read together. `None`: 1 below 262,144 samples (a true
+    permutation), else 64."""
+    window_blocks: Annotated[Positive, OnlyWith("stream.urls=null")] = 16
+    """Blocks per shuffling window of a lane, unless a block is one sample: a true permutation."""
+    aug_repeats: Annotated[Positive, OnlyWith("stream.urls=null")] = 1
+    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented independently;
+    an epoch keeps its number of steps. 1: off."""
+    aug_repeats_form: Annotated[
+        Literal["batch", "sampler"], OnlyWith("stream.urls=null"), OnlyWith("aug_repeats!=1")
+    ] = "batch"
+    """`batch`: a batch contains complete sets of copies, and all images are seen in as many epochs
+    as there are copies; `sampler`, as in DeiT: each epoch is shuffled again, and the batch need not
+    be a multiple of the copies."""
 
 
 class AugmentConfig(Section):
@@ -462,28 +473,31 @@ class TrainConfig(Section):
     """`block`: each block keeps only its input for the backward pass, and computes the rest again:
     a third more work for a fraction of the memory, the same numbers. A number n of 2 or more: every
     n-th block does."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay per update of the exponential moving average (EMA) of the weights; `None`: no
-    average."""
-    ema_warmup: Annotated[bool, OnlyWith("ema_decay")] = False
-    """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `ema_decay`, so
-    that the average of a short run is not mostly the initial weights; off: a constant decay."""
-    ema_warmup_power: Annotated[
-        Annotated[float, Field(gt=0)] | None, OnlyWith("ema_warmup=true")
-    ] = None
-    """Power of a warm-up of the form 1 - (1 + t / `ema_warmup_gamma`)^-power (timm's ModelEmaV3;
-    2/3 for its --model-ema-warmup, 3/4 for short runs)."""
-    ema_warmup_gamma: Annotated[float, Field(gt=0), OnlyWith("ema_warmup_power")] = 1.0
-    """Time scale of that warm-up in steps; a larger value makes it slower."""
-    ema_every_steps: Annotated[Positive, OnlyWith("ema_decay")] = 1
-    """Steps between two updates of the average, counted in each epoch (torchvision's
-    --model-ema-steps: 32); `ema_decay` applies once per update."""
-    ema_after_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("ema_decay")] = None
-    """Epochs in which the average is a copy of the weights (torchvision: the warm-up's; timm's
-    update_after_step); `None`: it begins with the run."""
     max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
     """Stop after this many consecutive updates that were skipped, because a gradient was not finite
     or by `guard.on_spike`."""
+
+
+class EmaConfig(Section):
+    """The exponential moving average (EMA) of the weights."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay per update of the exponential moving average (EMA) of the weights; `None`: no
+    average."""
+    warmup: Annotated[bool, OnlyWith("decay")] = False
+    """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `decay`, so
+    that the average of a short run is not mostly the initial weights; off: a constant decay."""
+    warmup_power: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("warmup=true")] = None
+    """Power of a warm-up of the form 1 - (1 + t / `warmup_gamma`)^-power (timm's ModelEmaV3;
+    2/3 for its --model-ema-warmup, 3/4 for short runs)."""
+    warmup_gamma: Annotated[float, Field(gt=0), OnlyWith("warmup_power")] = 1.0
+    """Time scale of that warm-up in steps; a larger value makes it slower."""
+    every_steps: Annotated[Positive, OnlyWith("decay")] = 1
+    """Steps between two updates of the average, counted in each epoch (torchvision's
+    --model-ema-steps: 32); `decay` applies once per update."""
+    after_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("decay")] = None
+    """Epochs in which the average is a copy of the weights (torchvision: the warm-up's; timm's
+    update_after_step); `None`: it begins with the run."""
 
 
 class CheckpointConfig(Section):
@@ -552,7 +566,7 @@ class LogConfig(Section):
     """Write `report/index.html` and its pictures when the run is finished."""
     sample_losses: Annotated[int, Field(ge=0)] = 1
     """Keep loss and margin of each training image in every n-th epoch, at 4 bytes each
-    (docs/samples.md); 1: in each epoch; 0: never. No effect with `reader: webdataset`."""
+    (docs/samples.md); 1: in each epoch; 0: never. No effect with `stream.urls`."""
 
 
 class Config(Section):
@@ -560,12 +574,16 @@ class Config(Section):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig
+    stream: StreamConfig = StreamConfig()
+    order: OrderConfig = OrderConfig()
+    loader: Annotated[LoaderConfig, MAY_CHANGE] = LoaderConfig()
     augment: AugmentConfig = AugmentConfig()
     loss: LossConfig = LossConfig()
     distill: DistillConfig = DistillConfig()
     optim: OptimConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig
+    ema: EmaConfig = EmaConfig()
     guard: Annotated[GuardConfig, MAY_CHANGE] = GuardConfig()
     eval: Annotated[EvalConfig, MAY_CHANGE] = EvalConfig()
     checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()

@@ -262,7 +262,7 @@ class AugmentedBatches(Batches):
             except ValueError as error:
                 if self.on_bad_image == "error":
                     raise ShardError(
-                        f"{samples.describe(group[0])}: {error}; set data.on_bad_image=skip to"
+                        f"{samples.describe(group[0])}: {error}; set loader.on_bad_image=skip to"
                         " train without this image"
                     ) from None
                 # Slots are reused, so without this line the row would show an image from an old

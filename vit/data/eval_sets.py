@@ -103,7 +103,7 @@ def open_sets(
             # it at the next collective.
             with world.fail_together():
                 if key not in opened:
-                    opened[key] = open_split(config.data, key[1], world, key[0])
+                    opened[key] = open_split(config, key[1], world, key[0])
             with world.fail_together():
                 eval_set = _create_set(name, chosen, opened[key], model, world)
         except ValueError as error:

@@ -24,16 +24,15 @@ from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
-READERS = {"webdataset": "vit.extras.stream.batches"}
-"""Maps values of `data.reader` to modules that read training data without an index. Each module
-defines `open_train_set` and `create_batches`, and is imported only if the config selects its
-reader."""
+STREAM = "vit.extras.stream.batches"
+"""The module that reads training data without an index. It defines `open_train_set` and
+`create_batches`, and is imported only if `stream.urls` is set."""
 
 
 def open_split(
-    data: DataConfig, split: str, world: World | None = None, root: str | None = None
+    config: Config, split: str, world: World | None = None, root: str | None = None
 ) -> Split:
-    """Open `split` of `root` (by default `data.root`) with the cache and retry settings of `data`.
+    """Open `split` of `root` (by default `data.root`) with the config's cache and retry settings.
 
     For shards at a URL, rank 0 requests their versions and broadcasts them. One rank per host
     checks all rows of the index. Raises ShardError.
@@ -41,11 +40,11 @@ def open_split(
 
     def open_checked(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
         opened = data_set.open_split(
-            resolve(root or data.root),
+            resolve(root or config.data.root),
             split,
-            cache_dir=data.cache_dir,
-            cache_gib=data.cache_gib,
-            retry=RetryPolicy(data.patience_s),
+            cache_dir=config.loader.cache_dir,
+            cache_gib=config.loader.cache_gib,
+            retry=RetryPolicy(config.loader.patience_s),
             is_checked=is_checked,
             versions=versions,
         )
@@ -69,28 +68,29 @@ def open_split(
     return open_checked(not world.is_local_main, versions)
 
 
-def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
+def open_train_splits(config: Config, world: World | None = None) -> list[Split]:
     """Open the training split, or one split per source; return [] for a stream."""
-    if data.reader != "index":
+    data = config.data
+    if config.stream.urls is not None:
         return []
     if not data.sources:
-        return [open_split(data, data.train_split, world)]
+        return [open_split(config, data.train_split, world)]
     return [
-        open_split(data, source.split or data.train_split, world, source.root)
+        open_split(config, source.split or data.train_split, world, source.root)
         for source in data.sources
     ]
 
 
 def open_train_set(
-    data: DataConfig, val_split: Split, world: World | None = None, num_classes: int | None = None
+    config: Config, val_split: Split, world: World | None = None, num_classes: int | None = None
 ) -> TrainSet:
     """Open and select the training samples; see `choose_train_set` for arguments and errors."""
-    splits = open_train_splits(data, world)
-    return choose_train_set(data, splits, val_split, world, num_classes)
+    splits = open_train_splits(config, world)
+    return choose_train_set(config, splits, val_split, world, num_classes)
 
 
 def choose_train_set(
-    data: DataConfig,
+    config: Config,
     splits: list[Split],
     val_split: Split,
     world: World | None = None,
@@ -104,13 +104,14 @@ def choose_train_set(
     """
 
     def choose() -> TrainSet:
-        if data.reader != "index":
-            opened: TrainSet = _reader(data).open_train_set(data, val_split, num_classes)
+        data = config.data
+        if config.stream.urls is not None:
+            opened: TrainSet = _stream().open_train_set(config, val_split, num_classes)
             return opened
         if data.sources:
             weights = [source.weight for source in data.sources]
             train_set = train_set_of_sources(
-                splits, data.sources, weights, val_split, data.block_samples
+                splits, data.sources, weights, val_split, config.order.block_samples
             )
         else:
             train_set = train_set_of(splits[0], data)
@@ -131,8 +132,8 @@ def create_train_batches(
     num_batches: int,
 ) -> AugmentedBatches:
     """Return this rank's batches of `split`, taken from a `TrainSet`; see `TrainBatches`."""
-    if config.data.reader != "index":
-        streamed: AugmentedBatches = _reader(config.data).create_batches(
+    if config.stream.urls is not None:
+        streamed: AugmentedBatches = _stream().create_batches(
             config, split, order, image_format, world
         )
         return streamed
@@ -143,12 +144,12 @@ def create_train_batches(
         image_format,
         rows=rows,
         num_batches=num_batches,
-        on_bad_image=config.data.on_bad_image,
+        on_bad_image=config.loader.on_bad_image,
     )
 
 
-def _reader(data: DataConfig) -> Any:
-    return load(READERS[data.reader], f"data.reader={data.reader}")
+def _stream() -> Any:
+    return load(STREAM, "stream.urls")
 
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:

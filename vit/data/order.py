@@ -368,8 +368,8 @@ def make_order(
     if aug_repeats_form == "batch" and g % r:
         sizes = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
         raise ValueError(
-            f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images"
-            f" per batch, data.aug_repeats from {divisors(g)}, or data.aug_repeats_form=sampler"
+            f"order.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images"
+            f" per batch, order.aug_repeats from {divisors(g)}, or order.aug_repeats_form=sampler"
         )
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
@@ -379,8 +379,8 @@ def make_order(
         num_lanes = max(d for d in lanes if d <= min(most, MAX_DEFAULT_LANES))
     elif num_lanes not in lanes:
         raise ValueError(
-            f"data.num_lanes={num_lanes} does not divide {lanes[-1]}"
-            f" (data.global_batch_size={g}, data.aug_repeats={r}): choose one of {lanes}"
+            f"order.num_lanes={num_lanes} does not divide {lanes[-1]}"
+            f" (data.global_batch_size={g}, order.aug_repeats={r}): choose one of {lanes}"
         )
     return Order(
         num_samples,
@@ -396,7 +396,7 @@ def make_order(
 
 
 def default_block_samples(num_samples: int) -> int:
-    """Return the default value of `data.block_samples`."""
+    """Return the default value of `order.block_samples`."""
     return 1 if num_samples < PERMUTATION_BELOW else DEFAULT_BLOCK_SAMPLES
 
 

@@ -76,7 +76,7 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     return replace(
         quality,
         remedy="neighbors in the shards have the same class and stay together in blocks of"
-        f" {order.block_samples}: set data.block_samples=1 to separate them",
+        f" {order.block_samples}: set order.block_samples=1 to separate them",
     )
 
 

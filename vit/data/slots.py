@@ -93,9 +93,9 @@ def plan_ring(
     if slots < least:
         needed_gib = math.ceil(least * slot_bytes / 2**30 * 1000) / 1000
         raise ValueError(
-            f"data.prefetch_gib={prefetch_gib:g} holds {slots} of a rank's batches ({rows} images,"
-            f" {slot_bytes / 2**20:.1f} MiB), but {num_workers} workers need room for {least}:"
-            f" raise it to {needed_gib:g}, or lower data.num_workers"
+            f"loader.prefetch_gib={prefetch_gib:g} holds {slots} of a rank's batches ({rows}"
+            f" images, {slot_bytes / 2**20:.1f} MiB), but {num_workers} workers need room for"
+            f" {least}: raise it to {needed_gib:g}, or lower loader.num_workers"
         )
     return Ring(part_rows, slots, slot_bytes, held)
 

@@ -66,7 +66,7 @@ def train_set_of_sources(
     """Return the selected samples of several splits, drawn in proportion to `weights`.
 
     classes_of: the evaluation split, which defines the labels. block_samples: see
-    `data.block_samples`. Raises ShardError and ValueError.
+    `order.block_samples`. Raises ShardError and ValueError.
     """
     chosen = [
         choose(split, selection, f"data.sources[{number}].")

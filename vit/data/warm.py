@@ -2,7 +2,7 @@
 
     python -m vit.data.warm s3://bucket/imagenet --split train
     python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache
-    python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache
+    python -m vit.data.warm --config configs/vit_b16.yaml loader.cache_dir=/local/cache
 
 The first command fetches from a URL into the default cache. The second copies from a mounted folder
 to the local disk. The third fetches the data that a run with this config will read. As in training,
@@ -24,7 +24,7 @@ from shlex import quote
 
 from vit.config.base import SourceConfig
 from vit.config.io import load_config
-from vit.config.schema import DataConfig
+from vit.config.schema import DataConfig, LoaderConfig
 from vit.data.shards.data_set import open_split
 from vit.data.shards.split_slice import parse_name
 from vit.data.storage.block_cache import Fetched
@@ -108,7 +108,7 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     elif lacking_bytes:
         report += (
             f"; the cache is full ({_size(cache.limit_bytes)}): enlarge it with --cache-gib or"
-            " data.cache_gib"
+            " loader.cache_gib"
         )
     return report, not damaged
 
@@ -137,7 +137,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         nargs="*",
         help=(
             "folder or URL of the data set; with --config, settings such as"
-            " data.cache_dir=/local/cache"
+            " loader.cache_dir=/local/cache"
         ),
     )
     parser.add_argument(
@@ -149,8 +149,8 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         action="append",
         help="train, val, ...; may be repeated; by default train and val",
     )
-    parser.add_argument("--cache-dir", help="as data.cache_dir")
-    parser.add_argument("--cache-gib", type=float, help="as data.cache_gib")
+    parser.add_argument("--cache-dir", help="as loader.cache_dir")
+    parser.add_argument("--cache-gib", type=float, help="as loader.cache_gib")
     parser.add_argument(
         "--shards", help="fetch only these shards, such as 0-99: for a job array, or several hosts"
     )
@@ -167,9 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.config is not None:
             config = load_config(options.config, options.root)
             data = config.data
+            loader = config.loader
             further = config.eval.further_places(data.root, data.val_split)
         elif len(options.root) == 1:
             data = DataConfig(root=options.root[0])
+            loader = LoaderConfig()
         else:
             raise ValueError(
                 "expected one data set: a folder, a URL, or --config FILE (python -m"
@@ -186,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tars = open_split(
                 resolve(root),
                 split,
-                cache_dir=options.cache_dir or data.cache_dir,
-                cache_gib=data.cache_gib if options.cache_gib is None else options.cache_gib,
-                retry=RetryPolicy(data.patience_s),
+                cache_dir=options.cache_dir or loader.cache_dir,
+                cache_gib=loader.cache_gib if options.cache_gib is None else options.cache_gib,
+                retry=RetryPolicy(loader.patience_s),
             ).tars
             if not isinstance(tars, CachedTars):
                 raise ValueError(

@@ -264,14 +264,14 @@ class WorkerPool:
             hung = {self.statuses[number].part for number in stuck}
             problem = (
                 f"{self._name(stuck[0])} {self.watch.activity(stuck[0])}, without progress for"
-                f" {self.watch.stuck_s[stuck[0]]:.0f} s (data.stall_timeout_s)"
+                f" {self.watch.stuck_s[stuck[0]]:.0f} s (loader.stall_timeout_s)"
             )
         elif self.watch.idle_s >= self._timeout_s and self._queued:
             hung = set(self._queued)
             names = [self._name(number) for number in self._workers]
             idle = ", ".join([name for name in names if ", stopped" in name] or names)
             problem = (
-                f"{idle} takes no work for {self.watch.idle_s:.0f} s (data.stall_timeout_s),"
+                f"{idle} takes no work for {self.watch.idle_s:.0f} s (loader.stall_timeout_s),"
                 f" although {len(hung)} parts of batches are waiting"
             )
         else:
@@ -352,14 +352,14 @@ class WorkerPool:
             )
             cause = (
                 f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
-                " if memory ran out, lower data.num_workers or data.prefetch_gib"
+                " if memory ran out, lower loader.num_workers or loader.prefetch_gib"
             )
             # The count is None if it cannot be read. A higher count proves that memory ran out on
             # this host or in this container, but another process may have been killed.
             if num_kills and kills_before is not None and num_kills > kills_before:
                 cause = (
-                    "because memory ran out, according to the kernel: lower data.num_workers or"
-                    " data.prefetch_gib"
+                    "because memory ran out, according to the kernel: lower loader.num_workers or"
+                    " loader.prefetch_gib"
                 )
         return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"
 

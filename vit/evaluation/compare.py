@@ -67,7 +67,7 @@ def evaluate_weights(
     feature probes to run. Raises ValueError if the data have more classes than the weights, or
     classes that cannot be matched. Raises the errors of `open_sets` and `run_probes`.
     """
-    split = open_split(config.data, config.data.val_split, world)
+    split = open_split(config, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
     # few of those the weights were trained on. `class_mismatch` below compares the names.
     with world.fail_together():
@@ -152,8 +152,8 @@ def _evaluate_all(
             world,
             config.eval,
             precision=config.train.precision,
-            num_workers=config.data.num_workers,
-            stall_timeout_s=config.data.stall_timeout_s,
+            num_workers=config.loader.num_workers,
+            stall_timeout_s=config.loader.stall_timeout_s,
         )
         num_images = evaluator.split.num_samples
         names = "" if sets is groups[0] else f" {', '.join(each.name for each in sets)}"

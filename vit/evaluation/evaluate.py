@@ -112,8 +112,8 @@ def create_evaluators(
             train_step.world,
             config.eval,
             precision=config.train.precision,
-            num_workers=config.data.num_workers,
-            stall_timeout_s=config.data.stall_timeout_s,
+            num_workers=config.loader.num_workers,
+            stall_timeout_s=config.loader.stall_timeout_s,
         )
         for split_sets in sets
     ]

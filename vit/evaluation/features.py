@@ -80,10 +80,10 @@ def extract_features(
         batches,
         0,
         len(batches),
-        num_workers=config.data.num_workers,
+        num_workers=config.loader.num_workers,
         max_ready=EVAL_READY_BATCHES,
         device=world.device,
-        stall_timeout_s=config.data.stall_timeout_s,
+        stall_timeout_s=config.loader.stall_timeout_s,
     )
     head_inputs: list[Tensor] = []
     handle = head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))

@@ -115,7 +115,7 @@ def run_probes(
     """
     with world.fail_together():
         width = head_of(model, probes.flag).in_features
-    train_split = open_split(config.data, config.data.train_split, world)
+    train_split = open_split(config, config.data.train_split, world)
     with world.fail_together():
         if probes.ks and max(probes.ks) > train_split.num_samples:
             raise ValueError(

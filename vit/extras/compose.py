@@ -84,7 +84,7 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
     hooks: list[Hook] = [HostCheck(), OrderHook()]
     if config.train.exact_over_ranks:
         hooks.append(load("vit.hooks.exact_over_ranks:ExactFacts", "train.exact_over_ranks")())
-    if config.log.sample_losses and config.data.reader == "index":
+    if config.log.sample_losses and config.stream.urls is None:
         # A stream has no fixed sample indices, so per-sample losses are not saved.
         hooks.append(load("vit.hooks.sample_losses:SamplesHook", "log.sample_losses")())
     hooks.append(GuardHook(config))

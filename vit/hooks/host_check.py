@@ -38,7 +38,7 @@ def check_host(config: Config, world: World, data: RunData) -> tuple[Notes, Disk
     with world.fail_together():
         disk = disk_needs(config, data.plan, data.num_classes)
         checked = preflight(
-            config.data,
+            config.loader,
             world,
             data.plan,
             data.batches,

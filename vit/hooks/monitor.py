@@ -41,8 +41,8 @@ NOTABLE_STAGE_SHARE = 0.05
 """Advice names the loader stages that take at least this fraction of the loader's time."""
 REMEDIES = {
     Stage.ORDER: "keep the index on a local disk",
-    Stage.STORE: "check the network and the storage, or let data.cache_gib keep more blocks",
-    Stage.LOCK: "put data.cache_dir on a faster disk of each host",
+    Stage.STORE: "check the network and the storage, or let loader.cache_gib keep more blocks",
+    Stage.LOCK: "put loader.cache_dir on a faster disk of each host",
     Stage.READ: "check the disk and the network",
     Stage.DECODE: "write shards with --resize-short-side 256 or --restart-markers auto",
     Stage.RESIZE: "write shards with --resize-short-side 256",
@@ -422,7 +422,7 @@ def advice(
     ranks = local_world_size()
     if max(num_workers, 1) * ranks < cores:
         workers = f"({num_workers} for each of {ranks} rank(s), {cores} cores)"
-        remedies.insert(0, f"raise data.num_workers {workers}")
+        remedies.insert(0, f"raise loader.num_workers {workers}")
     else:
         remedies.append(f"use more than {cores} cores")
     return f"{waited}{rate}{work}; {' or '.join(remedies)}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vit.config.schema import Config, DataConfig
+from vit.config.schema import Config, LoaderConfig
 from vit.data.batches import BatchLayout
 from vit.data.slots import EVAL_READY_BATCHES, Ring, plan_ring
 from vit.hooks.sample_losses import folder_bytes
@@ -69,15 +69,15 @@ class HostMemory:
 
 
 def host_memory(
-    data: DataConfig, train: Load, evals: Sequence[Load], *, on_gpu: bool, saved_bytes: int
+    loader: LoaderConfig, train: Load, evals: Sequence[Load], *, on_gpu: bool, saved_bytes: int
 ) -> HostMemory:
     """Compute the host memory of a run.
 
     evals: the batches of each evaluation split, `data.val_split` first. saved_bytes: the size of a
-    checkpoint. Raises ValueError if `data.prefetch_gib` is too small.
+    checkpoint. Raises ValueError if `loader.prefetch_gib` is too small.
     """
-    workers = data.num_workers
-    ring = plan_ring(*train[:3], workers, data.prefetch_gib, on_gpu)
+    workers = loader.num_workers
+    ring = plan_ring(*train[:3], workers, loader.prefetch_gib, on_gpu)
     rings = [plan_ring(*each[:3], workers, None, on_gpu, EVAL_READY_BATCHES) for each in evals]
     # Three loaders exist at the same time: the training loader, the loader of `data.val_split`, and
     # the loader of another split during its evaluation.
@@ -123,11 +123,11 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     with torch.device("meta"):
         # Frozen parameters have no optimizer state.
         model = create_trained_model(config, num_classes)
-    copies = 1 if config.train.ema_decay is None else 2
+    copies = 1 if config.ema.decay is None else 2
     weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
     num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
     # Streamed samples have no index, so per-sample losses are not saved.
-    keeps_losses = config.log.sample_losses if config.data.reader == "index" else 0
+    keeps_losses = config.log.sample_losses if config.stream.urls is None else 0
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # best exists once evaluated
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),

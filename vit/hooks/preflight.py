@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.config.schema import DataConfig
+from vit.config.schema import LoaderConfig
 from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
@@ -47,7 +47,7 @@ GIB = 2**30
 
 
 def preflight(
-    data: DataConfig,
+    loader: LoaderConfig,
     world: World,
     plan: Plan,
     train: AugmentedBatches,
@@ -62,7 +62,7 @@ def preflight(
     and `sys`. saved_bytes: the size of the state, which rank 0 copies in memory before saving.
     Raises ValueError if the run cannot work on this host.
     """
-    workers = data.num_workers
+    workers = loader.num_workers
     ranks = local_world_size()
     processes = ranks * workers
     train_bytes = _worker_bytes(train, processes)
@@ -71,7 +71,7 @@ def preflight(
         for each in evals
     ]
     memory = host_memory(
-        data,
+        loader,
         Load(train.layout, train.row_unit, plan.total_steps, train_bytes),
         eval_loads,
         on_gpu=world.device.type == "cuda",
@@ -92,8 +92,8 @@ def preflight(
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
             f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {worker_bytes / MIB:.0f} MiB"
             f" per worker; evaluation starts the same number again{more}{saving}), but only"
-            f" {free_bytes / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
-            " eval.batch_size, or give the job more memory"
+            f" {free_bytes / GIB:.2f} GiB are free: lower loader.num_workers, loader.prefetch_gib"
+            " or eval.batch_size, or give the job more memory"
         )
 
     shm = Path("/dev/shm")
@@ -115,7 +115,7 @@ def preflight(
         "open_files": raise_open_files(needed_files),
         "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
     }
-    numbers["notes"] = notes = list(_notes(data, world, train, numbers, needed_files))
+    numbers["notes"] = notes = list(_notes(loader, world, train, numbers, needed_files))
     free = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     host_line = (
         f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
@@ -139,7 +139,7 @@ def _data_line(train: AugmentedBatches, evals: Sequence[EvalBatches], index_byte
 
 
 def _notes(
-    data: DataConfig,
+    loader: LoaderConfig,
     world: World,
     train: AugmentedBatches,
     numbers: dict[str, Any],
@@ -147,7 +147,7 @@ def _notes(
 ) -> Iterator[str]:
     """Yield a note, with a remedy, for everything that will be slow on a host with `numbers`."""
     ranks = local_world_size()
-    workers = ranks * data.num_workers
+    workers = ranks * loader.num_workers
     cores = numbers["cores"]
     if numbers["open_files"] < needed_files:
         yield (
@@ -159,7 +159,7 @@ def _notes(
     if workers > cores:
         yield (
             f"{workers} loader workers share {cores} core(s):"
-            f" data.num_workers={max(cores // ranks, 1)} is as fast and needs less memory"
+            f" loader.num_workers={max(cores // ranks, 1)} is as fast and needs less memory"
         )
     threads = torch.get_num_threads()
     on_gpu = world.device.type == "cuda"
@@ -274,12 +274,12 @@ def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
             block_bytes = block_samples * cached.stored_bytes // split.num_samples
             open_bytes += min(blocks * block_bytes, cached.stored_bytes)
     if cached is not None and cached.cache.limit_bytes < open_bytes:
-        remedy = "lower data.num_lanes or data.window_blocks"
+        remedy = "lower order.num_lanes or order.window_blocks"
         if order.block_samples == 1:
-            remedy = "set data.block_samples=64"
+            remedy = "set order.block_samples=64"
         yield (
             f"{cached.folder}: the cache of {cached.cache.limit_bytes / GIB:.1f} GiB is smaller"
             f" than the {open_bytes / GIB:.1f} GiB that are read at the same time, so up to"
-            f" {cached.block_samples} times as much is downloaded: raise data.cache_gib, or"
+            f" {cached.block_samples} times as much is downloaded: raise loader.cache_gib, or"
             f" {remedy}"
         )

@@ -39,7 +39,7 @@ def start_lines(
         f" {world.device.type}, {config.train.precision}; {plan.total_steps} steps of"
         f" {plan.global_batch_size} images{micro_steps}"
     )
-    num_copies = config.data.aug_repeats
+    num_copies = config.order.aug_repeats
     copies = ""
     if num_copies > 1:
         copies = (
@@ -74,9 +74,9 @@ def start_lines(
     share = 0.0 if ema is None else ema.first_share(plan.total_steps)
     if share > NOTABLE_FIRST_SHARE:
         yield (
-            f"note: train.ema_decay={config.train.ema_decay} over so few steps leaves {share:.0%}"
+            f"note: ema.decay={config.ema.decay} over so few steps leaves {share:.0%}"
             " of the initial weights in the EMA, which eval, predict and export use: set"
-            " train.ema_warmup=true, train.ema_decay=null or a smaller decay"
+            " ema.warmup=true, ema.decay=null or a smaller decay"
         )
     yield from filling_notes(batches, state.step, plan)
     if state.restarts:

@@ -13,22 +13,22 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from vit.config.schema import TrainConfig
+from vit.config.schema import EmaConfig
 
 
-def create_average(model: nn.Module, config: TrainConfig, steps_per_epoch: int) -> Ema | None:
+def create_average(model: nn.Module, config: EmaConfig, steps_per_epoch: int) -> Ema | None:
     """Return a new EMA of `model`, which must not be wrapped or compiled yet, or None if
-    `train.ema_decay` is off."""
-    if config.ema_decay is None:
+    `ema.decay` is off."""
+    if config.decay is None:
         return None
     return Ema(
         model,
-        config.ema_decay,
-        config.ema_warmup,
-        warmup_power=config.ema_warmup_power,
-        warmup_gamma=config.ema_warmup_gamma,
-        every_steps=config.ema_every_steps,
-        after_steps=round((config.ema_after_epochs or 0) * steps_per_epoch),
+        config.decay,
+        config.warmup,
+        warmup_power=config.warmup_power,
+        warmup_gamma=config.warmup_gamma,
+        every_steps=config.every_steps,
+        after_steps=round((config.after_epochs or 0) * steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
     )
 

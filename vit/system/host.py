@@ -229,5 +229,5 @@ def default_folder(root: Path = Path("/")) -> Path:
         refused.append(f"{place} ({kind})")
     raise ShardError(
         "no folder on a local disk was found for cached blocks of shards, only"
-        f" {', '.join(refused)}: set data.cache_dir to one, such as /scratch or /local_disk"
+        f" {', '.join(refused)}: set loader.cache_dir to one, such as /scratch or /local_disk"
     )

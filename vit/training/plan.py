@@ -31,7 +31,7 @@ class Plan:
     steps_per_epoch: int
     dropped_per_epoch: int
     distinct_images_per_epoch: int
-    """The number of different images in an epoch. An epoch has more rows if `data.aug_repeats` or
+    """The number of different images in an epoch. An epoch has more rows if `order.aug_repeats` or
     weights repeat images."""
     total_steps: int
     warmup_steps: int
@@ -149,48 +149,47 @@ def _divide_into_leaves(
     return micro, math.ceil(batch // micro / world_size)
 
 
-def create_order(
-    data: DataConfig,
-    augment: AugmentConfig,
-    seed: int,
-    num_samples: int,
-    shares: tuple[Share, ...] = (),
-) -> Order:
+def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = ()) -> Order:
     """Create the order of `num_samples` training images. shares: as in `Order`.
 
     Raises ValueError, listing sizes that work, if the batch cannot be divided evenly or if copies
     of an image would be mixed with each other.
     """
+    data = config.data
+    augment = config.augment
+    settings = config.order
     make = partial(
         make_order,
         num_samples,
         data.global_batch_size,
-        seed,
-        block_samples=data.block_samples,
-        window_blocks=data.window_blocks,
-        aug_repeats=data.aug_repeats,
-        aug_repeats_form=data.aug_repeats_form,
+        config.train.seed,
+        block_samples=settings.block_samples,
+        window_blocks=settings.window_blocks,
+        aug_repeats=settings.aug_repeats,
+        aug_repeats_form=settings.aug_repeats_form,
         shares=shares,
     )
-    order = make(num_lanes=data.num_lanes)
-    usual = type(data).model_fields["window_blocks"].default
-    if order.block_samples == 1 and data.window_blocks != usual:
+    order = make(num_lanes=settings.num_lanes)
+    usual = type(settings).model_fields["window_blocks"].default
+    if order.block_samples == 1 and settings.window_blocks != usual:
         raise ValueError(
-            f"data.window_blocks={data.window_blocks} has no effect with blocks of one sample,"
-            " which are fully shuffled: set data.block_samples, or remove data.window_blocks"
+            f"order.window_blocks={settings.window_blocks} has no effect with blocks of one sample,"
+            " which are fully shuffled: set order.block_samples, or remove order.window_blocks"
         )
     if not mixes(augment) or not _copies_mix(order, augment):
         return order
-    choices = possible_lanes(data.global_batch_size, data.aug_repeats, data.aug_repeats_form)
+    choices = possible_lanes(
+        data.global_batch_size, settings.aug_repeats, settings.aug_repeats_form
+    )
     lanes = [number for number in choices if not _copies_mix(make(num_lanes=number), augment)]
     remedy = (
-        f"choose data.num_lanes from {lanes}, or another"
+        f"choose order.num_lanes from {lanes}, or another"
         if lanes
         else "choose a larger batch, or another"
     )
     raise ValueError(
-        f"data.aug_repeats={data.aug_repeats}: with data.num_lanes={order.num_lanes} copies of an"
-        f" image would mix with each other in groups of {augment.mix_group_size}: {remedy}"
+        f"order.aug_repeats={settings.aug_repeats}: with order.num_lanes={order.num_lanes} copies"
+        f" of an image would mix with each other in groups of {augment.mix_group_size}: {remedy}"
         " augment.mix_group_size"
     )
 
@@ -244,7 +243,7 @@ def make_plan(
     micro_batch_size, accumulation_steps = divide_batch(
         data, augment, world_size, config.train.exact_over_ranks
     )
-    order = create_order(data, augment, config.train.seed, num_samples, shares)
+    order = create_order(config, num_samples, shares)
 
     def steps(count: int | None, epochs: float | None, default: int) -> int:
         if count is not None:

@@ -50,16 +50,16 @@ def describe(
     }
     data = config.data
     derived: dict[str, object] = {}
-    order_of: dict[str, object] = {"order": NOT_EXACT} if data.reader == "webdataset" else {}
+    order_of: dict[str, object] = {"order": NOT_EXACT} if config.stream.urls is not None else {}
     images_assumed = ""
     classes_assumed = ""
     # Do not retry: printing a config should not wait for storage that does not answer.
-    at_once = data.model_copy(update={"patience_s": 0.0})
+    at_once = config_io.with_settings(config, {"loader.patience_s": 0.0})
     try:
         val_split = open_split(at_once, data.val_split)
         splits = open_train_splits(at_once)
     except ShardError as error:
-        if data.num_samples is None:
+        if config.stream.num_samples is None:
             images_assumed = (
                 " (assumed, as in ImageNet-1k, because the data cannot be opened; all steps are"
                 f" assumed too: {error})"
@@ -67,12 +67,12 @@ def describe(
         classes_assumed = "" if config.model.num_classes else " (assumed)"
         num_classes = config.model.num_classes or 1000
         assumed = part_size(data.train_split, IMAGENET_IMAGES)
-        plan, order = make_plan(config, data.num_samples or assumed, world_size)
+        plan, order = make_plan(config, config.stream.num_samples or assumed, world_size)
     else:
-        train = choose_train_set(data, splits, val_split, num_classes=config.model.num_classes)
+        train = choose_train_set(config, splits, val_split, num_classes=config.model.num_classes)
         num_classes = choose_num_classes(config.model, data, train.split, val_split)
         plan, order = make_plan(config, train.num_draws, world_size, train.shares)
-        if data.reader == "index":
+        if config.stream.urls is None:
             order_of = {"shuffle": measure_shuffle(order, train.split.index["label"])}
         derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
@@ -82,7 +82,7 @@ def describe(
     with torch.device("meta"):
         model = create_trained_model(config, num_classes)
     gflop = flops_per_image(model) / 1e9
-    is_averaged = config.train.ema_decay is not None
+    is_averaged = config.ema.decay is not None
     state, gradients = training_bytes(model, config.optim, is_averaged)
     derived["classes"] = f"{num_classes}{classes_assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"

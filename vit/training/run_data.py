@@ -65,8 +65,8 @@ def as_trained(config: Config, data: RunData) -> Config:
 def open_data(config: Config, world: World) -> RunData:
     """Open the data and compute the plan. All ranks must call this."""
     # Rank 0 opens the data first, because it may have to write an index for the other ranks.
-    val_split = open_split(config.data, config.data.val_split, world)
-    train_set = open_train_set(config.data, val_split, world, config.model.num_classes)
+    val_split = open_split(config, config.data.val_split, world)
+    train_set = open_train_set(config, val_split, world, config.model.num_classes)
     split = train_set.split
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)

@@ -151,7 +151,7 @@ def test_undecodable_images_are_skipped_and_named(tmp_path, decoder):
 def test_an_undecodable_image_is_an_error_by_default_and_in_evaluation(key, tmp_path, decoder):
     split = write_shard(tmp_path / "root", {"fine": encoded(), key: encoded(200, 150)}, BAD)
     for batches, remedy in (
-        (train_batches(split), "; set data.on_bad_image=skip to train without this image"),
+        (train_batches(split), "; set loader.on_bad_image=skip to train without this image"),
         (
             EvalBatches(split, FORMAT, EvalConfig(), 2),
             "; evaluation needs every image: restore the shard",

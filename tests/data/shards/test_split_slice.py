@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit.config.base import Selection
-from vit.config.schema import DataConfig
+from vit.config.schema import Config
 from vit.data.open_data import open_split, open_train_set
 from vit.data.select import choose
 from vit.data.shards.split import Split
@@ -87,9 +87,9 @@ def test_a_part_of_many_samples_stores_only_their_numbers():
 
 
 def test_a_part_reads_the_samples_of_the_whole_split(shards):
-    data = DataConfig(root=str(shards), train_split="train[:80%]")
-    whole = open_split(data, "train")
-    part = pickle.loads(pickle.dumps(open_split(data, "train[80%:]")))
+    config = Config(data={"root": str(shards), "train_split": "train[:80%]"}, train={"steps": 1})
+    whole = open_split(config, "train")
+    part = pickle.loads(pickle.dumps(open_split(config, "train[80%:]")))
     assert part.num_samples == 12
     for i, number in enumerate(part.numbers.tolist()):
         assert part.read(i) == whole.read(number)
@@ -99,7 +99,7 @@ def test_a_part_reads_the_samples_of_the_whole_split(shards):
     part.prefetch(np.arange(12))
     [(divided, own)] = part.divided(np.arange(2, 5))
     assert (divided is part.whole, own.tolist()) == (True, part.numbers[2:5].tolist())
-    trained = open_train_set(data, open_split(data, "val"))
+    trained = open_train_set(config, open_split(config, "val"))
     assert trained.num_draws == 48
     held_out = {whole.key(number) for number in part.numbers.tolist()}
     assert held_out == {whole.key(i) for i in range(60)} - {trained.split.key(i) for i in range(48)}
@@ -107,7 +107,7 @@ def test_a_part_reads_the_samples_of_the_whole_split(shards):
 
 
 def test_samples_of_a_part_may_be_excluded(shards, tmp_path):
-    part = open_split(DataConfig(root=str(shards)), "train[:80%]")
+    part = open_split(Config(data={"root": str(shards)}, train={"steps": 1}), "train[:80%]")
     excluded = [3, 17]
     path = tmp_path / "bad.txt"
     path.write_text("\n".join(part.key(i) for i in excluded))

@@ -319,7 +319,9 @@ def test_the_default_folder_is_on_a_local_disk(tmp_path, monkeypatch):
         shared_node = mounts(tmp_path / kind / "node", **{"all": "xfs", str(node): kind})
         assert default_folder(shared_node) == home / "vit"
         both = mounts(tmp_path / kind / "both", all=kind)
-        named = rf"only {node}/vit-\d+ \({kind}\), {home}/vit \({kind}\): set data.cache_dir to one"
+        named = (
+            rf"only {node}/vit-\d+ \({kind}\), {home}/vit \({kind}\): set loader.cache_dir to one"
+        )
         with pytest.raises(ShardError, match=named):
             default_folder(both)
     assert default_folder(tmp_path) == node / f"vit-{os.getuid()}", (

@@ -23,7 +23,7 @@ from remote_shards import FORMAT, assert_same, epoch, files_of, parts_asked, sam
 from servers import FtpServer, WebServer
 
 from data_prep import imagefolder, index
-from vit.config.schema import DataConfig, EvalConfig
+from vit.config.schema import Config, EvalConfig
 from vit.data import open_data
 from vit.data.batches import EvalBatches
 from vit.data.loader import Loader
@@ -156,8 +156,12 @@ def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch
     ]
     assert imagefolder.main(arguments) == 0
     with WebServer(files_of(tmp_path / "many")) as server:
-        data = DataConfig(root=f"{server.url}/set", cache_dir=str(tmp_path / "cache"))
-        opened = together(4, lambda world: open_data.open_split(data, "train", world))
+        config = Config(
+            data={"root": f"{server.url}/set"},
+            loader={"cache_dir": str(tmp_path / "cache")},
+            train={"steps": 1},
+        )
+        opened = together(4, lambda world: open_data.open_split(config, "train", world))
         requests = Counter(
             path
             for _, path, byte_range in server.requests
@@ -169,7 +173,7 @@ def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch
         assert opened[1].versions == opened[0].versions
         assert samples(opened[3]) == samples(opened[0])
         del server.files["/set/train-00003.tar"]
-        opened = together(3, lambda world: open_data.open_split(data, "train", world))
+        opened = together(3, lambda world: open_data.open_split(config, "train", world))
     assert ["no such file" in str(error) for error in opened] == [True] * 3
     assert [isinstance(error, AlreadyReported) for error in opened] == [False, True, True]
 

@@ -172,7 +172,7 @@ def test_a_disk_without_space_for_the_index_is_reported(url, tmp_path):
             ShardError,
             match=(
                 r"cannot be written \(No space left on device\); make room, or choose another"
-                r" data.cache_dir"
+                r" loader.cache_dir"
             ),
         ):
             remote.RemoteFolder(url).fetch_index("train", cache)
@@ -258,8 +258,7 @@ def test_temporary_http_errors_are_retried(status, web, url, cache):
 def test_streaming_is_advised_if_the_server_does_not_support_ranges(web, url, cache):
     web.ranges = False
     with pytest.raises(
-        ShardError,
-        match=r"does not serve parts of files .* data.reader: webdataset, which is not exactly",
+        ShardError, match=r"does not serve parts of files .* stream.urls, which is not exactly"
     ):
         open_split(url, "train", cache)
 
@@ -410,7 +409,8 @@ def test_a_missing_bucket_permission_scheme_or_package_is_reported(s3, shards, c
 def test_an_impossible_cache_folder_is_reported(url, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        ShardError, match=r"cannot hold a cache of shards \(.*\); choose a folder .* data.cache_dir"
+        ShardError,
+        match=r"cannot hold a cache of shards \(.*\); choose a folder .* loader.cache_dir",
     ):
         open_split(url, "train", tmp_path / "file" / "cache")
 

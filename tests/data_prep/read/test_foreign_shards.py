@@ -326,7 +326,7 @@ def test_keys_with_dots_are_streamed(tmp_path):
         FORMAT,
     )
     with pytest.raises(
-        ShardError, match=r"sample 'class0/000000' has no images .*data.stream_keys_with_dots=true"
+        ShardError, match=r"sample 'class0/000000' has no images .*stream.keys_with_dots=true"
     ):
         wrong.fill(0, 0, rows)
 

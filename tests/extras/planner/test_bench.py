@@ -29,7 +29,8 @@ def no_data(tmp_path: Path) -> Path:
 model: {{drop_path_rate: 0.1}}
 data: {{root: {tmp_path / "elsewhere"}, global_batch_size: 12, micro_batch_size: 6}}
 augment: {{mixup_alpha: 0.8, mix_group_size: 2, randaugment_layers: 1}}
-train: {{epochs: 3, ema_decay: 0.9}}
+train: {{epochs: 3}}
+ema: {{decay: 0.9}}
 """)
     return path
 
@@ -98,7 +99,7 @@ def test_reduces_a_batch_that_takes_too_long(no_data):
 def test_the_reduced_batch_divides_by_copies_and_lanes(config):
     """Copies and shard readers must divide the batch size. Of 1, 2, 3, 4, 6 and 12 images, only 4
     and 12 are possible."""
-    lanes = ("data.aug_repeats=4", "data.num_lanes=1", "augment.mixup_alpha=0")
+    lanes = ("order.aug_repeats=4", "order.num_lanes=1", "augment.mixup_alpha=0")
     unmixed = ("augment.cutmix_alpha=0", "augment.mix_group_size=4")
     settings = (*lanes, *unmixed, "data.micro_batch_size=2")
     done = bench(config, "--seconds", 1e-6, "--micro-batch", 2, "--json", *settings)

@@ -67,13 +67,15 @@ def test_skipped_and_repeated_computations_change_the_operations():
 
 def test_stages_of_image_size_count_with_their_own_operations():
     """Of 100 epochs with 64 steps each, half use 32 px, a quarter 48 px and a quarter 64 px."""
-    data = {"root": "none", "global_batch_size": 64, "reader": "webdataset"}
-    data |= {"stream": "http://localhost/{0..1}.tar", "num_samples": 4096}
+    data = {"root": "none", "global_batch_size": 64}
+    stream = {"urls": "http://localhost/{0..1}.tar", "num_samples": 4096}
     stages = ({"until_epoch": 50, "image_size": 32}, {"until_epoch": 75, "image_size": 48})
 
     def forecast_at(side: int, **schedule: tuple) -> Forecast:
         model = {**TINY, "image_size": side}
-        config = config_of(model=model, data=data, train={"epochs": 100}, schedule=schedule)
+        config = config_of(
+            model=model, data=data, stream=stream, train={"epochs": 100}, schedule=schedule
+        )
         return make_forecast(config, 1, H200)
 
     staged = forecast_at(64, image_sizes=stages)

@@ -21,9 +21,9 @@ GIB = 2**30
 @pytest.mark.parametrize(
     "settings",
     [
-        ("data.num_workers=0",),
-        ("data.num_workers=3", "data.prefetch_gib=0.01", "data.global_batch_size=12"),
-        ("data.num_workers=2", "data.aug_repeats=2", "augment.mixup_alpha=0.8", "train.steps=2"),
+        ("loader.num_workers=0",),
+        ("loader.num_workers=3", "loader.prefetch_gib=0.01", "data.global_batch_size=12"),
+        ("loader.num_workers=2", "order.aug_repeats=2", "augment.mixup_alpha=0.8", "train.steps=2"),
     ],
 )
 def test_planned_memory_equals_the_request_of_a_start_on_a_gpu(shards, tmp_path, settings):
@@ -32,7 +32,8 @@ def test_planned_memory_equals_the_request_of_a_start_on_a_gpu(shards, tmp_path,
 model: {{name: vit_ti16, image_size: 32, depth: 1}}
 data: {{root: {shards}, global_batch_size: 4}}
 augment: {{randaugment_layers: 2, erasing_prob: 0.5}}
-train: {{epochs: 2, ema_decay: 0.9, device: cpu}}
+train: {{epochs: 2, device: cpu}}
+ema: {{decay: 0.9}}
 eval: {{batch_size: 5}}
 """)
     config = load_config(path, list(settings))
@@ -41,7 +42,7 @@ eval: {{batch_size: 5}}
     on_gpu = World(0, 1, torch.device("cuda", 0))
     batches = (data.batches, data.eval_batches)
     saved_bytes = disk_needs(config, data.plan, data.num_classes).checkpoint_bytes
-    numbers = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).record
+    numbers = preflight(config.loader, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).record
     assert planned.batches / GIB == pytest.approx(numbers["batch_gib"], abs=1e-4)
     assert planned.saved_copy / GIB == pytest.approx(numbers["save_copy_gib"], abs=1e-4)
     without_copy = replace(planned, saved_copy=0)

@@ -122,7 +122,7 @@ def test_counted_bytes_agree_with_measured_bytes_within_a_tenth(precision, check
 
 
 def test_weights_gradients_and_optimizer_state_follow_from_the_parameters():
-    config = config_of(model=SMALL, train={"steps": 1, "ema_decay": 0.9999})
+    config = config_of(model=SMALL, train={"steps": 1}, ema={"decay": 0.9999})
     with torch.device("meta"):
         model = create_model(config.model, num_classes=1000)
     stored = sum(parameter.nbytes for parameter in model.parameters())

@@ -24,7 +24,7 @@ ROWS = rows("Recipes of other programs")
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
 SMALL = [
     *("model.embed_dim=32", "model.depth=2", "model.num_heads=2", "data.global_batch_size=12"),
-    *("data.num_workers=0", "train.precision=fp32", "train.device=cpu", "log.wandb=off"),
+    *("loader.num_workers=0", "train.precision=fp32", "train.device=cpu", "log.wandb=off"),
     *("eval.batch_size=8", "log.report=false", "log.every_steps=1", "train.steps=1"),
 ]
 

@@ -44,12 +44,12 @@ def test_every_setting_has_a_kind_and_known_effects_are_settings_with_a_source()
         ("augment.hflip_prob=0", "images"),
         ("schedule.image_sizes=[{until_epoch: 9, image_size: 160}]", "images"),
         ("train.seed=1", "order"),
-        ("data.num_lanes=8", "order"),
+        ("order.num_lanes=8", "order"),
         ("data.fraction=0.1", "images"),
         ("data.sources=[{root: a}, {root: b}]", "images"),
         ("eval.crop_mode=squash", "evaluation"),
         ("init.checkpoint=x.pth", "start"),
-        ("data.num_workers=2", "harmless"),
+        ("loader.num_workers=2", "harmless"),
         ("log.wandb=off", "harmless"),
         ("eval.reference=demo", "harmless"),
         ("train.compile=false", "harmless"),
@@ -64,10 +64,12 @@ def test_a_difference_has_the_kind_of_its_effect(override, kind):
 def test_differences_are_sorted_by_importance_and_name_their_source():
     text = in_words(
         with_(),
-        with_("data.num_workers=2", "augment.cutmix_alpha=0", "model.qk_norm=true", "train.seed=3"),
+        with_(
+            "loader.num_workers=2", "augment.cutmix_alpha=0", "model.qk_norm=true", "train.seed=3"
+        ),
         ("a.yaml", "b.yaml"),
     )
-    order = ["augment.cutmix_alpha: 1 -> 0", "model.qk_norm", "train.seed", "data.num_workers"]
+    order = ["augment.cutmix_alpha: 1 -> 0", "model.qk_norm", "train.seed", "loader.num_workers"]
     places = [text.index(phrase) for phrase in order]
     assert places == sorted(places)
     assert "80.0 without CutMix" in text

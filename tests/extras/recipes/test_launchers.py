@@ -18,7 +18,7 @@ def test_processes_on_several_nodes_count_for_batch_rate_and_sampler():
     imported = import_recipe(f"{started} {DEIT}")
     assert imported.settings["data.global_batch_size"] == 1024
     assert imported.settings["optim.lr"] == pytest.approx(1e-3)
-    assert imported.settings["data.aug_repeats"] == 3
+    assert imported.settings["order.aug_repeats"] == 3
     assert ASSUMED not in account(imported)
 
 

@@ -83,7 +83,7 @@ STATED: dict[str, dict] = {
         "model.drop_path_schedule": None,
         "augment.erasing_prob": 0.25,
         "augment.color_jitter": [0, 0, 0, 0],
-        "data.aug_repeats": 3,
+        "order.aug_repeats": 3,
         "loss.label_smoothing": 0.1,
     },
     "deit_b16_ft384": {"optim.lr": 5e-6, "data.global_batch_size": 512, "model.image_size": 384},
@@ -113,7 +113,7 @@ STATED: dict[str, dict] = {
     "deit3_s16_800ep": {"optim.lr": 4e-3, "model.drop_path_rate": 0.05},
     # deit3-jax: 160 px are 11 patches of 14, 154 px
     "deit3_h14_800ep": {"model.image_size": 154, "model.drop_path_rate": 0.6},
-    "deit3_b16_in21k": {"augment.crop": "simple", "data.aug_repeats": 1},
+    "deit3_b16_in21k": {"augment.crop": "simple", "order.aug_repeats": 1},
     # ViT-5: 4 registers that rotate at 100, a rate of 4e-3 for S
     "vit5_s16": {
         "optim.lr": 4e-3,
@@ -145,9 +145,9 @@ STATED: dict[str, dict] = {
         "eval.crop_pct": 0.875,
         "optim.clip_grad_norm": 1.0,
         # train.py: alpha = (1 - 0.99998) x 4096 x 32 / 300, and a copy in the warm-up
-        "train.ema_decay": pytest.approx(0.99126, abs=1e-5),
-        "train.ema_every_steps": 32,
-        "train.ema_after_epochs": 30,
+        "ema.decay": pytest.approx(0.99126, abs=1e-5),
+        "ema.every_steps": 32,
+        "ema.after_epochs": 30,
     },
     "torchvision_b32": {"augment.auto_augment": "imagenet", "augment.randaugment_layers": 0},
     "torchvision_l16": {
@@ -218,7 +218,7 @@ def test_maes_supervised_recipe_equals_our_config(imported):
     """MMPretrain reproduces the table that is the source of configs/vit_b16.yaml."""
     theirs = to_dict(imported("mm_b16_mae_sup").config())
     ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml"))
-    places = ("data.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
+    places = ("loader.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
     unlike = {
         f"{section}.{key}": (theirs[section][key], ours[section][key])
         for section in ours
@@ -268,7 +268,7 @@ train_cfg = dict(type='EpochBasedTrainLoop')
     )
     recipe = import_recipe(str(child))
     assert value(recipe, "init.freeze") == 4
-    assert value(recipe, "data.aug_repeats") == 3
+    assert value(recipe, "order.aug_repeats") == 3
     assert value(recipe, "data.global_batch_size") == 2048, (
         "the base config states 8 GPUs with 256 images each"
     )
@@ -293,13 +293,13 @@ def test_weights_at_a_url_become_a_file_with_a_download_comment(imported):
 
 def test_repeated_augmentation_needs_a_launcher():
     alone = import_recipe("python main.py --model deit_small_patch16_224 --batch-size 256")
-    assert value(alone, "data.aug_repeats") == 1
+    assert value(alone, "order.aug_repeats") == 1
     assert value(alone, "optim.lr") == pytest.approx(5e-4 * 256 / 512)
     assert verdict_of(alone, "repeated_aug").verdict == "inert"
     more = import_recipe(
         "python main.py --model deit_small_patch16_224 --batch-size 256", num_gpus=4
     )
-    assert value(more, "data.aug_repeats") == 3
+    assert value(more, "order.aug_repeats") == 3
     assert value(more, "data.global_batch_size") == 1024
 
 

@@ -42,7 +42,7 @@ def test_the_table_of_deit_options_has_valid_settings(tmp_path):
         None,
         (0.9, 0.999),
     )
-    assert (config.data.aug_repeats, config.data.aug_repeats_form, config.train.ema_decay) == (
+    assert (config.order.aug_repeats, config.order.aug_repeats_form, config.ema.decay) == (
         3,
         "sampler",
         0.99996,

@@ -154,7 +154,7 @@ def test_a_missing_recipe_is_reported_before_training(tmp_path, shards):
     path.write_text(HEAD.format(recipe="configs/nix.yaml") + "epoch,top1\n1,10\n3,30\n")
     config = load_config(write_config(tmp_path, shards), [f"eval.reference={path}"])
     with pytest.raises(ValueError, match=r"curve\.csv: header: recipe: configs/nix\.yaml: cannot"):
-        create_comparison(config, plan(4), open_split(config.data, "val"))
+        create_comparison(config, plan(4), open_split(config, "val"))
 
 
 def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, capfd):

@@ -33,7 +33,7 @@ CHEAPEST = "big_vision/vit_s16_90ep"
 PLACES = {
     "data.root",
     "data.micro_batch_size",
-    "data.num_workers",
+    "loader.num_workers",
     "train.compile",
     "eval.every_epochs",
     "eval.every_steps",
@@ -272,7 +272,7 @@ SMALL = [
     "model.num_heads=2",
     "data.global_batch_size=12",
     "data.micro_batch_size=null",
-    "data.num_workers=0",
+    "loader.num_workers=0",
     "train.epochs=null",
     "train.steps=3",
     "train.precision=fp32",
@@ -337,4 +337,4 @@ def test_a_small_version_does_three_steps_and_an_evaluation(name, trained):
     assert all(0 < loss < 30 for loss in losses)
     (last,) = metrics(folder, "eval")
     assert last["num_images"] == 23
-    assert ("num_images_ema" in last) == (config.train.ema_decay is not None)
+    assert ("num_images_ema" in last) == (config.ema.decay is not None)

@@ -209,7 +209,7 @@ def test_without_augmentation_the_crop_is_the_central_square():
     assert not any((augment.hflip_prob, augment.erasing_prob, augment.randaugment_layers))
     assert not any(augment.color_jitter)
     assert imported.settings["data.interpolation"] == "bilinear"
-    assert imported.settings["data.aug_repeats"] == 3
+    assert imported.settings["order.aug_repeats"] == 3
 
 
 def test_a_head_scaled_by_zero_starts_at_zero_and_other_factors_are_unavailable():
@@ -260,7 +260,7 @@ def test_the_warm_up_of_the_average_equals_timms():
     flags = "--opt adamw --lr 1e-3 --model-ema --model-ema-decay 0.999 --model-ema-warmup"
     imported = import_recipe(f"python train.py {VIT} {flags}")
     assert finding(imported, "model_ema_warmup").verdict == "same"
-    ours = create_average(nn.Linear(2, 2), imported.config().train, 100)
+    ours = create_average(nn.Linear(2, 2), imported.config().ema, 100)
     theirs = ModelEmaV3(nn.Linear(2, 2), decay=0.999, use_warmup=True)
     for step in (0, 1, 100, 31_000, 40_000):
         assert ours.decay_at(step) == pytest.approx(theirs.get_decay(step + 1))

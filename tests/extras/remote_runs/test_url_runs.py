@@ -34,7 +34,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG"
 
 
 def settings(url: str, local: Path, *more: str) -> list[str]:
-    return [f"run.local_dir={local}", f"run.lease_s={LEASE_S}", "data.patience_s=60", *more]
+    return [f"run.local_dir={local}", f"run.lease_s={LEASE_S}", "loader.patience_s=60", *more]
 
 
 def train_here(config: Path, url: str, local: Path, *more: str) -> None:

@@ -137,7 +137,7 @@ def test_the_worst_keys_can_be_excluded_from_the_next_training(trained, tmp_path
     keys = [source.train_set.split.key(int(sample)) for sample in curves.suspects[:7]]
     assert path.read_text().splitlines() == keys
     config = load_config(trained / "config.yaml", [f"data.exclude={path}"])
-    left = open_train_set(config.data, open_split(config.data, "val"))
+    left = open_train_set(config, open_split(config, "val"))
     assert left.num_draws == source.train_set.num_draws - 7
 
 
@@ -152,7 +152,7 @@ def test_margins_of_repeated_images_in_an_epoch_are_averaged(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=5)
     arguments = ["--config", str(config), f"run.dir={tmp_path / 'run'}", *TINY]
     off = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"]
-    run_here("launch/train.py", *arguments, *off, "data.aug_repeats=3")
+    run_here("launch/train.py", *arguments, *off, "order.aug_repeats=3")
     source = ReportSource(tmp_path / "run", CPU)
     rows = [row for s in range(1, 6) for p in Replay(source, s).pieces() for row in p.rows]
     curves = read_curves(source)

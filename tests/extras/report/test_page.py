@@ -222,13 +222,7 @@ def test_every_setting_is_listed_and_changed_settings_come_first(finished):
     assert set(keys) <= set(page.code)
     assert set(keys) <= set(all_keys())
     first = page.html.partition("Different from the defaults")[2].partition("All settings")[0]
-    for key in (
-        "model.embed_dim",
-        "data.root",
-        "train.ema_decay",
-        "augment.mixup_alpha",
-        "run.dir",
-    ):
+    for key in ("model.embed_dim", "data.root", "ema.decay", "augment.mixup_alpha", "run.dir"):
         assert f"<code>{key}</code>" in first, key
     for key in ("optim.eps", "augment.hflip_prob", "train.seed"):
         assert f"<code>{key}</code>" not in first, key

@@ -93,11 +93,11 @@ def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, s
 @pytest.mark.parametrize(
     "choice",
     [
-        [*("data.fraction=0.8", "data.filter=label != 2", "data.aug_repeats=3", *ALL), TWO_SIZES],
+        [*("data.fraction=0.8", "data.filter=label != 2", "order.aug_repeats=3", *ALL), TWO_SIZES],
         pytest.param(["augment.auto_augment=v0"], marks=pytest.mark.full),
         pytest.param(["augment.crop=simple", "augment.three_augment=true"], marks=pytest.mark.full),
         pytest.param(
-            ["data.aug_repeats=2", "data.aug_repeats_form=sampler"], marks=pytest.mark.full
+            ["order.aug_repeats=2", "order.aug_repeats_form=sampler"], marks=pytest.mark.full
         ),
     ],
     ids=["chosen, repeated, of two sizes", "policy", "simple", "sampler"],
@@ -122,7 +122,7 @@ def test_steps_of_several_sources_with_an_undecodable_image_are_replayed(tmp_pat
         write_config(tmp_path, shards, steps=7),
         tmp_path / "run",
         f"data.sources={sources}",
-        "data.on_bad_image=skip",
+        "loader.on_bad_image=skip",
     )
     ignored = [
         row.key

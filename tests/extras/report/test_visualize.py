@@ -119,7 +119,7 @@ def test_costs_of_each_layer(base, capfd):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["attention", "RUN", "--out", "a.gif"], "out of png, pdf, svg"),
+        (["attention", "RUN", "--out", "a.gif"], "one of the suffixes png, pdf, svg"),
         (["attention", "RUN", "--image", "nowhere.jpg"], "nowhere.jpg: no such file or folder"),
         (["distance", "RUN", "--samples", "0"], "--samples 0: expected a positive number"),
         pytest.param(["summary", "vit_b"], "unknown model 'vit_b'", marks=needs("planner")),

@@ -158,13 +158,13 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
             "{folder}/unlabelled.tar",
             (
                 "unlabelled.tar: sample 'a' has no .cls with the label .* describe other layouts"
-                " with data.stream_image=SUFFIX"
+                " with stream.image=SUFFIX"
             ),
         ),
         ("{folder}/labels.tar", "labels.tar: sample 'a': label 7; expected 0 to 2"),
         (
             "{folder}/broken.tar",
-            ("image 'a' of the stream: .*; set data.on_bad_image=skip to train without this image"),
+            ("image 'a' of the stream: .*; set loader.on_bad_image=skip to train without this"),
         ),
     ],
 )
@@ -340,7 +340,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
     )
     with pytest.raises(
         ShardError,
-        match=r"1 samples found, .*; each of the 2 readers \(ranks times data.num_workers\) needs",
+        match=r"1 samples found, .*; each of the 2 readers \(ranks times loader.num_workers\)",
     ):
         # Read enough batches that each of the two workers has to make one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
@@ -363,12 +363,7 @@ def test_braces_are_expanded_and_a_missing_package_is_reported(shards, monkeypat
 def test_training_on_a_stream_reports_that_it_is_not_exact_and_evaluates_exactly(
     config, shards, tmp_path
 ):
-    streamed = [
-        "data.reader=webdataset",
-        f"data.stream={tars(shards)}",
-        "data.num_samples=60",
-        "data.num_workers=1",
-    ]
+    streamed = [f"stream.urls={tars(shards)}", "stream.num_samples=60", "loader.num_workers=1"]
     done = run(
         "launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *streamed
     )

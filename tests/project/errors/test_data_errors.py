@@ -134,7 +134,7 @@ def _(place):
         [byte] = tar.read(1)
         tar.seek(-1, 1)
         tar.write(bytes([byte ^ 1]))
-    place.train("train.steps=5", "data.on_bad_image=skip")
+    place.train("train.steps=5", "loader.on_bad_image=skip")
 
 
 @scenario("a file of samples to leave out that names none of them")
@@ -173,10 +173,10 @@ def _(place):
     assert f"'{key}'" in place.done.stderr
 
 
-@scenario("the same, with `data.on_bad_image=skip`: training goes on", begun=True)
+@scenario("the same, with `loader.on_bad_image=skip`: training goes on", begun=True)
 def _(place):
     key = spoil_an_image(place.own_shards())
-    place.train("train.steps=5", "data.on_bad_image=skip")
+    place.train("train.steps=5", "loader.on_bad_image=skip")
     assert f"{key} could not" in place.done.stderr
     lines = [
         json.loads(line) for line in (place.run_dir / "metrics.jsonl").read_text().splitlines()
@@ -262,7 +262,7 @@ def _(place):
 
 @scenario("a server that cannot be reached", slow=True)
 def _(place):
-    place.train("data.root=http://127.0.0.1:9/shards", "data.patience_s=1")
+    place.train("data.root=http://127.0.0.1:9/shards", "loader.patience_s=1")
 
 
 @scenario("shards at a URL whose package is not installed")
@@ -270,14 +270,14 @@ def _(place):
     place.train("data.root=gs://bucket/shards")
 
 
-@scenario("`data.reader=webdataset` and nothing to stream")
+@scenario("a stream without the number of its images")
 def _(place):
-    place.train("data.reader=webdataset")
+    place.train("stream.urls=pipe:exit 3")
 
 
 @scenario("a stream that breaks", begun=True)
 def _(place):
-    place.train("data.reader=webdataset", "data.stream=pipe:exit 3", "data.num_samples=60")
+    place.train("stream.urls=pipe:exit 3", "stream.num_samples=60")
 
 
 @scenario("a label out of range")

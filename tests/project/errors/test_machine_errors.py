@@ -78,7 +78,7 @@ def _(place):
         "checkpoint.every_steps=100000",
         "log.every_steps=10",
     ]
-    background = Background(place.config, place.run_dir, *endless, "data.num_workers=1", ranks=0)
+    background = Background(place.config, place.run_dir, *endless, "loader.num_workers=1", ranks=0)
     background.wait_for_step(10)
     place.before = {}
     [worker] = background.trainers()
@@ -104,7 +104,7 @@ def _(place):
     ):
         pytest.skip(NEEDS_MOUNT)
     place.train(
-        "data.num_workers=1",
+        "loader.num_workers=1",
         "model.image_size=256",
         "train.steps=2",
         "eval.every_steps=2",
@@ -116,12 +116,12 @@ def _(place):
 def _(place):
     if not Path("/proc/meminfo").exists():
         pytest.skip("only Linux tells how much memory is free")
-    place.train("data.num_workers=1000000")
+    place.train("loader.num_workers=1000000")
 
 
 @scenario("a prefetch that holds too few batches")
 def _(place):
-    place.train("data.num_workers=2", "data.prefetch_gib=0.00001")
+    place.train("loader.num_workers=2", "loader.prefetch_gib=0.00001")
 
 
 @scenario("the port is taken, ranks started by hand")
@@ -234,7 +234,7 @@ def test_names_the_setting_to_lower_when_memory_runs_out(allocate):
         assert not multiprocessing.active_children(), (
             "a worker outlives its loader while a traceback references the iterator"
         )
-        assert "while loading a batch. Lower data.num_workers" in exit.out_of_memory(caught.value)
+        assert "while loading a batch. Lower loader.num_workers" in exit.out_of_memory(caught.value)
 
 
 def test_the_required_versions_are_those_of_pyproject():

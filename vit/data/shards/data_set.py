@@ -113,7 +113,7 @@ def _open_whole(
     sizes = None if is_checked else [version.size for version in found_versions]
     cache = None
     if is_cached:
-        cache = open_cache(cache_dir, cache_gib, "data.cache_dir" if is_local else shown)
+        cache = open_cache(cache_dir, cache_gib, "loader.cache_dir" if is_local else shown)
     if is_local:
         index = _local_index(folder, split, described, sizes, layout)
     else:

@@ -82,14 +82,14 @@ class BlockCache:
                 raise ShardError(
                     f"{self.folder}: every user may write to this folder and could change the"
                     f" training data: run `chmod o-w {self.folder}`, or choose another folder with"
-                    " data.cache_dir"
+                    " loader.cache_dir"
                 )
             os.close(open_shared(self.folder / "used_bytes", os.O_RDWR))
             available = shutil.disk_usage(self.folder).free + self._used_bytes()
         except OSError as error:
             raise ShardError(
                 f"{self.folder}: cannot hold a cache of shards ({error.strerror}); choose a folder"
-                " on a disk of this machine with data.cache_dir"
+                " on a disk of this machine with loader.cache_dir"
             ) from error
         if limit_gib is None:
             self.limit_bytes = int(min(available // 2, DEFAULT_GIB * GIB))
@@ -97,9 +97,9 @@ class BlockCache:
             self.limit_bytes = int(limit_gib * GIB)
             if limit_gib * GIB > available:
                 raise ShardError(
-                    f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for"
+                    f"loader.cache_gib={limit_gib:g}: the disk of {self.folder} has room for"
                     f" {available / GIB:.1f}; set a smaller size, or choose another disk with"
-                    " data.cache_dir"
+                    " loader.cache_dir"
                 )
         self._refused_at_s = -TRY_AGAIN_S
         with suppress(OSError):  # without the file, others ignore this limit

@@ -197,7 +197,7 @@ class CachedTars:
                 return data[offset - start : offset - start + size]
         raise ShardError(
             f"{self.cache.folder}: other processes remove blocks before they are read; enlarge the"
-            " cache with data.cache_gib"
+            " cache with loader.cache_gib"
         )
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:

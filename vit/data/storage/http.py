@@ -247,8 +247,8 @@ class WebFile(io.RawIOBase):
                     raise RetryableError(problem)
                 raise ShardError(
                     f"{self._where}: {problem}, but reading single images needs this; copy the"
-                    " shards to a disk, or stream them with data.reader: webdataset, which is not"
-                    " exactly reproducible"
+                    " shards to a disk, or stream them with stream.urls, which is not exactly"
+                    " reproducible"
                 )
             return size
         if content_range and content_range[3] != "*":

@@ -93,7 +93,7 @@ class RemoteFolder:
         except OSError as error:
             raise ShardError(
                 f"{path}: cannot be written ({error.strerror}); make room, or choose another"
-                " data.cache_dir"
+                " loader.cache_dir"
             ) from error
         return path
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.data.augment.table import table_layout
 from vit.data.batches import BatchLayout, row_unit
@@ -167,7 +168,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     """Forecast the run of `config`. ImageNet-1k is assumed if the data cannot be opened.
 
     Raises ValueError if batch sizes do not divide evenly (`vit.training.plan.make_plan`) or if
-    `data.prefetch_gib` is too small.
+    `loader.prefetch_gib` is too small.
     """
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
@@ -176,7 +177,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     num_evaluations = plan.total_steps // plan.eval_every_steps
     if plan.total_steps % plan.eval_every_steps:
         num_evaluations += plan.evaluates_at(plan.total_steps)  # the final evaluation
-    num_models = 1 if config.train.ema_decay is None else 2
+    num_models = 1 if config.ema.decay is None else 2
     disk = disk_needs(config, plan, data.num_classes)
     trained_flops = train_flops_per_image(model, plan.micro_batch_size)
     stages = _stages(config, plan, model)
@@ -207,7 +208,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
 
 def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -> HostMemory:
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
-    order = create_order(config.data, config.augment, config.train.seed, data.num_images)
+    order = create_order(config, data.num_images)
     columns = table_layout(config.augment).width
     train = Load(
         BatchLayout(plan.rank_batch_size, form.largest, columns),
@@ -219,7 +220,7 @@ def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -
     rows = config.eval.batch_size * plan.world_size
     sizes = (data.num_val_images, *data.further_images)
     evals = [Load(layout, 1, math.ceil(size / rows)) for size in sizes]
-    return host_memory(config.data, train, evals, on_gpu=True, saved_bytes=saved_bytes)
+    return host_memory(config.loader, train, evals, on_gpu=True, saved_bytes=saved_bytes)
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -321,13 +322,13 @@ def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple
 def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
     """Return the data sizes and the plan. If the data is missing, ImageNet-1k is assumed."""
     places = config.eval.further_places(config.data.root, config.data.val_split)
-    at_once = config.data.model_copy(update={"patience_s": 0.0})
+    at_once = with_settings(config, {"loader.patience_s": 0.0})
     try:
         val_split = open_split(at_once, config.data.val_split)
         splits = open_train_splits(at_once)
         further = [open_split(at_once, split, root=root) for root, split in places]
     except ShardError as error:
-        images = config.data.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
+        images = config.stream.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
         plan, _ = make_plan(config, images, num_gpus)
         classes = config.model.num_classes or 1000
         trained = parse_name(config.data.train_split).split
@@ -338,7 +339,7 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
             for _, split in places
         )
         return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
-    train = choose_train_set(config.data, splits, val_split, num_classes=config.model.num_classes)
+    train = choose_train_set(config, splits, val_split, num_classes=config.model.num_classes)
     plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
     classes = choose_num_classes(config.model, config.data, train.split, val_split)
     further_images = tuple(split.num_samples for split in further)

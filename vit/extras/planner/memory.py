@@ -118,7 +118,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         optimizer = create_optimizer(model, optim)
         state = live.now - weights - teacher_bytes
         average = 0
-        if train.ema_decay is not None:
+        if config.ema.decay is not None:
             # `Ema` copies the module, which fake tensors do not support, so the averaged weights
             # are counted from the state dict. The average is updated in place.
             average = sum(tensor.nbytes for tensor in model.state_dict().values())

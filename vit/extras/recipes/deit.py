@@ -38,9 +38,9 @@ _RECIPE = """
 --input-size              int     224     model.image_size
 --drop                    float   0.0     model.proj_drop_rate, model.pos_drop_rate
 --drop-path               float   0.1     model.drop_path_rate
---model-ema               on      true    train.ema_decay
+--model-ema               on      true    ema.decay
 --no-model-ema            off:model_ema   -
---model-ema-decay         float   0.99996  train.ema_decay
+--model-ema-decay         float   0.99996  ema.decay
 --opt                     str     adamw   optim.name
 --opt-eps                 float   1e-8    optim.eps
 --opt-betas               floats  -       optim.betas
@@ -63,7 +63,7 @@ _RECIPE = """
 --aa                      str     rand-m9-mstd0.5-inc1  augment.randaugment_layers and others
 --smoothing               float   0.1     loss.label_smoothing
 --train-interpolation     str     bicubic  data.interpolation
---repeated-aug            on      true    data.aug_repeats
+--repeated-aug            on      true    order.aug_repeats
 --no-repeated-aug         off:repeated_aug   -
 --train-mode              on      true    dropout and drop path are on in training
 --no-train-mode           off:train_mode   -
@@ -385,7 +385,7 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
         map_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
         map_erasing(reading)
     if args["repeated_aug"] and is_distributed:
-        repeats = {"data.aug_repeats": 3, "data.aug_repeats_form": "sampler"}
+        repeats = {"order.aug_repeats": 3, "order.aug_repeats_form": "sampler"}
         reading.same("repeated_aug", repeats)
     elif args["repeated_aug"]:
         reading.inert("repeated_aug", "a single process without torchrun uses a random sampler")

@@ -26,7 +26,7 @@ _RECIPE = """
 --color-jitter            float   0.0     augment.color_jitter
 --auto-augment            str     rand-m9-mstd0.5-inc1   augment
 --random-erasing          float   0.25    augment.erasing_prob
---augment-repeats         int     3       data.aug_repeats
+--augment-repeats         int     3       order.aug_repeats
 --test-crop-ratio         float   0.875   eval.crop_pct
 --mixup                   float   0.8     augment.mixup_alpha
 --cutmix                  float   1.0     augment.cutmix_alpha
@@ -171,13 +171,13 @@ def _map_images(reading: Reading) -> None:
             "all copies of an image are in one batch, as in this project, but an epoch of deit3-jax"
             f" has {repeats} times as many steps"
         )
-        settings = {"data.aug_repeats": repeats}
+        settings = {"order.aug_repeats": repeats}
         if args["train_batch_size"] % repeats:
             text += (
                 f"; a batch of {args['train_batch_size']} is not a multiple of {repeats} copies, so"
                 " samples are drawn like DeiT's sampler"
             )
-            settings["data.aug_repeats_form"] = "sampler"
+            settings["order.aug_repeats_form"] = "sampler"
         reading.differs("augment_repeats", text, settings)
     else:
         reading.same("augment_repeats")

@@ -27,12 +27,12 @@ _IRRELEVANT = (
     "data.train_split",
     "data.val_split",
     "init.checkpoint",
-    "train.ema_decay",
-    "train.ema_warmup",
-    "train.ema_every_steps",
-    "train.ema_after_epochs",
-    "train.ema_warmup_power",
-    "train.ema_warmup_gamma",
+    "ema.decay",
+    "ema.warmup",
+    "ema.every_steps",
+    "ema.after_epochs",
+    "ema.warmup_power",
+    "ema.warmup_gamma",
     "eval.best_by",
 )
 """The settings that change neither the trained weights nor their evaluation."""

@@ -22,7 +22,7 @@ KINDS = (
 )
 """The kinds of differences and their headings, in order of importance."""
 KNOWN = {
-    "data.aug_repeats": f"76.5 without repetitions ({_DEIT})",
+    "order.aug_repeats": f"76.5 without repetitions ({_DEIT})",
     "augment.mixup_alpha": f"78.7 without MixUp, 75.8 without it and CutMix ({_DEIT})",
     "augment.cutmix_alpha": f"80.0 without CutMix ({_DEIT})",
     "augment.randaugment_layers": f"79.6 without RandAugment ({_DEIT}); 73.6 without it and MixUp"
@@ -43,7 +43,7 @@ KNOWN = {
     "schedule.warmup_epochs": "79.2 with 10 epochs of warm-up (DeiT-B, 81.8 with 5:"
     " facebookresearch/deit#63)",
     "train.epochs": f"78.5 in 150 epochs, 80.0 in 300 ({_PLAIN})",
-    "train.ema_decay": "82.1 without the average, 82.3 with it; L 81.5 and 82.6, H 80.9 and 83.1"
+    "ema.decay": "82.1 without the average, 82.3 with it; L 81.5 and 82.6, H 80.9 and 83.1"
     " (MAE's supervised recipe, arXiv 2111.06377, A.2)",
     "distill.teacher": "81.8 without a teacher, 83.4 with RegNetY-16GF's hard labels and a second"
     " head (DeiT-B, arXiv 2012.12877, Table 3)",
@@ -51,7 +51,7 @@ KNOWN = {
 }
 """The published ablations, by setting."""
 _ABLATED: dict[str, tuple[Any, ...]] = {
-    "data.aug_repeats": (1,),
+    "order.aug_repeats": (1,),
     "augment.mixup_alpha": (0,),
     "augment.cutmix_alpha": (0,),
     "augment.randaugment_layers": (0,),
@@ -60,7 +60,7 @@ _ABLATED: dict[str, tuple[Any, ...]] = {
     "model.proj_drop_rate": (0,),
     "model.representation_size": (None,),
     "optim.name": ("sgd",),
-    "train.ema_decay": (None,),
+    "ema.decay": (None,),
     "distill.teacher": (None,),
 }
 """The value that switches a component off, for ablations that removed the component. The ablation
@@ -77,9 +77,9 @@ _TEXTS = {
     "augment.mix_group_size": "the number of images that share one draw of MixUp and CutMix",
 }
 _ORDER = (
-    "data.num_lanes",
-    "data.block_samples",
-    "data.window_blocks",
+    "order.num_lanes",
+    "order.block_samples",
+    "order.window_blocks",
     "train.seed",
     "train.exact_over_ranks",
 )
@@ -91,7 +91,7 @@ _IMAGES = (
     "data.scaled_decode",
     "schedule.image_sizes",
     "data.sources",
-    "data.on_bad_image",
+    "loader.on_bad_image",
     *(f"data.{name}" for name in Selection.model_fields),
 )
 """The settings that change training images. A resumed run may change some of these settings,

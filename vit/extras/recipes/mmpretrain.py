@@ -242,7 +242,7 @@ def _map_images(reading: ConfigReading) -> None:
     for item in reading.items("train_dataloader.dataset.pipeline"):
         _map_operation(reading, item)
     copies = reading.get("train_dataloader.sampler.num_repeats", 3)
-    repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
+    repeats = {"order.aug_repeats": copies, "order.aug_repeats_form": "sampler"}
     is_repeated = reading.get("train_dataloader.sampler.type") == "RepeatAugSampler"
     reading.same(reading.remaining("train_dataloader.sampler"), repeats if is_repeated else {})
     side = 0
@@ -443,7 +443,7 @@ def _map_rest(reading: ConfigReading, amp: bool) -> None:
         if reading.get(f"{item}.type") == "EMAHook":
             decay = 1 - reading.get(f"{item}.momentum", 0.0002)
             text = "MMPretrain evaluates only the averaged weights, this project evaluates both"
-            reading.differs(names, text, {"train.ema_decay": decay})
+            reading.differs(names, text, {"ema.decay": decay})
         else:
             reading.cannot(names, f"{reading.get(f'{item}.type')} is not available")
     seed = reading.get("randomness.seed")

@@ -312,10 +312,8 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
         )
     elif not any(_is_same(plan.total_steps, steps) for steps in (recipe_steps, curve_steps)):
         refusal = f"its recipe has {recipe_steps:,.0f} steps, this run {plan.total_steps:,}"
-    elif header.weights == "ema" and config.train.ema_decay is None:
-        refusal = (
-            "its weights are averaged, and this run does not average weights (train.ema_decay)"
-        )
+    elif header.weights == "ema" and config.ema.decay is None:
+        refusal = "its weights are averaged, and this run does not average weights (ema.decay)"
     return Comparison(reference, plan, refusal)
 
 

@@ -325,9 +325,9 @@ def map_average(reading: Reading, decay: float | None, *, note: str = "") -> Non
     if decay is None:
         reading.inert("model_ema_decay", "the average is off")
     elif note:
-        reading.differs("model_ema_decay", note, {"train.ema_decay": decay})
+        reading.differs("model_ema_decay", note, {"ema.decay": decay})
     else:
-        reading.same("model_ema_decay", {"train.ema_decay": decay})
+        reading.same("model_ema_decay", {"ema.decay": decay})
 
 
 def local_file(source: str) -> tuple[str, str]:

@@ -80,7 +80,7 @@ _RECIPE = """
 --grayscale-prob          float   -       probability of grey images
 --gaussian-blur-prob      float   -       probability of blurred images
 --aa                      str     -       augment.randaugment_layers and others
---aug-repeats             float   0       data.aug_repeats
+--aug-repeats             float   0       order.aug_repeats
 --aug-splits              int     0       parts of a batch with different augmentation
 --jsd-loss                on      -       loss
 --bce-loss                on      -       loss
@@ -109,9 +109,9 @@ _RECIPE = """
 --sync-bn                 on      -       of batch norm
 --dist-bn                 str     reduce  of batch norm
 --split-bn                on      -       of batch norm
---model-ema               on      -       train.ema_decay
---model-ema-decay         float   0.9998  train.ema_decay
---model-ema-warmup        on      -       train.ema_warmup
+--model-ema               on      -       ema.decay
+--model-ema-decay         float   0.9998  ema.decay
+--model-ema-warmup        on      -       ema.warmup
 --seed                    int     42      train.seed
 --val-interval            int     1       eval.every_epochs
 --train-img-sizes         ints    -       varying sizes of training images

@@ -66,7 +66,7 @@ def read(
     if not args["model_ema_warmup"]:
         reading.same("model_ema_warmup")
     elif args["model_ema"]:
-        warmup = {"train.ema_warmup": True, "train.ema_warmup_power": 2 / 3}
+        warmup = {"ema.warmup": True, "ema.warmup_power": 2 / 3}
         reading.same("model_ema_warmup", warmup)
     else:
         reading.inert("model_ema_warmup", "the average is off")
@@ -252,7 +252,7 @@ def _map_augmentation(reading: Reading) -> None:
 def _map_repeats(reading: Reading, is_distributed: bool) -> None:
     repeats = int(reading.args["aug_repeats"])
     if repeats > 1 and is_distributed:
-        settings = {"data.aug_repeats": repeats, "data.aug_repeats_form": "sampler"}
+        settings = {"order.aug_repeats": repeats, "order.aug_repeats_form": "sampler"}
         reading.same("aug_repeats", settings)
     elif repeats > 1:
         reading.inert("aug_repeats", "a single process has no distributed sampler")

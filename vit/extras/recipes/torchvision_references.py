@@ -50,16 +50,16 @@ _RECIPE = """
 --augmix-severity         int     3       of AugMix
 --random-erase            float   0.0     augment.erasing_prob
 --amp                     on      -       train.precision
---model-ema               on      -       train.ema_decay
+--model-ema               on      -       ema.decay
 --model-ema-steps         int     32      steps between updates of the average
---model-ema-decay         float   0.99998  train.ema_decay
+--model-ema-decay         float   0.99998  ema.decay
 --interpolation           str     bilinear   data.interpolation
 --val-resize-size         int     256     eval.resize_px
 --val-crop-size           int     224     model.image_size
 --train-crop-size         int     224     model.image_size
 --clip-grad-norm          float   -       optim.clip_grad_norm
---ra-sampler              on      -       data.aug_repeats
---ra-reps                 int     3       data.aug_repeats
+--ra-sampler              on      -       order.aug_repeats
+--ra-reps                 int     3       order.aug_repeats
 --weights                 str     -       init.checkpoint
 """
 _PLACES = """
@@ -140,7 +140,7 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
     _map_policy(reading)
     reading.same("random_erase", _erasing(args["random_erase"]))
     if args["ra_sampler"] and is_distributed:
-        repeats = {"data.aug_repeats": args["ra_reps"], "data.aug_repeats_form": "sampler"}
+        repeats = {"order.aug_repeats": args["ra_reps"], "order.aug_repeats_form": "sampler"}
         reading.same("ra_sampler ra_reps", repeats)
     elif args["ra_sampler"]:
         reading.inert("ra_sampler ra_reps", "a single process uses a random sampler")
@@ -290,9 +290,9 @@ def _map_average(reading: Reading, batch: int) -> None:
         text = "a decay of 0, which makes the average equal to the weights"
         reading.cannot("model_ema_decay model_ema_steps", text)
         return
-    settings = {"train.ema_decay": 1 - share, "train.ema_every_steps": steps}
+    settings = {"ema.decay": 1 - share, "ema.every_steps": steps}
     if args["lr_warmup_epochs"]:
-        settings["train.ema_after_epochs"] = args["lr_warmup_epochs"]
+        settings["ema.after_epochs"] = args["lr_warmup_epochs"]
     formula = f"1 - {1 - args['model_ema_decay']:.5g} x {batch} x {steps} / {args['epochs']}"
     reading.same("model_ema_decay model_ema_steps", settings, formula)
 

@@ -12,7 +12,7 @@ The files at the URL are always complete, and any machine can resume from them:
 `checkpoint.json` is uploaded after all other files of a checkpoint. Therefore, the newest
 checkpoint at the URL is complete even if the process is killed, and has all metrics up to its step.
 Only the main rank uses the store. If the store does not answer, training continues until the next
-save. The run fails if the store does not answer for `data.patience_s` seconds.
+save. The run fails if the store does not answer for `loader.patience_s` seconds.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RunStore(Place):
 
     `folder` is the working copy.
 
-    Methods that use the store raise ValueError if the store fails for `data.patience_s` seconds,
+    Methods that use the store raise ValueError if the store fails for `loader.patience_s` seconds,
     and `vit.extras.remote_runs.lease.LeaseLost` if another job holds the lease.
     """
 
@@ -93,7 +93,7 @@ class RunStore(Place):
         assert config.run.dir is not None, "load_config sets run.dir"
         self._config = config
         super().__init__(local_folder(config.run))
-        self._store = store_at(config.run.dir, config.data.patience_s)
+        self._store = store_at(config.run.dir, config.loader.patience_s)
         self._remote: dict[str, Version] = {}
         """The files at the URL. Valid while this process holds the lease."""
         self._record_bytes = 0

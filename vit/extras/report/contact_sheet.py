@@ -15,7 +15,7 @@ from textwrap import wrap
 import numpy as np
 import torch
 
-from vit.config.schema import AugmentConfig, Config
+from vit.config.schema import AugmentConfig, Config, StreamConfig
 from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import mixes
 from vit.data.augment.table import describe
@@ -39,9 +39,10 @@ def make_contact_sheet(
     Raises ShardError if the data cannot be read, and ValueError if the split has too few images.
     """
     # A stream has no fixed samples, so read its shards through their index.
-    data = config.data.model_copy(update={"reader": "index"})
-    val_split = open_split(data, data.val_split)
-    train = open_train_set(data, val_split, num_classes=config.model.num_classes)
+    config = config.model_copy(update={"stream": StreamConfig()})
+    data = config.data
+    val_split = open_split(config, data.val_split)
+    train = open_train_set(config, val_split, num_classes=config.model.num_classes)
     split = train.split
     shares = train.shares[:1]
     num_available = shares[0].num_samples if shares else split.num_samples
@@ -70,7 +71,7 @@ def make_contact_sheet(
     unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
     # Each column is an epoch, so `mixup_off_epoch` could switch mixing off in the last column.
     mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
-    batches = TrainBatches(split, order, mixed, form, on_bad_image=data.on_bad_image)
+    batches = TrainBatches(split, order, mixed, form, on_bad_image=config.loader.on_bad_image)
     with Loader(batches, 0, num_batches) as loader:
         for number, batch in enumerate(loader):
             is_draw = number < num_draws

@@ -145,7 +145,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
         config.augment,
         source.train_format,
         rows=range(share),
-        on_bad_image=config.data.on_bad_image,
+        on_bad_image=config.loader.on_bad_image,
     )
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)

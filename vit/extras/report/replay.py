@@ -71,7 +71,7 @@ class ReplayedRow:
     label: int
     class_name: str
     copy: int
-    """The index of the repeated copy (`data.aug_repeats`)."""
+    """The index of the repeated copy (`order.aug_repeats`)."""
     stored_width: int
     """The width of the stored image in pixels."""
     stored_height: int
@@ -159,7 +159,7 @@ class Replay:
             self.order,
             config.augment,
             source.train_format,
-            on_bad_image=config.data.on_bad_image,
+            on_bad_image=config.loader.on_bad_image,
             num_batches=step,
         )
         self._values = self._recorded_values()

@@ -66,26 +66,23 @@ class ReportSource:
     @cached_property
     def train_set(self) -> TrainSet:
         """The training images."""
-        data = self.config.data
-        if data.reader == "webdataset":
+        if self.config.stream.urls is not None:
             raise ValueError(
                 "Training images were streamed, and a stream does not deliver the same images again"
             )
-        return open_train_set(data, self.val_split, num_classes=self.config.model.num_classes)
+        return open_train_set(
+            self.config, self.val_split, num_classes=self.config.model.num_classes
+        )
 
     @cached_property
     def order(self) -> Order:
         """The order of the training images in batches."""
-        config = self.config
-        train = self.train_set
-        return create_order(
-            config.data, config.augment, config.train.seed, train.num_draws, train.shares
-        )
+        return create_order(self.config, self.train_set.num_draws, self.train_set.shares)
 
     @cached_property
     def val_split(self) -> Split:
         """The validation images."""
-        return open_split(self.config.data, self.config.data.val_split)
+        return open_split(self.config, self.config.data.val_split)
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:

@@ -1,1 +1,1 @@
-"""Train from a stream of tars without random access (`data.reader: webdataset`)."""
+"""Train from a stream of tars without random access (`stream.urls`)."""

@@ -7,7 +7,7 @@ uses a share of the samples. A buffer shuffles the samples, and each pass over t
 different order. The random numbers used for augmentation depend on a hash of the sample's key.
 
 The order of samples is not exact. Workers read at different speeds, so an epoch of
-`data.num_samples` repeats some samples and omits others. A resumed run starts a new pass.
+`stream.num_samples` repeats some samples and omits others. A resumed run starts a new pass.
 metrics.jsonl records "exact": false. Evaluation counts each image once, because it reads an indexed
 split.
 """
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit.config.sample_layout import SETTINGS
-from vit.config.schema import AugmentConfig, Config, DataConfig
+from vit.config.schema import AugmentConfig, Config
 from vit.data.batches import AugmentedBatches, Batch, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.image_format import ImageFormat
@@ -89,9 +89,7 @@ def open_stream(
     `expand_braces`). Raises ShardError if webdataset is not installed.
     """
     if find_spec("webdataset") is None:
-        raise ShardError(
-            "data.reader: webdataset needs the webdataset package: pip install webdataset"
-        )
+        raise ShardError("stream.urls needs the webdataset package: pip install webdataset")
     urls = [url for part in shards.split("::") for url in expand_braces(part)]
     return Stream(
         filenames=urls,
@@ -103,23 +101,22 @@ def open_stream(
     )
 
 
-def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) -> TrainSet:
-    """Return the training stream of `data`. See `vit.data.open_data.choose_train_set`."""
-    assert data.stream is not None, "the schema requires it"
-    assert data.num_samples is not None, "the schema requires it"
+def open_train_set(config: Config, val_split: Split, num_classes: int | None) -> TrainSet:
+    """Return the training stream of `config`. See `vit.data.open_data.choose_train_set`."""
+    settings = config.stream
+    assert settings.urls is not None, "the caller checks"
+    assert settings.num_samples is not None, "the schema requires it"
     names = val_split.class_names
-    layout = SampleLayout(
-        data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names)
-    )
+    layout = SampleLayout(settings.image, settings.label, settings.keys_with_dots, tuple(names))
     stream = open_stream(
-        resolve(data.stream),
-        num_samples=data.num_samples,
+        resolve(settings.urls),
+        num_samples=settings.num_samples,
         num_classes=max(val_split.num_classes, num_classes or 0),
         class_names=names,
         layout=layout,
-        retry=RetryPolicy(data.patience_s),
+        retry=RetryPolicy(config.loader.patience_s),
     )
-    return TrainSet(stream, data.num_samples)
+    return TrainSet(stream, settings.num_samples)
 
 
 def create_batches(
@@ -133,8 +130,8 @@ def create_batches(
         image_format,
         rank=world.rank,
         world_size=world.size,
-        num_workers=config.data.num_workers,
-        on_bad_image=config.data.on_bad_image,
+        num_workers=config.loader.num_workers,
+        on_bad_image=config.loader.on_bad_image,
     )
 
 
@@ -249,7 +246,7 @@ class StreamBatches(AugmentedBatches):
                 raise ShardError(
                     f"{shown(own_urls[0])}{more}: {num_seen or 'no'} samples found, expected tars"
                     f" of <key>.jpg and <key>.cls; each of the {num_readers} readers (ranks times"
-                    " data.num_workers) needs at least one sample"
+                    " loader.num_workers) needs at least one sample"
                 )
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:

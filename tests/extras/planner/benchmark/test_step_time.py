@@ -33,7 +33,8 @@ SECTIONS = {
     },
     "data": {"root": "none", "global_batch_size": 8, "micro_batch_size": 4},
     "augment": {"mixup_alpha": 0.8, "mix_group_size": 2, "randaugment_layers": 1},
-    "train": {"steps": 10, "precision": "fp32", "ema_decay": 0.9},
+    "train": {"steps": 10, "precision": "fp32"},
+    "ema": {"decay": 0.9},
 }
 
 

@@ -124,7 +124,7 @@ def test_the_check_does_not_create_a_missing_index(config, shards, tmp_path, cap
 
 @pytest.mark.full
 def test_the_check_succeeds_on_three_ranks_under_torchrun(config, tmp_path):
-    exact = ("train.exact_over_ranks=true", "data.micro_batch_size=2", "data.num_workers=1")
+    exact = ("train.exact_over_ranks=true", "data.micro_batch_size=2", "loader.num_workers=1")
     before = everything(tmp_path)
     done = run("launch/train.py", *words(config, tmp_path / "run", *exact), ranks=3)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -152,7 +152,7 @@ def test_a_failed_check_under_torchrun_ends_with_the_summary(config, shards, tmp
     assert not (tmp_path / "run").exists()
 
 
-SECONDS = ("model.image_size=224", "model.depth=12", "data.num_workers=1")
+SECONDS = ("model.image_size=224", "model.depth=12", "loader.num_workers=1")
 """Settings with which a step takes several seconds."""
 
 

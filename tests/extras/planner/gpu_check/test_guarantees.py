@@ -139,7 +139,7 @@ TINY = ("train.device=cpu", "train.precision=fp32", "model.depth=2", "model.imag
 
 @pytest.mark.full
 def test_a_killed_run_is_compared_to_the_bit(tmp_path: Path, monkeypatch):
-    place = kills.make_place(tmp_path, *TINY, "data.num_workers=0")
+    place = kills.make_place(tmp_path, *TINY, "loader.num_workers=0")
     [line] = kills.killed_and_resumed(place, deterministic=True, promised=True)
     assert line.passed, str(line)
     assert line.numbers["restarts"] == 1

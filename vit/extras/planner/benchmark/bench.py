@@ -177,8 +177,8 @@ def _too_large(subject: Subject) -> str:
     less = []
     if train.activation_checkpointing != "block":
         less.append("train.activation_checkpointing=block")
-    if train.ema_decay is not None:
-        less.append("train.ema_decay=null")
+    if subject.config.ema.decay is not None:
+        less.append("ema.decay=null")
     settings = f"set {' and '.join(less)}, " if less else ""
     return (
         f"not even {subject.sizes[0]} image(s) at a time fit into the"
@@ -312,7 +312,7 @@ def _measure_loading(
             _progress(subject, "loader and step", row["rank_batch_size"])
         )
         times = time_loading(
-            config.data,
+            config.loader,
             data,
             train_step,
             num_steps=subject.wishes.num_steps,

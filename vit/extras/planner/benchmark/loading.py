@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from vit.config.schema import DataConfig
+from vit.config.schema import LoaderConfig
 from vit.data.loader import Loader
 from vit.distributed.process_group import World
 from vit.extras.planner.benchmark.step_time import LEAST_STEPS, OnStep, time_step
@@ -19,7 +19,7 @@ ENDLESS = 10**6
 
 
 def time_loading(
-    config: DataConfig,
+    config: LoaderConfig,
     data: RunData,
     train_step: TrainStep,
     *,
@@ -57,7 +57,7 @@ def time_loading(
     }
 
 
-def _loader(config: DataConfig, data: RunData, train_step: TrainStep) -> Loader:
+def _loader(config: LoaderConfig, data: RunData, train_step: TrainStep) -> Loader:
     return Loader(
         data.batches,
         0,

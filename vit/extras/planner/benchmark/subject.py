@@ -108,9 +108,9 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
 
 def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
     """Return whether the loader can deliver batches of this size."""
-    tried = config.data.model_copy(update={"global_batch_size": global_batch_size})
+    changed = config.data.model_copy(update={"global_batch_size": global_batch_size})
     try:
-        create_order(tried, config.augment, config.train.seed, data.num_images)
+        create_order(config.model_copy(update={"data": changed}), data.num_images)
     except ValueError:
         return False
     return True

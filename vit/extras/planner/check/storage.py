@@ -53,7 +53,7 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
         return None
     data = config.data
     places = [(data.root, data.val_split)]
-    if data.reader == "index":
+    if config.stream.urls is None:
         places += [
             (source.root or data.root, source.split or data.train_split) for source in data.sources
         ]

@@ -164,10 +164,10 @@ class Trial:
             self.data.batches,
             first,
             stop,
-            num_workers=config.data.num_workers,
-            prefetch_gib=config.data.prefetch_gib,
+            num_workers=config.loader.num_workers,
+            prefetch_gib=config.loader.prefetch_gib,
             device=world.device,
-            stall_timeout_s=config.data.stall_timeout_s,
+            stall_timeout_s=config.loader.stall_timeout_s,
             on_device=step.augment.change_batch,
         ) as loader:
             for position, batch in enumerate(loader, first):
@@ -232,7 +232,7 @@ class Trial:
         if last_s and read < batch / last_s / hosts:
             notes.append(
                 f"training needs {digits(batch / last_s / hosts)} images/s per host, but a host"
-                f" reads {digits(read)}: copy the shards to a local disk (data.cache_dir)"
+                f" reads {digits(read)}: copy the shards to a local disk (loader.cache_dir)"
             )
         yield Finding("step", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))
 
