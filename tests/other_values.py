@@ -140,7 +140,6 @@ VALUES: dict[str, Any] = {
     "distill.temperature": 3.0,
     "distill.task_loss_weight": 0.2,
     "distill.distill_loss_weight": 0.2,
-    "distill.precision": "bf16",
     "optim.name": "sgd",
     "optim.lr": 0.002,
     "optim.weight_decay": 0.3,

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from vit.config import optim_section
+from vit.config import optim_section, reference
 from vit.config import schema as config_module
 from vit.config.base import Selection, SourceConfig
 from vit.config.hints import ADVICE, OTHER_NAMES, OTHER_VALUES, all_keys, setting_for
@@ -15,6 +15,8 @@ from vit.config.io import ConfigError, from_dict, load_config
 from vit.config.optim_section import AdamWConfig, OptimizerConfig
 from vit.config.schema import Config, EvalSetConfig, ImageSizeStage, Section
 
+MOST_SETTINGS = 190
+"""The maximum number of settings. Each new setting replaces one that few users need."""
 BASE = """\
 data:
   root: shards
@@ -246,6 +248,10 @@ def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section
         line == f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "
         "did you mean data.global_batch_size or eval.batch_size?"
     )
+
+
+def test_the_number_of_settings_does_not_grow():
+    assert len(reference.settings()) <= MOST_SETTINGS, "remove a setting before you add one"
 
 
 def test_names_of_other_programs_map_to_existing_settings():

@@ -240,8 +240,6 @@ class DistillConfig(Section):
     distill_loss_weight: Annotated[float, Field(gt=0), OnlyWith("teacher")] = 0.5
     """Factor of the loss of the teacher, a mean over images and a sum over classes (timm's name;
     DeiT's alpha, for `soft` over the number of classes, as its code takes their mean)."""
-    precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, OnlyWith("teacher")] = None
-    """Format of the teacher's matrix products; `None`: `train.precision`, as DeiT and timm do."""
 
 
 class DataConfig(Selection):

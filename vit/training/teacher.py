@@ -74,7 +74,7 @@ class Teacher:
         self.model: nn.Module = model.eval().requires_grad_(False)
         self.identity = identity
         self.config = student.distill
-        self.precision = student.distill.precision or student.train.precision
+        self.precision = student.train.precision
         self._image_size = own.model.height_width()
         device = next(self.model.parameters()).device
         self._normalize = _renormalization(student.data, own.data, device)
@@ -259,8 +259,7 @@ def describe_teacher(config: Config, num_classes: int) -> str:
         return f"unknown: {error}"
     assert teacher is not None, "the caller checks"
     model, own = teacher
-    precision = config.distill.precision or config.train.precision
-    return _cost(model, own.model.name, own.model.size_text(), precision)
+    return _cost(model, own.model.name, own.model.size_text(), config.train.precision)
 
 
 def _cost(model: nn.Module, name: str, size: str, precision: str) -> str:
