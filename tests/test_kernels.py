@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from deleted_extras import DELETED
+from extras.deleted_extras import DELETED
 from processes import REPOSITORY, call, environment
 
 ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}

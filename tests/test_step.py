@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fake_gpu import gpu_without_memory, move_to_fake_gpu
+from gpu_free.fake_gpu import gpu_without_memory, move_to_fake_gpu
 from plain_step import plain_step
 from torch.nn.parallel import DistributedDataParallel
 

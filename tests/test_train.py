@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm_python
-from deleted_extras import DELETED, NO_REPORT
+from extras.deleted_extras import DELETED, NO_REPORT
 from proc import is_alive
 from processes import (
     TINY,

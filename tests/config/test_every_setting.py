@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deleted_extras import needs
-from other_values import SETTINGS, VALUES, beside, changed
+from config.other_values import SETTINGS, VALUES, beside, changed
+from extras.deleted_extras import needs
 from PIL import ExifTags, Image
 from processes import make_shards
 from torch import Tensor

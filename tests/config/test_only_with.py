@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from other_values import SETTINGS, Setting, beside, changed, without
+from config.other_values import SETTINGS, Setting, beside, changed, without
 
 from vit.config.base import OnlyWith
 from vit.config.io import ConfigError, from_dict

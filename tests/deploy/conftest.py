@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from kubernetes_stand_in import Cluster, ip
+from deploy.kubernetes_stand_in import Cluster, ip
 
 
 @pytest.fixture

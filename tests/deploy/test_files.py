@@ -15,7 +15,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from kubernetes_stand_in import documents, jobset_action, pod_action
+from deploy.kubernetes_stand_in import documents, jobset_action, pod_action
 from processes import REPOSITORY
 
 from vit.config.io import load_config

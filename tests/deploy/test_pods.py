@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from kubernetes_stand_in import documents, evict
+from deploy.kubernetes_stand_in import documents, evict
 from proc import children, command_line
 from processes import TINY, final_state, last_checkpoint, last_step, metrics, train, write_config
 

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from faults.phases import lines_of, stopped
 from proc import children, status_of
 from processes import COMMANDS, TINY, Background, call, command, final_state, train

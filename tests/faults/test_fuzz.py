@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from faults.combinations import Data, draw
 from faults.fuzz import Fuzz, Refused, Result, differences
 from processes import train

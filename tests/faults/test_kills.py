@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from faults.kills import Whole, broken_and_continued
 from faults.phases import PHASES
 from servers import S3Server

@@ -11,7 +11,7 @@ import pytest
 import torch
 import warm_python
 from augmenting import POLICIES, mixed_table
-from fake_gpu import GPU, Launches, gpu_without_memory, move_to_fake_gpu
+from gpu_free.fake_gpu import GPU, Launches, gpu_without_memory, move_to_fake_gpu
 from processes import environment, final_state, train
 
 from vit.config.schema import AugmentConfig

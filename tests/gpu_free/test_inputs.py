@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from augmenting import DEIT3, POLICIES, mixed_table
-from fake_gpu import GPU, gpu_without_memory
+from gpu_free.fake_gpu import GPU, gpu_without_memory
 
 from vit.config.schema import AugmentConfig
 from vit.data.augment.apply import Augment

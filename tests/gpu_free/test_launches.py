@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from fake_gpu import Launches
+from gpu_free.fake_gpu import Launches
 from plain_step import plain_step
 
 from vit.config.schema import AdamWConfig, AugmentConfig

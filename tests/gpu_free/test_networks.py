@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
+from gpu_free.fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
 
 from vit.config.schema import ModelConfig
 from vit.layers.precision import autocast

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from augmenting import mixed_table
-from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
+from gpu_free.fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
 from plain_step import plain_step
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
+from gpu_free.fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
 from plain_step import plain_step
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException

@@ -15,7 +15,7 @@ import pytest
 import warm_python
 import yaml
 from checksums import digest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from processes import REPOSITORY, TINY, call, command, environment, write_config
 
 from vit.checkpoint.checkpoint import complete_checkpoints, read_info

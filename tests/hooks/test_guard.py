@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from PIL import Image
 from processes import (
     TINY,

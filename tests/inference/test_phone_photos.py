@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from PIL import Image, ImageOps
 from processes import TINY, run_here, write_config
 from torch.nn.modules.module import register_module_forward_hook

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decoding import pixels
-from deleted_extras import DELETED, needs
+from extras.deleted_extras import DELETED, needs
 from PIL import Image
 from processes import run, run_here
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from deleted_extras import is_deleted
+from extras.deleted_extras import is_deleted
 from PIL import Image
 from processes import TINY, as_by_another_program, make_shards, run_here, write_config
 from safetensors import safe_open

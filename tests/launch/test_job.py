@@ -9,7 +9,7 @@ import time
 
 import pytest
 import warm_python
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from families import Family
 from processes import REPOSITORY, TINY, call, environment, last_step, metrics
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from deleted_extras import DELETED
+from extras.deleted_extras import DELETED
 from processes import run, train, write_config
 
 from vit.config.hints import all_keys

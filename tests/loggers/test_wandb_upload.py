@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from loggers.wandb_runs import numbers, one_run, parts, read_wandb, recorded
 from processes import run_here
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from random_weights import randomise, relative_difference
+from model.random_weights import randomise, relative_difference
 from torch import nn
 
 from vit.layers.image_sizes import take_sizes

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 import torchvision
 import warm_python
+from model.random_weights import randomise, relative_difference
 from processes import call, environment
-from random_weights import randomise, relative_difference
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn

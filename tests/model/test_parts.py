@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
-from random_weights import randomise, relative_difference
+from model.random_weights import randomise, relative_difference
 from timm.layers import SwiGLU, SwiGLUPacked
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deleted_extras import NO_REPORT
+from extras.deleted_extras import NO_REPORT
 from processes import metrics, run
 
 from vit.config.io import ConfigError, load_config, load_with_origins, recipe_name, to_dict

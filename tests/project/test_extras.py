@@ -1,7 +1,7 @@
 """Test that each folder of vit/extras/ can be deleted: all other modules can still be imported, and
 a config that needs the folder is rejected in one line.
 
-tests/deleted_extras.py lists the files that are deleted with a folder.
+tests/extras/deleted_extras.py lists the files that are deleted with a folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deleted_extras import DELETED, OWN, extra_of
+from extras.deleted_extras import DELETED, OWN, extra_of
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = sorted(path.parent.name for path in (ROOT / "vit" / "extras").glob("*/__init__.py"))
@@ -56,7 +56,7 @@ except ValueError as error:
 
 def test_each_extra_needed_by_an_argument_exists():
     assert set(NEEDED_BY) < set(OWN)
-    assert {*EXTRAS, *DELETED} == set(OWN), "tests/deleted_extras.py must list each extra"
+    assert {*EXTRAS, *DELETED} == set(OWN), "tests/extras/deleted_extras.py must list each extra"
 
 
 @pytest.mark.parametrize("name", EXTRAS)

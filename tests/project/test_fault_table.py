@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from deleted_extras import needs_of
+from extras.deleted_extras import needs_of
 
 ROOT = Path(__file__).parents[2]
 FAULTS = (ROOT / "docs" / "faults.md").read_text()

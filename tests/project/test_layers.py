@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from deleted_extras import is_deleted
+from extras.deleted_extras import is_deleted
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (

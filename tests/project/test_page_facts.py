@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deleted_extras import needs_of
+from extras.deleted_extras import needs_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]

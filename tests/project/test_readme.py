@@ -19,7 +19,7 @@ import pytest
 import timm
 import torch
 import warm_python
-from deleted_extras import is_deleted, needs_of
+from extras.deleted_extras import is_deleted, needs_of
 from PIL import Image
 from processes import TINY, call, environment, metrics, run, write_config
 from sklearn.datasets import load_digits

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from deleted_extras import DELETED, needs
+from extras.deleted_extras import DELETED, needs
 from processes import TINY, call, environment, make_shards, run, write_config
 from servers import WebServer
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from PIL import Image
 from processes import TINY, environment, write_config
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torchvision
 import warm_python
-from deleted_extras import DELETED, needs, needs_of
+from extras.deleted_extras import DELETED, needs, needs_of
 from fake_imagenet import make_fake, write_archives
 from processes import call, environment, jpeg, run, run_here
 from servers import WebServer

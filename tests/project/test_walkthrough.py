@@ -11,7 +11,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from processes import run
 
 ROOT = Path(__file__).parents[2]

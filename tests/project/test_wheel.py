@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deleted_extras import DELETED, is_deleted
+from extras.deleted_extras import DELETED, is_deleted
 from processes import REPOSITORY, call, environment, make_shards
 
 from vit.data.decode import native

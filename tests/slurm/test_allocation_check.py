@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from processes import TINY, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, needs("planner")]

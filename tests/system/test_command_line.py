@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from deleted_extras import needs_of
+from extras.deleted_extras import needs_of
 from processes import call, environment, run_here
 
 from vit.system.command_line import as_typed

@@ -17,8 +17,8 @@ import timm
 import torch
 import transformers
 import warm_python
-from deleted_extras import needs
 from error_rows import Row, pattern_of, rows
+from extras.deleted_extras import needs
 from PIL import Image
 from processes import TINY, call, environment, metrics, run
 from servers import HubServer

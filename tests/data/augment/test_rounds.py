@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from augmenting import POLICIES, mixed_table, on_pixels, photographs, random_images, table_of
-from fake_gpu import Launches, gpu_without_memory
+from gpu_free.fake_gpu import Launches, gpu_without_memory
 
 from vit.config.schema import AugmentConfig
 from vit.data.augment import apply, pixel_ops

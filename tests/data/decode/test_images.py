@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 import pytest
-from fuzz_images import Comparison, encoded, fuzz, kinds, picture, png, without_native
+from data.decode.fuzz_images import Comparison, encoded, fuzz, kinds, picture, png, without_native
 from PIL import EpsImagePlugin, Image
 
 from data_prep.write.images import ImagePolicy, Unreadable, prepare

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from PIL import Image
 from processes import run_here, write_config
 

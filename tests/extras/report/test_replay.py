@@ -13,7 +13,7 @@ import pytest
 import torch
 import warm_python
 from checksums import indexed_as_it_is
-from dumped_steps import dumped, dumping
+from extras.report.dumped_steps import dumped, dumping
 from PIL import Image
 from processes import TINY, call, command, environment, make_shards, run_here, write_config
 
@@ -22,7 +22,7 @@ from vit.extras.report.replay import Replay
 from vit.extras.report.source import ReportSource
 
 CPU = torch.device("cpu")
-SCRIPT = Path(__file__).parents[2] / "dumped_steps.py"
+SCRIPT = Path(__file__).with_name("dumped_steps.py")
 TWO_SIZES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}]"
 ALL = [
     "augment.randaugment_layers=2",

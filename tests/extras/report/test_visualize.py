@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from decoding import pixels
-from deleted_extras import needs
+from extras.deleted_extras import needs
 from processes import TINY, run_here, write_config
 
 from vit.system import meter

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deleted_extras import DELETED
 from error_rows import Place
+from extras.deleted_extras import DELETED
 
 
 @pytest.fixture(scope="session")

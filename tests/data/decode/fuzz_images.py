@@ -2,7 +2,7 @@
 
 All ways must give the same pixels, or all ways must reject the image.
 
-    python tests/fuzz_images.py --minutes 10 [--seed 7]
+    python tests/data/decode/fuzz_images.py --minutes 10 [--seed 7]
 
 A window is decoded by the C decoder, by pip packages, and by cropping the whole image. The script
 also compares the training and evaluation views, the bytes that preparation writes, and the size in
@@ -36,7 +36,7 @@ import simplejpeg
 from PIL import Image, ImageCms, features
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
 from vit.config.schema import EvalConfig

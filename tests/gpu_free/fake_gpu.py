@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from vit.data.augment import pixel_ops
 
 GPU = torch.device("cuda", 0)
-OURS = f"{Path(__file__).parents[1] / 'vit'}/"
+OURS = f"{Path(__file__).parents[2] / 'vit'}/"
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 NO_LAUNCH = {
     "empty",

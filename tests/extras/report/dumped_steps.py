@@ -70,7 +70,7 @@ def dumped(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    launch = Path(__file__).parents[1] / "launch"
+    launch = Path(__file__).parents[3] / "launch"
     sys.path.insert(0, str(launch))
     with dumping(Path(os.environ["DUMPED_STEPS"])):
         runpy.run_path(str(launch / "train.py"), run_name="__main__")
