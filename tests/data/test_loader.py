@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numbered import Numbered
+from data.numbered import Numbered
 from processes import REPOSITORY, environment
 
 from vit.config.schema import AugmentConfig

@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from numbered import Numbered
+from data.numbered import Numbered
 from proc import is_alive
 from processes import REPOSITORY, environment
 

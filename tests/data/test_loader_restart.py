@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from numbered import Numbered
+from data.numbered import Numbered
 from proc import is_alive, stat_of, state_of
 
 from vit.data.batches import Batch

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from numbered import Numbered
+from data.numbered import Numbered
 from proc import is_alive, state_of
 from processes import REPOSITORY, environment
 
