@@ -144,7 +144,7 @@ def test_workers_are_forked_regardless_of_the_default_of_python():
     and delays the first batch by seconds."""
     code = """
     import multiprocessing, os, sys
-    from numbered import Numbered
+    from data.numbered import Numbered
     from vit.data.loader import Loader
     if __name__ == "__main__":
         multiprocessing.set_start_method("spawn")
@@ -155,7 +155,7 @@ def test_workers_are_forked_regardless_of_the_default_of_python():
     """
     env = {
         **environment(),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY)]),
     }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

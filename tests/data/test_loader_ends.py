@@ -141,7 +141,7 @@ def script(code: str) -> subprocess.Popen[str]:
     """Start Python code that uses a loader and first prints the process ids of its workers."""
     head = """
     import multiprocessing, os, signal, sys, time
-    from numbered import Numbered
+    from data.numbered import Numbered
     from vit.data.loader import Loader
     if __name__ == "__main__":
         loader = Loader(Numbered(), 0, 10**9, num_workers=2)
@@ -151,7 +151,7 @@ def script(code: str) -> subprocess.Popen[str]:
     full = textwrap.dedent(head) + textwrap.indent(textwrap.dedent(code), "    ")
     env = {
         **environment(),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY)]),
     }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", full], cwd=REPOSITORY, env=env, **pipes)

@@ -233,7 +233,7 @@ def test_a_hang_in_a_stream_ends_the_run():
 def test_after_the_whole_job_was_stopped_no_worker_is_considered_hanging():
     code = """
 import sys, time
-sys.path[:0] = ["tests/helpers", "tests/data"]
+sys.path[:0] = ["tests/helpers", "tests", "tests/data"]
 from test_worker_pool import Reading
 from vit.data.loader import Loader
 batches = Reading(pause_s=0.2)
