@@ -204,7 +204,8 @@ def table_of(chosen: list[Setting], uses: dict[str, int]) -> list[str]:
     for each in chosen:
         sentence = each.sentence
         if each.only_with:
-            sentence += f" Only with `{'` or `'.join(each.only_with)}`."
+            groups = [f"`{'` or `'.join(group)}`" for group in each.only_with]
+            sentence += f" Only with {', and with '.join(groups)}."
         cells = [
             f"`{each.key}`",
             each.type,

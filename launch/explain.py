@@ -56,7 +56,8 @@ def explain(setting: Setting, is_alone: bool) -> str:
         *textwrap.wrap(setting.sentence, 88, initial_indent="    ", subsequent_indent="    "),
     ]
     if setting.only_with:
-        lines.append(f"    Only with {' or '.join(setting.only_with)}.")
+        groups = [" or ".join(group) for group in setting.only_with]
+        lines.append(f"    Only with {', and with '.join(groups)}.")
     if is_alone:
         if setting.may_change:
             lines.append("    A resumed run may have another value.")

@@ -43,6 +43,8 @@ def test_the_page_of_settings_has_each_in_its_section(reference):
     for key in all_keys():
         section = next(part for part in sections if part.startswith(key.partition(".")[0] + "\n"))
         assert f"\n| `{key}` | " in section
+    assert "Only with `stream.urls=null`, and with `aug_repeats!=1`." in page
+    assert "Only with `mixup_alpha` or `cutmix_alpha`." in page
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {7}
 
@@ -81,6 +83,7 @@ def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tm
         (["optim.lr"], 0, r"optim\.lr: number above 0; default 0\.001 .*\n    Peak learning", ""),
         (["guard"], 0, r"guard\.on_nonfinite: skip \| stop \| rewind; default skip\n", ""),
         (["layer_decay"], 0, r"optim\.layer_decay: .*\n(.*\n)+optim\.layer_decay_form: ", ""),
+        (["aug_repeats_form"], 0, r"(.*\n)+ +Only with stream\.urls=null, and with aug_rep", ""),
         (["wamup"], 2, "", "error: no setting contains 'wamup'; did you mean schedule.warmup"),
     ],
 )

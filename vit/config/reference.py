@@ -6,7 +6,6 @@ classes of the sections -> `settings()` -> launch/explain.py, one setting in a t
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -42,8 +41,8 @@ class Setting:
     """The sentence that explains the setting."""
     may_change: bool
     """Whether a resumed run may change the value without `--allow-change`."""
-    only_with: tuple[str, ...]
-    """Conditions of which at least one must hold. Otherwise the setting is refused."""
+    only_with: tuple[tuple[str, ...], ...]
+    """Groups of conditions. The setting is refused unless a condition of each group holds."""
 
 
 @cache
@@ -58,14 +57,14 @@ def settings() -> dict[str, Setting]:
                 content = schema["properties"][name]
                 if "const" in content:  # `optim.name`, which selects the class
                     content = {"enum": union_tags(section), "default": union_tags(section)[0]}
-                conditions = [each for each in field.metadata if isinstance(each, OnlyWith)]
+                groups = [each for each in field.metadata if isinstance(each, OnlyWith)]
                 described = Setting(
                     key,
                     type_in_words(content, schema.get("$defs", {})),
                     default=as_yaml(content.get("default", "none, it must be given")),
                     sentence=" ".join((field.description or "").split()),
                     may_change=MAY_CHANGE in field.metadata,
-                    only_with=tuple(itertools.chain(*(each.conditions for each in conditions))),
+                    only_with=tuple(group.conditions for group in groups),
                 )
                 first = every.setdefault(key, described)
                 if described.default != first.default.partition(" (")[0]:
