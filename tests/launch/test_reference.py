@@ -84,7 +84,12 @@ def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tm
         (["guard"], 0, r"guard\.on_nonfinite: skip \| stop \| rewind; default skip\n", ""),
         (["layer_decay"], 0, r"optim\.layer_decay: .*\n(.*\n)+optim\.layer_decay_form: ", ""),
         (["aug_repeats_form"], 0, r"(.*\n)+ +Only with stream\.urls=null, and with aug_rep", ""),
-        (["wamup"], 2, "", "error: no setting contains 'wamup'; did you mean schedule.warmup"),
+        (
+            ["wamup_epochs"],
+            2,
+            "",
+            "error: no setting contains 'wamup_epochs'; did you mean schedule.warmup_epochs",
+        ),
     ],
 )
 def test_settings_are_explained(arguments, status, out, err):
