@@ -90,7 +90,7 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(
-            f"{full_name} is ambiguous, because several weights differ only in their tag: give"
+            f"{full_name} is ambiguous, because several weights differ only in their tag: pass"
             f" --model with a tag, such as {tags}"
         )
     if (model := _from_timm(name)) is None:

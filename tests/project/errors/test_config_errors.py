@@ -48,7 +48,7 @@ def _(place):
 
 @scenario("both `epochs` and `steps`")
 def _(place):
-    place.config.write_text(place.config.read_text().replace("steps: 12,", "steps: 12, epochs: 3,"))
+    place.config.write_text(place.config.read_text().replace("steps: 12}", "steps: 12, epochs: 3}"))
     place.train()
 
 
