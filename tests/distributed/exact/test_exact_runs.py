@@ -272,8 +272,8 @@ def test_hosts_of_two_kinds_are_refused():
     other, refused = together(2, rank)
     assert re.fullmatch(
         r"train\.exact_over_ranks: \S+ computes with torch \S+ on .+ with \w+, 1 thread\(s\), but"
-        r" rank 0 computes with torch 2\.11\.0 on AMD EPYC 9654 with AVX512, 1 thread\(s\): use hosts"
-        " of one kind, with the same OMP_NUM_THREADS",
+        r" rank 0 computes with torch 2\.11\.0 on AMD EPYC 9654 with AVX512, 1 thread\(s\): use"
+        " hosts of one kind, with the same OMP_NUM_THREADS",
         str(refused),
     )
     assert isinstance(other, Exception)
