@@ -95,8 +95,8 @@ def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
         return
     if blocks_setting != "block":
         raise ValueError(
-            f"train.activation_checkpointing={blocks_setting}: timm models checkpoint all blocks"
-            " or none: set block or none"
+            f"train.activation_checkpointing={blocks_setting}: timm models can only checkpoint all"
+            " blocks or none: set block or none"
         )
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
