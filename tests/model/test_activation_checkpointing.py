@@ -139,7 +139,9 @@ def test_timm_models_recompute_all_blocks_or_none():
         model(torch.randn(4, 3, 32, 32)).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
-    with pytest.raises(ValueError, match="activation_checkpointing=2: timm models can only checkpoint"):
+    with pytest.raises(
+        ValueError, match="activation_checkpointing=2: timm models can only checkpoint"
+    ):
         checkpoint_activations(model, 2)
     with torch.device("meta"):
         other = create_model("timm/dla34", 32, 5)
