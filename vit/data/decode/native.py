@@ -2,9 +2,9 @@
 
 The decoder (`vit/data/decode/c/window.c`) gets the bytes of a JPEG and a window. It reads only the
 data of the window, or all data before the end of the window if there are no restart markers. The
-pixels exactly equal those of simplejpeg (libjpeg-turbo). For a JPEG that it does not support
-(progressive, CMYK, damaged, ...), the decoder returns a status, within microseconds if the headers
-show the reason. The caller then uses simplejpeg. The decoder releases the GIL.
+pixels exactly equal those of simplejpeg (libjpeg-turbo). For an unsupported JPEG (progressive,
+CMYK, damaged, ...), the decoder returns a status, within microseconds if the headers show the
+reason. The caller then uses simplejpeg. The decoder releases the GIL.
 
 `load` rejects a library that has another interface version, was built from different C files, or
 fails on a small JPEG. `VIT_NATIVE=0` in the environment disables the decoder.
@@ -226,4 +226,4 @@ reason.
 Both are None with VIT_NATIVE=0.
 """
 AVAILABLE = LIBRARY is not None
-"""True if the library is usable and not disabled."""
+"""Whether the library is usable and not disabled."""
