@@ -1,4 +1,4 @@
-"""The worker processes that make parts of batches, and the handling of those that hang or die.
+"""Run worker processes that make parts of batches, and replace workers that hang.
 
 A part is a range of rows in one batch. All parts are sent through one pipe, from which each free
 worker takes the next one. Each worker sends results through its own pipe and writes its current
@@ -6,8 +6,8 @@ stage to shared memory, which `vit.data.stall_watch` checks while training waits
 no progress for `stall_timeout_s`, the pool kills all workers. The pool does the same if all workers
 stay idle that long while parts are still missing, because a worker must have stopped before taking
 its part. When all killed workers are dead and can no longer write, the pool starts new workers,
-which make the missing parts again. The run fails if two workers hang at the same part, or if a
-worker cannot be killed. Without workers, `OwnProcess` makes the parts.
+which make the missing parts. The run fails if two workers hang at the same part, or if a worker
+cannot be killed. Without workers, `OwnProcess` makes the parts.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class OwnProcess:
             raise
         finally:
             self.statuses[0].enter(Stage.IDLE)
-            # Restore the old status. This process may decode other images, for instance for a
-            # report, which must not look like a batch that training waits for.
+            # This process may also decode other images, for example for a report. Restore the old
+            # status, so that this work does not look like a batch that training waits for.
             stages.use(status_before)
 
 
@@ -256,7 +256,7 @@ class WorkerPool:
         """Replace all workers if one hangs for too long, or if all are idle while parts are
         missing.
 
-        In the second case, a worker was stopped before it took or began a part, and the statuses do
+        If all are idle, a worker was stopped before it took or began a part, and the statuses do
         not show which worker.
         """
         stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
@@ -317,7 +317,7 @@ class WorkerPool:
             while os.read(self._parts.fileno(), _PART.size):
                 pass
         os.set_blocking(self._parts.fileno(), True)  # new workers inherit the pipe and must block
-        # Put missing parts first, in their old order, because training waits for the first of them.
+        # Training waits for the first missing part, so put missing parts first, in their old order.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )
@@ -370,8 +370,7 @@ def _end_workers(
     put: Connection,
     selector: selectors.BaseSelector,
 ) -> None:
-    """Kill the workers. Waiting for their results instead could delay a clean exit by a slow
-    read."""
+    """Kill the workers. Waiting for their results could delay a clean exit if a read is slow."""
     selector.close()
     for worker, _ in workers.values():
         worker.kill()
@@ -394,7 +393,7 @@ def _work(
     batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection, niceness: int
 ) -> None:
     os.nice(niceness)
-    # Use one core per worker. By default, each worker's resizes start a thread on every core.
+    # By default, each worker's resizes start a thread on every core. Use one core per worker.
     torch.set_num_threads(1)
     # `follow_parent` also ignores signals. If a SIGTERM to the job killed a worker, its rank would
     # fail before saving the last checkpoint.
@@ -416,8 +415,7 @@ def _work(
                 stack = "".join(traceback.format_exception(result.error))
                 result = result._replace(error=RuntimeError(f"in a loader worker:\n{stack}"))
             num_made += 1
-            # Measure after the second part, because the first one still opens files and allocates
-            # memory.
+            # The first part still opens files and allocates memory, so measure after the second.
             if num_made % PARTS_PER_MEASUREMENT == 2:
                 status.measure_memory()
             send.send(result)
@@ -434,7 +432,7 @@ def _make(batches: Batches, status: WorkerStatus, position: int, first: int, row
     try:
         bad_keys = batches.fill(position, first, rows)
     except Exception as raised:
-        # Return the error, so that training raises it when it reaches this batch.
+        # Return the error, so that training raises it on reaching this batch.
         error = raised
     busy_s = time.perf_counter() - began_s
     status.count_retries()
