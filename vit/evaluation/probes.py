@@ -65,7 +65,7 @@ class Probed:
     """The accuracy of the linear probe; None for k-NN, which has no probabilities."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics by name."""
+        """Return the metrics, keyed by name."""
         total = len(self.is_right)
         right = int(self.is_right.sum())
         low, high = interval95(right, total)
