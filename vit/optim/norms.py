@@ -98,7 +98,7 @@ class Norms:
         """Return the norms of the update since `begin`. largest_logits: (blocks,)."""
         assert self._gradients is not None, "begin comes first"
         weights = self._by_layer(self._before)
-        # Subtract in place, because the copy is not needed again.
+        # The copy is not needed again, so subtract in place.
         torch._foreach_sub_(self._before, [parameter.detach() for parameter in self._parameters])
         parts = (self._gradients, weights, self._by_layer(self._before), largest_logits)
         self._before = []
