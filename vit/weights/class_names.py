@@ -36,7 +36,7 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     if not model_names or not names:
         if counts:
             return f"{counts}, and no class names to compare: labels are compared by number"
-        # Equal class counts prove little, because any two sets of ten classes have equal counts.
+        # Equal class counts prove little: any two sets of ten classes have equal counts.
         warning = "the model has class names, but the data do not: labels are compared by number"
         return warning if model_names else ""
     differing = [n for n, name in enumerate(names) if [name] != model_names[n : n + 1]]

@@ -100,7 +100,7 @@ def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
 
 
 def norm_notes(path: Path) -> list[str]:
-    """Return a note if the norm epsilon in the `config.json` of transformers' ViT differs.
+    """Return a note if the norm epsilon in transformers' `config.json` differs from this project's.
 
     Raises WeightsError if the epsilon exceeds `MAX_NORM_EPS`, because outputs would then differ too
     much.
