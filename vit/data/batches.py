@@ -80,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The layout of the tensors of a batch in one contiguous buffer."""
+    """The layout of a batch's tensors in one contiguous buffer."""
 
     num_rows: int
     image_format: ImageFormat
@@ -177,7 +177,7 @@ class Samples:
     entries: NDArray[Any]
     """(B,) records with fields `label`, `width` and `height`, the stored image's size in pixels."""
     groups: list[list[int]]
-    """For each distinct image, the rows that show it. Each image is decoded once."""
+    """The rows that show each distinct image, which is decoded only once."""
     read: Callable[[int], bytes]
     """Returns the encoded image of a row."""
     key: Callable[[int], str]

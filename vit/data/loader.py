@@ -64,7 +64,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     ids stay on the host. Without a GPU, `on_device` runs in this process. See `slots.plan_ring` for
     `prefetch_gib` and `max_ready`.
 
-    Iteration raises ShardError when it reaches a batch that failed. It raises
+    Iteration raises ShardError when it reaches a batch that failed, and
     `vit.data.worker_pool.WorkerError` immediately if a worker died, or if a worker hangs and cannot
     be replaced. Close the loader, or use it as a context manager. The loader is not thread-safe.
     """

@@ -220,7 +220,7 @@ class Order:
     def distinct_per_epoch(self) -> int:
         """The number of distinct samples in an epoch; with r repeats, 1/r of each lane's rows.
 
-        This is an upper bound if a source has more draws than samples.
+        If a source has more draws than samples, the number is an upper bound.
         """
         lane_rows = self.steps_per_epoch * self._lane_share
         drawn = self.num_lanes * math.ceil(lane_rows / self.aug_repeats)
@@ -305,7 +305,7 @@ class Order:
         `batches_ahead` batches earlier.
         """
         if self.block_samples == 1:
-            return self.num_samples  # A block of one sample is used only once per epoch.
+            return self.num_samples  # An epoch uses a block of one sample only once.
         lanes = min(math.ceil(num_rows / self._lane_share), self.num_lanes)
         images_ahead = batches_ahead * self._lane_share
         blocks_ahead = math.ceil(images_ahead / (self.aug_repeats * self.block_samples))

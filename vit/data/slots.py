@@ -33,7 +33,7 @@ DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
 """The default maximum number of ready batches. More ready batches do not reduce waits further."""
 EVAL_READY_BATCHES = 2
-"""The number of ready batches in evaluation. It is small because the slots stay allocated during
+"""The number of ready batches in evaluation, small because the slots stay allocated during
 training."""
 
 

@@ -41,8 +41,8 @@ class ToGpu:
     def __call__(self, batch: Batch) -> Batch:
         """Return `batch` on the device, for work that is queued later on the compute stream.
 
-        Augmentation parameters and ids stay on the host. Until the next call, the caller may queue
-        copies of them too.
+        Augmentation parameters and ids stay on the host. Until the next call, the caller may also
+        queue copies of them.
         """
         gpu = self._gpu
         if not self._is_locked:

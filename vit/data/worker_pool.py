@@ -50,8 +50,9 @@ training runs on the CPU, workers and training have equal weight."""
 PARTS_PER_MEASUREMENT = 64
 """The number of parts between two measurements of a worker's memory."""
 MAX_QUEUED_PARTS = 256
-"""The maximum number of parts in the pipe. They take 4 KiB, which fits in any pipe, so sending a
-part never blocks. Linux limits additional pipes of a user with a thousand pipes to 8 KiB each."""
+"""The maximum number of parts in the pipe. These parts take 4 KiB, which fits in any pipe, so
+sending one never blocks. If a user has a thousand pipes, Linux limits further pipes to 8 KiB
+each."""
 _PART = struct.Struct("<qii")
 """The message that describes a part: position, slot, first row. A message this small is read as a
 whole, even if several workers read from the pipe."""
@@ -79,7 +80,7 @@ class Result(NamedTuple):
 class OwnProcess:
     """Makes the parts in this process when training waits for them; used without workers.
 
-    A thread watches this process. It can report a hang but cannot stop it.
+    A thread watches this process. The thread can report a hang but cannot stop it.
     """
 
     num_replaced = 0
@@ -236,7 +237,7 @@ class WorkerPool:
     def _receive(self, number: int, received: list[Result]) -> bool:
         pipe = self._workers[number][1]
         # The pipe of a dead worker ends after everything that the worker sent. Reading a message
-        # that was cut off by the kill raises EOFError too.
+        # that was cut off by the kill also raises EOFError.
         with suppress(EOFError, OSError):
             while pipe.poll():
                 result = pipe.recv()
@@ -296,7 +297,7 @@ class WorkerPool:
         """
         for worker, _ in self._workers.values():
             worker.kill()
-        # A process that waits inside the kernel dies only when that wait ends, for instance when a
+        # A process that waits inside the kernel dies only when that wait ends, for example when a
         # mount recovers.
         deadline = time.monotonic() + self._timeout_s
         for number, (worker, pipe) in list(self._workers.items()):
@@ -378,9 +379,8 @@ def _end_workers(
         results.close()
         worker.join(END_WAIT_S)
         if worker.exitcode is None:
-            # The worker waits inside the kernel, for instance for a dead mount. Remove it from the
-            # list of children, because Python would otherwise hang at exit when it joins the
-            # worker.
+            # The worker waits inside the kernel, for example for a dead mount. Python would hang at
+            # exit when joining the worker, so remove it from the list of children.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()
     put.close()

@@ -396,7 +396,7 @@ def draw_mix(
 def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Draw from Beta(alpha, alpha) for each key by Johnk's method (1964).
 
-    A rejection advances the counter of its own key only, so keys do not affect each other.
+    A rejection advances only its own key's counter, so keys do not affect each other.
     """
     out = np.empty(len(keys))
     todo = np.arange(len(keys))

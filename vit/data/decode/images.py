@@ -201,7 +201,7 @@ def _reasons() -> Iterator[None]:
 def _load(image: Image.Image, mode: str) -> None:
     size = image.size
     if mode == "L" and _is_jpeg(image):
-        image.draft("L", None)  # read the stored luma, like the other decoders
+        image.draft("L", None)  # read the stored luma, as the other decoders do
     image.load()
     if image.size != size:
         raise ValueError(

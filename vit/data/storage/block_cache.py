@@ -68,7 +68,7 @@ class Fetched(NamedTuple):
 
 
 class BlockCache:
-    """The blocks below `folder`. Threads and processes can share a cache. It can be pickled."""
+    """The blocks below `folder`. A cache can be pickled, and shared by threads and processes."""
 
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
         """folder: by default `default_folder()`.
@@ -284,7 +284,7 @@ def _parse_used(text: bytes) -> int | None:
 
 
 def _warn_once(folder: Path, reason: str | None) -> None:
-    """Warn only once per process, because a full disk causes an error for every block."""
+    """Warn once per process. A full disk causes an error for every block."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         log.warning("%s: cannot be written (%s); blocks are used but not stored", folder, reason)

@@ -1,7 +1,7 @@
 """Read files on the web, and resume a transfer after the connection breaks.
 
 A `WebFile` requests a range of bytes and returns them as they arrive. If the connection ends,
-stalls or takes too long, it requests the rest on a new connection, within the limits of
+stalls or takes too long, the rest is requested on a new connection, within the limits of
 `vit.system.retry`. The first response contains the file's version (size, ETag), and later responses
 must have the same version. Each response is read exactly to the last requested byte, so that the
 connection can be reused.

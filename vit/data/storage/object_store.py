@@ -134,7 +134,7 @@ class ObjectStore:
                 end = min(at + piece_bytes, stop)
                 try:
                     piece = fs.cat_file(f"{path}/{name}", start=at, end=end, **_timeout(fs))
-                except TimeoutError:  # fsspec raises this too; a smaller piece may succeed
+                except TimeoutError:  # fsspec may raise this error; a smaller piece may succeed
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
@@ -145,8 +145,8 @@ class ObjectStore:
                 pieces.append(piece)
                 at += len(piece)
             now = _version(fs, path, name)
-            # Compare with the listing too, because `version` may come from one, and some stores
-            # list other tags.
+            # Some stores list other tags, and `version` may come from a listing, so also compare
+            # with the listing.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
