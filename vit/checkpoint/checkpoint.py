@@ -13,8 +13,8 @@ older checkpoints are removed. `vit.checkpoint.saver` decides when and in which 
       latest                    "step_00012500"
 
 Checkpoints contain no pickles. torch.distributed.checkpoint's `HuggingFaceStorageReader` can read
-the tensor file. It also reads sharded files, written under FSDP2, on another number of ranks, so
-sharded training could use this format.
+the tensor file. This reader can also read sharded files, written under FSDP2, on a different number
+of ranks, so sharded training could use the same format.
 """
 
 from __future__ import annotations

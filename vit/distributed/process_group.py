@@ -192,8 +192,8 @@ def _set_backends() -> None:
 def make_deterministic() -> None:
     """Make torch use only deterministic GPU operations and raise an error for all others.
 
-    This function must be called before CUDA starts, because libraries then read their environment
-    variables. It has no effect on CPUs.
+    Libraries read their environment variables when CUDA starts, so call this function earlier. On
+    CPUs, the function has no effect.
     """
     # This setting applies to the backward pass of flash attention and to cuBLAS. It also stops
     # torch.compile from choosing kernels by timing.
@@ -248,7 +248,7 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which the gradients of `model` accumulate without an all-reduce.
 
-    The forward pass must run inside the context as well.
+    The forward pass must also run inside the context.
     """
     # FSDP2, which `wrap` does not use, would need `set_requires_gradient_sync`. Without that call,
     # its gradients would be correct, but would be reduced after each micro-batch.

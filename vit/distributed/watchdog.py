@@ -107,7 +107,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. All ranks must call this. It may be called again after `close`."""
+        """Start the threads. All ranks must call this, and may call it again after `close`."""
         if self._world.store is None or self._limit_s is None or self._threads:
             return
         try:

@@ -125,8 +125,8 @@ class World:
 
     @property
     def look_s(self) -> float:
-        """The longest polling interval in seconds. It grows with the number of ranks, so that the
-        total number of requests per second stays constant."""
+        """The longest polling interval in seconds. The interval grows with the number of ranks, to
+        keep the total number of requests per second constant."""
         return max(POLL_S, self.size / LOOKS_PER_S)
 
     def host_of(self, rank: int) -> str:
@@ -334,7 +334,7 @@ class World:
     def _wait_until(
         self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
     ) -> bool:
-        """Poll until `ready` returns True; return False after `limit`.
+        """Poll until `ready` returns True, or return False after `limit`.
 
         Unlike the store's own wait, polling lets Python handle signals. Raises AlreadyReported if
         another rank has exited, RankLost if a rank on this host was killed, and StoreLost if the

@@ -3,10 +3,10 @@
 Training evaluates its models with an `Evaluator`, and `vit.evaluation.compare` evaluates weights
 from files. `vit.data.eval_sets` defines which classes count as correct.
 
-All ranks have the same number of equally shaped batches (`vit.data.batches.EvalBatches`). Padding
-rows have weight 0. Counters are integers, and a total that differs from the number of images raises
-an error. The predicted class of each image is stored for confusion matrices and for paired
-comparisons of models.
+All ranks have the same number of batches, all of one shape (`vit.data.batches.EvalBatches`).
+Padding rows have weight 0. Counters are integers, and a total that differs from the number of
+images raises an error. The predicted class of each image is stored for confusion matrices and for
+paired comparisons of models.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Count:
 
 
 class Took(NamedTuple):
-    """The times that an evaluation took."""
+    """The time that an evaluation took, and its wait for data."""
 
     seconds: float
     data_wait_s: float

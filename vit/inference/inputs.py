@@ -139,7 +139,7 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
     """Append all images of a folder or tar. Any other file is appended as an image.
 
     A folder that cannot be listed or a damaged tar raises an error if the user named it
-    (`is_named`). In a folder or list, such an entry is appended with its problem, so that the other
+    (`is_named`). In a folder or list, such an entry is appended with its problem, so that all other
     images are still predicted.
     """
     try:

@@ -56,7 +56,7 @@ class Preprocess:
         Raises ValueError if an image cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # Another memory layout than the loader's may change the order of summation.
+        # Use the loader's memory layout. Any other may change the order of summation.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:

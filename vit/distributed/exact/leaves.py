@@ -84,8 +84,8 @@ def _num_threads() -> int:
 class Leaves:
     """The leaves of a rank, in row order: an implementation of `vit.training.reduce.Reduce`.
 
-    This class replaces the dropout modules of `model`. It also reduces the gradients, so the model
-    must not be wrapped by DDP.
+    This class replaces the dropout modules of `model`, and reduces the gradients, so the model must
+    not be wrapped by DDP.
     """
 
     def __init__(

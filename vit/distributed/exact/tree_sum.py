@@ -141,8 +141,8 @@ class TreeSum:
 
     The backward passes of this rank's leaves must run in order, each inside `leaf()`. Then all
     ranks call `finish`, which stores the sum over all leaves of all ranks in the parameters'
-    `grad`. The sum has the same bits on all ranks and for any number of ranks. It is not an
-    average.
+    `grad`. The sum, which is not an average, has the same bits on all ranks and for any number
+    of ranks.
     """
 
     def __init__(
