@@ -61,10 +61,10 @@ def create_model(
     Args:
         name: `vit_{size}{patch}` (sizes: `PRESETS`), such as vit_b16; or `timm/<name>`, which is
             created without pretrained weights; or a `ModelConfig`.
-        image_size: the height and width in pixels, or one number for both; 224 by default.
-        num_classes: the number of outputs of the head; 1,000 by default.
+        image_size: height and width in pixels, or one number for both; 224 by default.
+        num_classes: number of outputs of the head; 1,000 by default.
         fields: further arguments of `VisionTransformer`, or of timm's constructor for
-            `timm/<name>`. They override the defaults of the model.
+            `timm/<name>`, which override the defaults of the model.
 
     Raises:
         ValueError: the name is unknown, or arguments contradict each other.
@@ -304,7 +304,7 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None
         # The class token has a position embedding, because timm's weights contain one. DeiT III
-        # omits the embedding (`no_embed_class`), because the token itself is learned.
+        # omits the embedding (`no_embed_class`), because the token is learned anyway.
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
         positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
         if pos == "sincos2d":

@@ -162,7 +162,7 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
-    run.watch.close()  # only rank 0 still works, so the other ranks send no more marks
+    run.watch.close()  # only rank 0 is still working, so the other ranks make no more marks
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome

@@ -203,7 +203,7 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._num_steps = 0
-        """The number of steps of this attempt in the interval."""
+        """The number of this attempt's steps in the interval."""
         self._waited_s = 0.0
         self._totals_s = np.zeros(1)
 

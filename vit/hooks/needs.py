@@ -127,7 +127,7 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
     # Streamed samples have no index, so per-sample losses are not saved.
     keeps_losses = config.log.sample_losses if config.stream.urls is None else 0
-    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # best exists once evaluated
+    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # "best" needs an evaluation
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
         # A new checkpoint is written before the oldest is removed.

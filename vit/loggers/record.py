@@ -38,7 +38,7 @@ SILENT_S = 60.0
 class Record:
     """Writes and displays metrics.jsonl on rank 0. On other ranks, calls do nothing.
 
-    total_steps, first_step: for the progress line. lock: the lock of the run folder, which is
+    total_steps, first_step: shown in the progress line. lock: the lock of the run folder, which is
     acquired if it is not held yet, and released by `close`. Lines are printed on stderr, because
     stdout is for the result of a command.
     """

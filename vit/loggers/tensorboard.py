@@ -22,7 +22,7 @@ from typing import Any
 class TensorboardView:
     """Displays numbers and pictures in TensorBoard. No method raises an error.
 
-    lines: (step, time in seconds, numbers by name) of existing lines. log_line: prints a line.
+    lines: (step, time in seconds, {name: number}) of existing lines. log_line: prints a line.
     """
 
     def __init__(

@@ -218,7 +218,7 @@ def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: 
     """
     while not feed.is_over():
         time.sleep(POLL_S)
-    # Training stops an upload earlier. This limit is for an upload whose training was killed.
+    # Live training stops an upload earlier, so this limit only applies if training was killed.
     deadline = time.monotonic() + INIT_S + FINISH_S
     reason = f"not uploaded within {INIT_S + FINISH_S:.0f} s"
     num_misses = 0

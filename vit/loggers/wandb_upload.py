@@ -39,7 +39,7 @@ class ToWandb:
             raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} has no numbers to show")
 
     def show(self, pictures: Mapping[str, Path], log_line: Callable[[str], None]) -> None:
-        """Upload the record, and `pictures` (PNG files by name) at its last step.
+        """Upload the record, and `pictures` (name -> PNG file) at its last step.
 
         Raises ValueError if W&B has not received everything.
         """

@@ -40,8 +40,8 @@ class Measured:
     layers: tuple[str, ...]
 
     def named(self, values: Sequence[float]) -> NormsByName:
-        """Return the host's copy of `values` by name, and add the ratio of update norm to weight
-        norm. A layer whose weights are all 0 has no ratio."""
+        """Return the host's copy of `values`, keyed by name, and add the ratio of update norm to
+        weight norm. A layer whose weights are all 0 has no ratio."""
         values = [float(f"{value:.6g}") for value in values]  # float32 has about six digits
         size = len(self.layers)
         norms: NormsByName = {

@@ -50,7 +50,7 @@ class _Kind:
 def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Create the optimizer of `config` for the parameters of a plain model (no DDP wrapper).
 
-    The optimizer state is created as well, so that a checkpoint can be loaded into it. Raises the
+    The optimizer state is also created, so that a checkpoint can be loaded into it. Raises the
     ValueErrors of `parameter_groups`, and ValueError if the optimizer needs timm and timm is
     missing or too old.
     """
@@ -79,7 +79,7 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
 
 
 def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
-    """Return the size in bytes of each state tensor of the optimizer of `config` for `model`."""
+    """Return the size in bytes of each state tensor of the optimizer that `config` selects."""
     kind = _kind(config)
     return [
         value.nbytes

@@ -35,7 +35,7 @@ def follow_parent() -> None:
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # Unblock signals only now, so that those that arrived during startup are ignored as well.
+    # Unblock signals only now, so that signals that arrived during startup are also ignored.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()

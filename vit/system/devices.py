@@ -33,7 +33,7 @@ class HostDevices:
 
     host: str
     ranks: int
-    """The number of ranks of this run on the host."""
+    """The number of this run's ranks on the host."""
     gpus: int
     nvidia_gpus: int
     """The number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""

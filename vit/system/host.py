@@ -178,7 +178,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
-        # In a container, this may be a path on the host. Then only the mount itself exists.
+        # In a container, this may be a path on the host. In that case, only the mount exists.
         yield from (
             place
             for place in (group, *group.parents)

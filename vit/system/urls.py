@@ -135,7 +135,7 @@ def bare(text: str) -> str:
 
 
 def address(url: str, name: str = "") -> str:
-    """Return the URL to request for the file `name` in the folder `url`, or for `url` itself.
+    """Return the URL to request for the file `name` in the folder `url`, or for `url` alone.
 
     The userinfo is removed, because a header contains it. A query, such as the signature of a
     folder, is placed after the name.

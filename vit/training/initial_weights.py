@@ -28,7 +28,7 @@ from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_wei
 from vit.weights.save import bytes_of
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
-"""The endings of the names of settings that do not change tensor shapes."""
+"""The last parts of the names of settings that do not change tensor shapes."""
 
 
 def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:

@@ -67,7 +67,7 @@ class Probes:
         # Use micro-batches, so that the same rows are mixed with each other on any number of ranks.
         size = self._micro_batch_size
         first = reduce.first_row(num_rows)
-        # Only the first ranks have these images. The other ranks run the pass too, because sharded
+        # Only the first ranks have these images. All other ranks also run the pass, because sharded
         # parameters need all ranks.
         largest = []
         for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):

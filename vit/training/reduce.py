@@ -68,7 +68,7 @@ class DataParallel:
         self.norm_ranks = world.size
 
     def divisor(self, num_rows: int) -> int:
-        """Return `num_rows`, because ranks have equally many rows and DDP averages their means."""
+        """Return `num_rows`: ranks have equal numbers of rows, and DDP averages their means."""
         return num_rows
 
     def first_row(self, num_rows: int) -> int:
@@ -115,8 +115,8 @@ class DataParallel:
             # this order. A run that resumes after `schedule.image_sizes` does not resample, so
             # always use the model's own size.
             rows = replace(rows, images=rows.images.new_zeros((*rows.images.shape[:2], *size)))
-        # These passes change the running statistics of batch norms in timm models, so restore the
-        # buffers afterwards.
+        # The warm-up passes change the running statistics of batch norms in timm models, so restore
+        # the buffers afterwards.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         losses(rows).sum().backward()
         if self.keeps_gradients(num_passes):

@@ -116,7 +116,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     """Return `loaded` with its head reduced to the classes `names`, in this order.
 
     The logits of these classes do not change, and the softmax covers only these classes. For other
-    programs' weights with 1,000 classes, the names of ImageNet-1k are tried as well
+    programs' weights with 1,000 classes, the names of ImageNet-1k are also tried
     (`imagenet_names`). The naming that contains the most of `names` is used. In case of a tie, the
     names stored with the weights are preferred.
 

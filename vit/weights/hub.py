@@ -1,7 +1,7 @@
 """Download weights by name from the Hugging Face hub into the hub's cache.
 
     timm/NAME.TAG                   the repository with that name
-    hf-hub:OWNER/REPO[@REVISION]    any repository; `hf_hub:` is accepted as well
+    hf-hub:OWNER/REPO[@REVISION]    any repository; `hf_hub:` is also accepted
         -> a folder of the cache, with safetensors and json only, never a pickle
         -> the source of the weights: repository, commit, license
 

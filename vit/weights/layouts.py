@@ -36,7 +36,7 @@ class Turn:
     """
 
     forth: Callable[[Tensor, int], Tensor]
-    """Converts (a weight of this project, number of heads) to the other program's weight."""
+    """Converts this project's weight, given the number of heads, to the other program's weight."""
     back: Callable[[Tensor], Tensor]
 
 

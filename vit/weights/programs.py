@@ -2,7 +2,7 @@
 
     Subject: a model, its config and its class names
       -> lacking         the features that a program lacks; [] if it can open the model
-      -> timm_config     config.json of timm, which transformers opens as well
+      -> timm_config     config.json of timm, which transformers also opens
          huggingface_configs   config.json and preprocessor_config.json of transformers
 
 `View` describes the evaluation preprocessing (`vit.data.decode.crops`) in the terms of other

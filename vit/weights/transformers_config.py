@@ -73,7 +73,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             raise ValueError(f"{path}: resample is {resample}, expected one of {_RESAMPLE}")
         resize = content.get("size") or {}
         if not isinstance(resize, dict):
-            resize = {}  # Older files contain only the side, which config.json contains too.
+            resize = {}  # Older files contain only the side, which is also in config.json.
         shortest = resize.get("shortest_edge")
         cuts = content.get("do_center_crop") and {"height", "width"} <= {*resize}
         sides = (resize["height"], resize["width"]) if cuts else size
