@@ -51,6 +51,6 @@ def check_host(config: Config, world: World, data: RunData) -> tuple[Notes, Disk
 
 
 def _is_over(place: Place, total_steps: int) -> bool:
-    """Return whether the run has already finished, so that it has nothing left to save."""
+    """Return whether the run's last checkpoint exists, so that nothing is left to save."""
     last = checkpoint_folder(place.folder, total_steps).name
     return any(path.name >= last for path in complete_checkpoints(place.folder))

@@ -159,10 +159,10 @@ def survey_tar(
 ) -> Survey:
     """Read the samples of a tar in order, without decoding images.
 
-    left_out: `LeftOut.offset` of samples that were skipped when the shard was indexed.
-    with_checksums: read entire images; otherwise only their headers. Raises ShardError if
-    the tar is damaged or truncated, or if no sample matches `layout`. A tar without an end marker
-    is accepted if its last sample is valid.
+    left_out: `LeftOut.offset` of the samples to skip, as when the shard was indexed.
+    with_checksums: read entire images; otherwise only their headers. Raises ShardError if the tar
+    is damaged or truncated, or if no sample matches `layout`. A tar without an end marker is
+    accepted if its last sample is valid.
     """
     path = Path(path)
     survey = Survey([], [], Counter())
