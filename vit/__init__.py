@@ -39,7 +39,7 @@ MODULES = {
     "load_config": "vit.config.io",
     "open_split": "vit.data.shards.data_set",
 }
-"""The module that defines each public name."""
+"""Maps each public name to the module that defines it."""
 __all__ = [
     "__version__",
     "create_loader",

@@ -1,9 +1,9 @@
-"""Build a `Run`, with everything that `vit.train.train` needs, from a config.
+"""Build a `Run` from a config, with everything that `vit.train.train` needs.
 
 `build` opens and checks the data, computes the plan, creates the model, the optimizer and the
-training step, and loads the newest checkpoint if the run folder has one. metrics.jsonl is opened
-last, after everything else has succeeded. `Parts` contains the hooks and functions that the config
-adds to a plain run.
+training step, and loads the newest checkpoint if the run folder contains one. metrics.jsonl is
+opened last, after everything else has succeeded. `Parts` contains the hooks and functions that the
+config adds to a plain run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(
 
     allow_change: settings that may differ from those in the checkpoint. parts: the result of
     `vit.extras.compose.parts_of` for `config`. Raises ValueError for mistakes in the config or the
-    data. Raises `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, even while this
+    data, and `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, even while this
     rank waits for other ranks.
     """
     parts = parts or Parts()
@@ -59,7 +59,7 @@ def build(
         run = _build(
             config, world, set(allow_change), parts=parts, place=place, lock=lock, signals=signals
         )
-        # From now on, signals only set a flag, which makes the training loop stop after the step.
+        # From now on, a signal only sets a flag that stops the training loop after the step.
         signals.remember_only()
     except BaseException as error:
         signals.restore()
@@ -115,7 +115,7 @@ def _build(
     evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
     times.end("model")
 
-    # 5. Copy the checkpoint into the existing tensors, because DDP and the EMA refer to them.
+    # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint into them.
     state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if newest is not None:
         folder, info = newest

@@ -29,7 +29,7 @@ def create_train_step(
     create_reduce: Callable[..., Reduce] = data_parallel,
     is_filled_later: bool = False,
 ) -> TrainStep:
-    """Move `model` to its device, compile and wrap it, and create everything that updates it.
+    """Move `model` to its device, compile and wrap it, and return its training step.
 
     is_filled_later: whether a checkpoint will replace all weights on every rank.
     """
@@ -41,7 +41,7 @@ def create_train_step(
     ema = create_average(model, config.ema, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)
-    # Compile the EMA too, because it is evaluated as often as the model.
+    # The EMA is evaluated as often as the model, so compile both.
     averages = [] if ema is None else [ema.module]
     why_eager = compile_models(config.train, [model, *averages, *objective.models], world)
     reduce = create_reduce(model, config, plan, world, is_filled_later)

@@ -1,4 +1,4 @@
-"""Fine-tune weights, and compare predictions on each validation image before and after.
+"""Fine-tune weights, and compare the predictions before and after on each validation image.
 
 The original weights are evaluated on the same validation images, at their own image size and at the
 new image size.
@@ -45,7 +45,7 @@ def finetune(
     out: TextIO,
     as_json: bool,
 ) -> None:
-    """Fine-tune `loaded` as `tuned` describes, and print the accuracy before and after to `out`.
+    """Fine-tune `loaded` with the config `tuned`, and print the accuracy before and after to `out`.
 
     base: the config of `loaded`, or None if the weights cannot be evaluated before training;
     `problem` then gives the reason. build_run: a function that builds the run for `tuned`
@@ -131,8 +131,7 @@ def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
 def _evaluate_before(
     loaded: LoadedWeights, base: Config, tuned: Config, world: World, out: TextIO
 ) -> dict[str, Result]:
-    """Evaluate `loaded` on the validation images of `tuned`, at the image sizes of `base` and
-    `tuned`."""
+    """Evaluate `loaded` on the validation images of `tuned`, at both configs' image sizes."""
     settings = {
         "data.root": tuned.data.root,
         "data.val_split": tuned.data.val_split,

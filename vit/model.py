@@ -64,7 +64,7 @@ def create_model(
         image_size: height and width in pixels, or one number for both; 224 by default.
         num_classes: number of outputs of the head; 1,000 by default.
         fields: further arguments of `VisionTransformer`, or of timm's constructor for
-            `timm/<name>`. They override the defaults of the model.
+            `timm/<name>`, which override the defaults of the model.
 
     Raises:
         ValueError: the name is unknown, or arguments contradict each other.
@@ -133,9 +133,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x, rope)
-        # softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never stores the N
-        # x N attention matrix. The function ignores `self.training`, so set dropout to 0 in
-        # evaluation.
+        # Compute softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never
+        # stores the N x N attention matrix. The function ignores `self.training`, so set dropout to
+        # 0 in evaluation.
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         # [SA_1; ...; SA_heads] U_msa (equation 8)
@@ -153,7 +153,7 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Use the exact GELU, because published weights were trained without the tanh approximation.
+        # Published weights were trained with the exact GELU, not its tanh approximation.
         x = self.drop1(F.gelu(self.fc1(x)))
         return self.drop2(self.fc2(x))
 
@@ -216,7 +216,7 @@ class VisionTransformer(nn.Module):
 
     pos_embed: Tensor | None
     distilled_training = False
-    """Whether training forward passes return the logits of both heads (timm's attribute)."""
+    """Whether forward passes in training return the logits of both heads (timm's attribute)."""
 
     def __init__(
         self,
@@ -304,12 +304,12 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None
         # The class token has a position embedding, because timm's weights contain one. DeiT III
-        # omits the embedding (`no_embed_class`), because the token itself is learned.
+        # omits the embedding (`no_embed_class`), because the token is learned anyway.
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
         positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
         if pos == "sincos2d":
-            # Store this constant in the state dict, so that every checkpoint has positions that can
-            # be resampled to other image sizes.
+            # A checkpoint's positions can be resampled to other image sizes, so store even constant
+            # positions in the state dict.
             self.register_buffer("pos_embed", positions)
         else:
             self.pos_embed = nn.Parameter(positions) if pos == "learn" else None
@@ -342,7 +342,7 @@ class VisionTransformer(nn.Module):
         """Compute tokens, (B, N, D), from images, (B, C, H, W) float. Prefix tokens come first.
 
         With `global_pool="avg"`, the norm follows the pooling, so the tokens are not normalized.
-        Raises ValueError for other C, H or W than the model's, unless `take_sizes` added the size.
+        Raises ValueError if C, H or W differ from the model's, unless `take_sizes` added the size.
         """
         other = self.other_sizes.find(images)
         if other is None:
@@ -387,7 +387,7 @@ class VisionTransformer(nn.Module):
             x = tokens[:, self.num_prefix_tokens :].mean(dim=1)
         # Disable autocast: bf16 has only 8 significant bits, so the two largest of 1,000 logits
         # would be equal for one image in 400, and argmax would choose the lower class number. The
-        # head takes less than a thousandth of the operations.
+        # head performs less than a thousandth of all operations.
         with without_autocast(x.device):
             x = self.fc_norm(x).to(self.head.weight.dtype)
             logits = self.head(self.pre_logits(x))
@@ -413,7 +413,7 @@ class VisionTransformer(nn.Module):
         # Do not reorder these calls, or the same seed will give different weights.
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # As in timm, this is barely truncated: torch's bounds are -2 and 2, not two stds.
+                # As in timm, few values are truncated: torch's bounds are -2 and 2, not two stds.
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif not isinstance(module, nn.Conv2d):
                 getattr(module, "reset_parameters", lambda: None)()

@@ -12,11 +12,11 @@ A hook overrides the methods that it needs:
     verify      before evaluating and saving, at the end of an epoch, and when the run stops
     evaluated   after an evaluation
     failed      when an error ends the run
-    ended       when the run has ended, on rank 0
+    ended       on rank 0, when the run has ended
 
 A hook must not read from the device, because training would wait for the read. `read` receives
-numbers that are already on the host. Collectives are allowed in `opened`, `begin`, `read` and
-`verify`, because all ranks call these methods at the same step.
+numbers that are already on the host. `opened`, `begin`, `read` and `verify` may use collectives,
+because all ranks call these methods at the same step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GoBack(Exception):
     """An exception, raised on all ranks together, that returns the run to its newest checkpoint."""
 
     def apply(self, run: Run) -> None:
-        """Load the state from which `run` continues."""
+        """Load the checkpoint from which `run` continues."""
         raise NotImplementedError
 
 
@@ -65,7 +65,7 @@ class Hook:
     """Data to save with every checkpoint. Subclasses set this attribute in `opened` or earlier."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """Return notes and facts about the start of the run. Errors are raised on all ranks."""
+        """Return notes and facts about the start of the run. An error is raised on all ranks."""
         return Notes()
 
     def begin(self, run: Run) -> None:
@@ -92,9 +92,9 @@ class Hook:
         """
 
     def evaluated(self, step: int, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return values to add to the line of metrics.jsonl, and a line for the log or "".
+        """Return values to add to the line of metrics.jsonl, and a log line or "".
 
-        values: the results that the line of metrics.jsonl already contains.
+        values: the evaluation results, which the line of metrics.jsonl already contains.
         """
         return {}, ""
 
@@ -127,7 +127,7 @@ class Run:
     is_prepared: bool = False
     """Whether this process has called `TrainStep.prepare`."""
     watch: Watch = field(init=False)
-    """The watchdog, started with training, that ends all ranks if one hangs."""
+    """The watchdog, which ends all ranks if one rank hangs during training."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.world, self.config.run.hang_timeout_s, self._end_hung)
@@ -207,4 +207,4 @@ class Parts:
     create_objective: Callable[..., Objective] = supervised
     create_reduce: Callable[..., Reduce] = data_parallel
     load_weights: Callable[[nn.Module, Config, RunData, World], dict[str, Any]] = no_weights
-    """A function that loads a file into a new model and returns facts about its weights."""
+    """A function that loads a file into a new model and returns facts about the weights."""

@@ -2,9 +2,9 @@
 `checkpoint.json`.
 
     runs/<name>/
-      config.yaml            the resolved config; its header has command, commit and versions
+      config.yaml            the resolved config, with command, commit and versions in a header
       metrics.jsonl          metrics and events, see vit.loggers.record
-      predictions.npz        predicted class of each validation image, from the newest evaluation
+      predictions.npz        predicted class of each validation image in the newest evaluation
       samples/               loss of each training image in each epoch, see vit.hooks.sample_losses
       checkpoints/           full training state, see vit.checkpoint.checkpoint
       weights/               last, best (and last_ema, best_ema), for evaluation and other tools;
@@ -69,14 +69,14 @@ MOUNTED_BUCKETS = (
     "fuse.rclone",
     "fuse.s3fs",
 )
-"""The kernel's names for file systems that store files in an object store."""
+"""The kernel's names for file systems that mount a bucket as a folder."""
 LOCK_WAIT_S = 15.0
-"""Maximum time to wait for the lock, because the previous process may still be saving. Saving a
-large checkpoint takes about this long."""
+"""The maximum time to wait for the lock while the previous process may still be saving a large
+checkpoint."""
 
 
 def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
-    """Return the path of the weights `name` ("last" or "best"), or of their EMA."""
+    """Return the path of the weights `name` ("last" or "best"), or of their EMA version."""
     return run_dir / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
 
 
@@ -130,8 +130,8 @@ class RunLock:
     """A lock that prevents a second process from writing to a run folder.
 
     A POSIX record lock ends with its process, is not inherited by loader workers, and works over
-    NFS. The lock also ends when this process closes any handle to the file. The file is therefore
-    opened only once, and a process that holds the lock must not call `is_in_use`.
+    NFS. The process also loses the lock when it closes any handle to the file. The file is
+    therefore opened only once, and a process that has the lock must not call `is_in_use`.
     """
 
     def __init__(self, run_dir: Path):
@@ -140,7 +140,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process holds the lock."""
+        """Whether this process has the lock."""
         return self._file is not None
 
     def acquire(self) -> None:
@@ -166,8 +166,8 @@ class RunLock:
             file.close()
             raise
         file.truncate(0)
-        # Write unbuffered, so that closing does not repeat a write that failed on a full disk. The
-        # text only names the process in messages, so ignore errors.
+        # Write unbuffered, so that closing does not repeat a write that failed on a full disk.
+        # Messages use this text only to name the process, so ignore errors.
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
@@ -334,7 +334,7 @@ def read_info_file(folder: Path) -> dict[str, Any]:
             content = (folder / INFO_FILE).read_bytes()
         info = json.loads(content)
         info["format_version"] = int(info["format_version"])
-        # Callers need these values, so raise an error now if one is missing.
+        # Raise an error now if a value that callers need is missing.
         info["step"], info["config"], info["facts"], dict(info["files"])
     except UnreadableCheckpoint:
         raise
@@ -428,7 +428,7 @@ class Place:
         return ""
 
     def leave(self, error: BaseException | None) -> None:
-        """Let other jobs write to the run. error: the error that ended the run, if any."""
+        """Allow other jobs to write to the run. error: the error that ended the run, if any."""
 
 
 def open_folder(config: Config, world: World) -> Place:
@@ -453,9 +453,9 @@ def local_folder(run: RunConfig) -> Path:
 
 
 def cache_of(url: str, kind: str) -> Path:
-    """Return the local folder, named after the run, for a copy of `url`.
+    """Return the local folder for a copy of `url`, named after the run.
 
-    kind: "runs", or "fetched" for a read-only copy. Raises ValueError as `local_folder` does.
+    kind: "runs", or "fetched" for a read-only copy. Raises ValueError like `local_folder`.
     """
     name = bare(url).rstrip("/")
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -6,8 +6,8 @@
    of all ranks.
 2. Gradients are clipped by their norm. If the norm is not finite, the fused optimizer skips the
    update on the device, and the fp16 loss scale is halved. The update is also skipped if the loss
-   or the norm exceeds the limits of a hook. All ranks skip together, because the decision depends
-   only on sums over all ranks.
+   or the norm exceeds a limit set by a hook. The decision depends only on sums over all ranks, so
+   all ranks skip together.
 3. The result is a small vector of sums over all ranks, and the loss and margin of each row of this
    rank. The host reads the result one step later, after queueing the next step, so queueing a step
    never waits for the device.
@@ -103,9 +103,9 @@ class TrainStep:
     ) -> StepResult:
         """Queue the update at `step` with this rank's rows of the global batch.
 
-        batch: the batch after `Augment.change_batch`, on any device. stop: whether this rank got a
-        signal. report: numbers to send to all ranks, equally many on every rank. limits: the limits
-        above which the update is skipped, equal on all ranks.
+        batch: the batch after `Augment.change_batch`, on any device. stop: whether this rank has
+        received a signal. report: the same number of values on every rank, sent to all ranks.
+        limits: the limits above which the update is skipped, equal on all ranks.
         """
         sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, limits)
         return StepResult(sums, grad_norm, len(report), rows, measured)
@@ -118,7 +118,7 @@ class TrainStep:
         report: tuple[float, ...],
         limits: Limits | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor], Measured | None]:
-        """Queue the step on the device; return sums, gradient norm, rows and measured norms."""
+        """Queue the step on the device, and return sums, gradient norm, rows and measured norms."""
         # Dropout and drop path depend only on (seed, rank, step), so a resumed run draws the same
         # masks.
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
@@ -146,7 +146,7 @@ class TrainStep:
     def _forward_and_backward(self, batch: Batch, step: int, sums: Tensor) -> list[Tensor]:
         """Queue forward and backward passes of all micro-batches, and add their losses to `sums`.
 
-        Returns the losses, margins and weights of the rows, with one tensor per micro-batch.
+        Returns the losses, margins and weights of the rows, as one tensor per micro-batch.
         """
         num_rows = len(batch.labels)
         divisor = self.reduce.divisor(num_rows)
@@ -156,7 +156,7 @@ class TrainStep:
             micro_batch = batch.rows(start, end).to(self.world.device)
             with self.reduce.micro_batch(step, start, is_last=end >= num_rows):
                 losses, margins = self._losses(micro_batch)
-                # Rows whose image could not be decoded have weight 0 and therefore no gradient.
+                # A row whose image could not be decoded has weight 0, and therefore no gradient.
                 loss_sum = (losses * micro_batch.weights).sum()
                 # The divisor includes rows of weight 0, so that it is equal on all ranks. The
                 # reported loss excludes these rows.
@@ -188,7 +188,7 @@ class TrainStep:
         update is skipped. Return the gradient norm before clipping."""
         if self.copying is not None:
             # The update must not change the state while it is being copied for a save. Only the
-            # device waits for the end of the copy, not the host.
+            # device waits for the copy to end, not the host.
             self.copying.wait()
             self.copying = None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -197,7 +197,7 @@ class TrainStep:
             sums[Slot.VERDICT].copy_(norm)
         not_finite, is_skipped = self._judge(self.reduce.sum_(sums), limits)
 
-        # Unscale and clip with one factor, so that the gradients are read and written only once.
+        # Combine unscaling and clipping in one factor, to read and write the gradients only once.
         factor = 1.0 / self.loss_scale.value
         if self.clip_grad_norm is not None:
             factor = factor * (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -212,8 +212,8 @@ class TrainStep:
         self.optimizer.step()
         self.loss_scale.update(not_finite)  # a loss spike does not change the loss scale
         if self.ema is not None:
-            # Update the EMA after skipped updates too, because the host does not know yet whether
-            # the update was skipped. A skipped update leaves the weights unchanged.
+            # The host does not know yet whether the update was skipped, so update the EMA in either
+            # case. A skipped update leaves the weights unchanged.
             self.ema.update(step)
         return norm
 

@@ -29,8 +29,8 @@ def train(run: Run) -> Outcome:
                 try:
                     return _train_from_state(run)
                 except GoBack as event:
-                    # The ranks now wait for each other, which the watchdog would report as a hang,
-                    # so stop the watchdog. `_train_from_state` restarts it.
+                    # The ranks now wait for each other. The watchdog would report this wait as a
+                    # hang, so stop the watchdog. `_train_from_state` restarts it.
                     run.watch.close()
                     run.saver.finish()
                     event.apply(run)
@@ -88,8 +88,8 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     """
     step = run.state.step
     is_last = step == run.plan.total_steps
-    # At the first step of an attempt, an evaluation is due only if a signal interrupted it in the
-    # previous attempt.
+    # At the first step of an attempt, an evaluation is due only if a signal interrupted the
+    # previous attempt's evaluation.
     evaluation_due = run.state.is_evaluation_due(run.plan)
     save_due = step % run.config.checkpoint.every_steps == 0 or is_last
     if step == first_step:
@@ -124,8 +124,8 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
     run.watch.mark(step, "in the step")
     if not run.is_prepared:
         run.is_prepared = True
-        # Every process must do this, even on resume, because sums depend on DDP's buckets, which
-        # must match those of the first attempt. The time counts as startup, not as training.
+        # Sums depend on DDP's buckets, which must match those of the first attempt, so every
+        # process must do this, even on resume. The time counts as startup, not as training.
         with run.watch.away(step, "compiling"):
             run.train_step.prepare(batch)
         run.start_times.end("workers and first batch")
@@ -162,7 +162,7 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
-    run.watch.close()  # only rank 0 still works, so the other ranks send no more marks
+    run.watch.close()  # only rank 0 is still working, so the other ranks make no more marks
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome

@@ -1,4 +1,4 @@
-"""Write and read checkpoints of the full training state. A checkpoint is either complete or absent.
+"""Write and read checkpoints of the full training state, which are either complete or absent.
 
 The tensors of `TrainStep` are written to one safetensors file. `RunState` and the config are
 written to `checkpoint.json`. Both files are written to a hidden folder and flushed to disk. Then
@@ -13,8 +13,8 @@ older checkpoints are removed. `vit.checkpoint.saver` decides when and in which 
       latest                    "step_00012500"
 
 Checkpoints contain no pickles. torch.distributed.checkpoint's `HuggingFaceStorageReader` can read
-the tensor file. It also reads sharded files, written under FSDP2, on another number of ranks, so
-sharded training could use this format.
+the tensor file. This reader can also read sharded files, written under FSDP2, on a different number
+of ranks, so sharded training could use the same format.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ STATE_FILE = "state.safetensors"
 
 
 def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
-    """Return all tensors of the state by their names in the file, without copying them.
+    """Return all tensors of the state, keyed by their names in the file, without copying them.
 
     With DDP, rank 0 has all tensors. Parameters sharded by FSDP2 would have to be gathered.
     """
@@ -111,7 +111,7 @@ def write_checkpoint(
     """Write `step_<n>`, remove all but the newest `keep_last` checkpoints, and return the folder
     and the sha256 of its tensors.
 
-    tensors: by their names in the file. state: the fields of `RunState`. Raises CheckpointError if
+    tensors: keyed by names in the file. state: the fields of `RunState`. Raises CheckpointError if
     the folder cannot be written. The previous checkpoint is then unchanged.
     """
     folder = checkpoint_folder(run_dir, state["step"])
@@ -154,7 +154,7 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Replace the state in the info of a checkpoint at the same step, and keep its tensors.
+    """Replace the state in a checkpoint's `checkpoint.json` at the same step, and keep its tensors.
 
     This is needed when a resumed run repeats an interrupted evaluation.
     """
@@ -205,7 +205,7 @@ def _hidden(folder: Path) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved and a user can inspect it."""
+    """Rename a damaged checkpoint for inspection, so that its step can be saved again."""
     aside = folder.with_name(f"damaged_{folder.name}_{time.time_ns()}")
     folder.rename(aside)
     return aside
@@ -233,7 +233,7 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
 def newest_checkpoint(
     run_dir: Path, verify: bool = False, log_line: Callable[[str], None] = print
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint of a run and its info, or None if the run has none.
+    """Return the newest checkpoint of a run and its `checkpoint.json`, or None.
 
     verify: compare sizes and hashes, rename damaged checkpoints, report them through `log_line` and
     try the next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
@@ -314,8 +314,8 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
 def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
     """Mark the run as stopped if this process owns the folder. The Slurm script then queues the job
     again."""
-    # A new run that is preempted (SIGTERM) is marked although its folder may not exist yet. A new
-    # run that a user stops with Ctrl-C is not marked although it may already hold the lock.
+    # A new run that is preempted (SIGTERM) is marked, although its folder may not exist yet. A new
+    # run that a user stops with Ctrl-C is not marked, although it may already have the lock.
     owns_folder = number == signal.SIGTERM if is_new else lock.is_held
     if not owns_folder:
         return

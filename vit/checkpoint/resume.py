@@ -1,8 +1,8 @@
 """Find the checkpoint from which a run resumes, and check that it fits the run.
 
-Rank 0 takes the newest undamaged checkpoint, compares its settings and data with those of this
-attempt, and broadcasts the result. `vit.build` then loads it: rank 0 reads the files and broadcasts
-the values.
+Rank 0 selects the newest undamaged checkpoint, compares its settings and data with those of this
+attempt, and broadcasts the result. To load the checkpoint, rank 0 then reads the files and
+broadcasts the values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit.system.urls import bare
 from vit.training.plan import Plan
 
 _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
-"""Facts that determine the exact result with `train.exact_over_ranks`, and their text in
+"""Maps each fact that determines the exact result with `train.exact_over_ranks` to its text in
 messages."""
 
 
@@ -49,13 +49,13 @@ OF_A_HOST = {
     "init.checkpoint",
 }
 """Settings that may differ between ranks, because hosts have different paths and speeds.
-`vit.build` compares the training data of the ranks."""
+`vit.build` compares the ranks' training data."""
 
 
 def find_checkpoint(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str], world: World
 ) -> tuple[Path, dict] | None:
-    """Return the checkpoint from which to resume and its info, or None in a new folder.
+    """Return the checkpoint from which to resume and its `checkpoint.json`; None in a new folder.
 
     All ranks must call this. settings: the result of `config_io.to_dict`. facts: other values that
     must match. allowed: settings that may differ. Raises ValueError if the checkpoint belongs to
@@ -109,8 +109,8 @@ def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:
 def restart_best(folder: Path, state: RunState, world: World) -> None:
     """Reset the best result if the file of the best weights does not match `state`.
 
-    Weights are written before the checkpoint that refers to them. If training was killed before
-    that checkpoint was written, or it is damaged, the file is from a step that this run has not
+    Weights are written before the checkpoint that refers to them. If that checkpoint is damaged, or
+    was never written because training was killed, the file is from a step that this run has not
     reached yet. The result at that step may differ, for example on another number of ranks. All
     ranks must call this.
     """
@@ -148,7 +148,7 @@ def may_change(key: str) -> bool:
 
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks: all except `OF_A_HOST`."""
+    """Return the settings that must be equal on all ranks, which are all except `OF_A_HOST`."""
     return {
         f"{section}.{name}": value
         for section, values in settings.items()
@@ -197,7 +197,7 @@ def check_belongs(
     facts: dict[str, Any],
     allowed: set[str],
 ) -> None:
-    """Raise ValueError if `path` belongs to another run. Arguments as in `find_checkpoint`.
+    """Raise ValueError if `path` belongs to another run. Arguments: see `find_checkpoint`.
 
     info: the content of the checkpoint's `checkpoint.json`.
     """
@@ -222,7 +222,7 @@ def check_belongs(
 def _changed_settings(
     stored: dict[str, Any], source: str, settings: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that changed although they must not: dotted key -> (old, new)."""
+    """Return the settings that changed but must not change: dotted key -> (old, new)."""
     old_values = config_io.to_dict(config_io.from_dict(stored, source))
     return {
         key: (old, new)
@@ -261,7 +261,7 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
         and old.get(key) != value
         and (key not in _NOT_DATA or _changes_bits(key, old, new))
     ]
-    # Not strict, because data without class names have an empty list.
+    # Data without class names have an empty list, so `strict` must be off.
     pairs = zip(old_names, new_names, strict=False)
     renamed = [label for label, (before, after) in enumerate(pairs) if before != after]
     if renamed:

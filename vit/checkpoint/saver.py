@@ -1,4 +1,4 @@
-"""Save while training continues: training waits only for a copy in memory.
+"""Save in a thread while training continues. Training waits only for a copy in memory.
 
     training   ... step | save: wait for the thread, check disk space, copy | step | step ...
     thread                                                                  \\- losses, weights,
@@ -6,9 +6,8 @@
 
 If `run.dir` is a URL, the thread then uploads the new files (`vit.run_folder.Place`). Saves are
 written one at a time, in the order of the calls. Each save writes the weights first, so a complete
-checkpoint never refers to missing weights. If the thread fails, all ranks stop at the next step,
-through the flag that signals also use (`has_failed`). Rank 0 then raises the error while the other
-ranks wait for it.
+checkpoint never refers to missing weights. If the thread fails, `has_failed` makes all ranks stop
+at the next step, as after a signal. Rank 0 then raises the error while the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread has failed, or another job writes to the run. The next call of `save`
+        """Whether the thread has failed, or another job writes to the run. The next call to `save`
         or `finish` raises the error."""
         return self._error is not None or self._place.is_lost
 
@@ -128,8 +127,8 @@ class Saver:
     def report(self) -> None:
         """Write a line for each checkpoint completed since the last call. Called after each
         step."""
-        # Call this only after the first step: allocating gigabytes would slow down the first step
-        # of a resumed run.
+        # Allocating gigabytes would slow down the first step of a resumed run, so call this only
+        # after that step.
         self.prepare()
         self._tell_complete()
 
@@ -159,7 +158,7 @@ class Saver:
             self._snapshot = None
 
     def _start(self, work: Callable[[], None]) -> None:
-        # Use a daemon thread, so that a process that must exit immediately does not wait for it.
+        # A process that must exit immediately does not wait for a daemon thread.
         self._thread = threading.Thread(target=self._run, args=(work,), name="saver", daemon=True)
         self._thread.start()
 
@@ -232,8 +231,8 @@ class Saver:
             write_json(path, content)
         except OSError as error:
             raise cannot_write(path, error) from error
-        # Use a link, which needs no second copy and may point to a file that does not exist yet.
-        # Without the link, timm opens another file.
+        # A link needs no second copy, and may point to a file that does not exist yet. Without
+        # the link, timm would open another file.
         with suppress(OSError):
             link_to(last.name, last.with_name(HUB_FILES[0]))
 

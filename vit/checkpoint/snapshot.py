@@ -44,7 +44,7 @@ class Snapshot:
         self._memory = _private_memory(self.num_bytes)
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self.tensors: dict[str, Tensor] = {}
-        """The copies on the host by name, row-major."""
+        """The copies on the host, keyed by name, in row-major order."""
         begin = 0
         for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
             place = self._memory[begin : begin + tensor.nbytes]
@@ -54,7 +54,7 @@ class Snapshot:
     def prepare(self) -> None:
         """Allocate the memory, and page-lock it for a GPU. Takes seconds for gigabytes."""
         if self._stream is None:
-            # Use numpy, because torch would start another set of threads for this thread.
+            # torch would start another set of threads for this thread, but numpy does not.
             self._memory.numpy().fill(0)
             return
         with self._cuda.device(self._device):

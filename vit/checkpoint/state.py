@@ -17,7 +17,7 @@ def rank(top1: float, loss: float | None) -> tuple[float, float]:
 
 @dataclass
 class RunState:
-    """Counters and facts of a run. The fields are keys of `checkpoint.json`."""
+    """Counters and facts of a run, stored in `checkpoint.json` under the names of the fields."""
 
     step: int = 0
     """The number of global batches so far, which is also the position in the data."""
@@ -38,7 +38,7 @@ class RunState:
     sample_checksum: int = 0
     """The checksum of the samples from `checked_step` on (`vit.hooks.order_check`)."""
     bad_images: int = 0
-    """The number of training images that could not be decoded and were ignored."""
+    """The number of training images that were ignored because they could not be decoded."""
     evaluated_step: int = -1
     """The step of the newest evaluation."""
     best_top1: float = -1.0
@@ -46,13 +46,13 @@ class RunState:
     best_loss: float | None = None
     """The loss of the best evaluation; None if it was not finite, or in old checkpoints."""
     best_set: str = VAL
-    """The set of the best evaluation: `eval.best_by`."""
+    """The set on which the best evaluation was chosen: `eval.best_by`."""
     restarts: int = 0
     """The number of times that the run was resumed."""
     elapsed_s: float = 0.0
     """The time spent on the run in all attempts, including evaluation and saving."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Values that must match after a resume: the hash of the data, the classes of the model."""
+    """Values that must match when the run resumes: the hash of the data, the model's classes."""
 
     def is_skipped(self, step: int) -> bool:
         """Return whether the batch of `step` is skipped."""
@@ -76,10 +76,11 @@ class RunState:
         return self.step > plan.total_steps or self.is_finished(plan)
 
     def take_best(self, best_set: str, *results: tuple[float, float]) -> bool:
-        """Store the best of `results`, pairs of top-1 and loss; return whether it is a new best.
+        """Store the best of `results`, pairs of top-1 and loss, and return whether it is a new
+        best.
 
-        If accuracies are equal, the smaller loss is better, because small sets often give equal
-        accuracies. A best result on a different set is not comparable, so it is dropped.
+        Small sets often give equal accuracies. In that case, the smaller loss is better. An old
+        best result on a different set is not comparable, so it is dropped.
         """
         if best_set != self.best_set:
             self.best_set = best_set

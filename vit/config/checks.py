@@ -43,7 +43,7 @@ Rules = dict[str, bool]
 
 
 def find_problems(config: Config) -> list[str]:
-    """Return one line, with dotted keys, for each contradiction in `config`."""
+    """Return a line, with dotted keys, for each contradiction in `config`."""
     names = type(config).model_fields
     rules = (
         *(_effect_rules(config, getattr(config, name), f"{name}.") for name in names),
@@ -299,7 +299,7 @@ def _mixing_rules(augment: AugmentConfig, epochs: float | None) -> Rules:
 
 
 def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
-    """Check that no color operations are applied to grayscale images."""
+    """Check that no color operation is applied to grayscale images."""
     is_grey = in_chans == 1
     needs_colour = "needs color images (model.in_chans=3)"
     *_, saturation, hue = augment.color_jitter

@@ -24,7 +24,7 @@ _EXPECTED = {
     "string_pattern_mismatch": "a name of letters, digits, _ and -",
     "model_type": "a mapping of keys",
 }
-"""The allowed values in words, by Pydantic error type."""
+"""Maps each Pydantic error type to the allowed values in words."""
 _REQUIRED_HINTS = {"data": ": set data.root", "train": ": set train.epochs or train.steps"}
 
 

@@ -1,4 +1,4 @@
-"""Suggest the setting that the user meant by a misspelled key or by another program's option."""
+"""Suggest the setting that a user meant by a misspelled key or another program's option."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ OTHER_NAMES = {
     "log.every_steps": "log_every log_freq log_interval logging_steps print_freq",
     "log.wandb": "use_wandb",
 }
-"""The names that other programs use for each setting (timm, DeiT, torchvision's references, Hugging
+"""Maps each setting to its names in other programs (timm, DeiT, torchvision's references, Hugging
 Face's Trainer)."""
 _ADVICE = {
     "run the same command again to resume": "auto_resume resume",
@@ -166,7 +166,7 @@ def _meant(written: str, settings: Sequence[str], cutoff: float) -> list[str]:
     """
     section, _, leaf = written.rpartition(".")
     same_section = [key for key in settings if key.rpartition(".")[0] == section]
-    # A key with a section never refers to the `name` setting of another section.
+    # A key that contains a section never refers to the `name` setting of another section.
     any_section = [key for key in settings if not (section and key.endswith(".name"))]
     same_word = [key for key in any_section if key.rpartition(".")[2] == leaf]
     matches = [key for key in (from_other_name(leaf), *same_word) if key in settings]

@@ -108,7 +108,7 @@ def load_config(
 def load_with_origins(
     path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True
 ) -> LoadedConfig:
-    """Read a config like `load_config`, and return the origin of each value as well.
+    """Read a config like `load_config`, and also return the origin of each value.
 
     For each pair in `EXCLUSIVE`, such as `train.steps` and `train.epochs`, an override of one
     setting removes the other setting of the file. Without `run.dir`, the run folder is `runs/<name
@@ -361,7 +361,7 @@ def dump_yaml(
                 break_on_hyphens=False,
             )
             line = f"  {key}: {_scalar(value)}"
-            # A comment must stay on one line, because YAML would parse a second line as content.
+            # YAML would parse a second line as content, so a comment must stay on one line.
             comment = " ".join((comments or {}).get(f"{section}.{key}", "").split())
             lines.append(f"{line:<44}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ BOUNDS = {
     "maximum": "to",
     "exclusiveMaximum": "below",
 }
-"""Maps each limit in JSON Schema to a word for messages, in printed order."""
+"""Maps each limit in JSON Schema to its word in messages, in printed order."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Setting:
     may_change: bool
     """Whether a resumed run may change the value without `--allow-change`."""
     only_with: tuple[tuple[str, ...], ...]
-    """Groups of conditions. The setting is refused unless a condition of each group holds."""
+    """Groups of conditions. The setting is rejected unless one condition in each group holds."""
 
 
 @cache
@@ -80,7 +80,7 @@ def as_yaml(value: Any) -> str:
 
 
 def type_in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Return the values that a JSON Schema allows in words, such as `number above 0, or null`."""
+    """Describe in words the values that a JSON Schema allows: `number above 0, or null`."""
     if "$ref" in schema:
         fields = definitions[schema["$ref"].rpartition("/")[2]]["properties"]
         return f"{{{', '.join(fields)}}}"

@@ -28,7 +28,7 @@ COLUMNS = {
     "label": "number of the class",
 }
 MAX_CHARACTERS = 2000
-"""The maximum length of an expression, which protects the parser from a stack overflow."""
+"""The maximum length of an expression. It protects the parser from a stack overflow."""
 MAX_DEPTH = 100
 """The maximum nesting of an expression: `width + 1 + 1` has depth three."""
 MAX_INTEGER = 2**53
@@ -49,7 +49,7 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: operator.eq,
     ast.NotIn: operator.ne,
 }
-"""The comparison operators. `in` compares with each value on its right by `==`."""
+"""The comparison operators. `in` uses `==` to compare with each value on its right."""
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"min": np.minimum, "max": np.maximum}
 COLUMNS_AND_UNITS = (
@@ -171,8 +171,7 @@ class _Computation:
             raise self._refuse(node, "not allowed: use < <= > >= == != or in")
         operands = [right]
         if isinstance(op, (ast.In, ast.NotIn)) and not isinstance(right, ast.Constant):
-            # Python parses `(1)` as a Constant, so a Constant is accepted like a tuple with one
-            # value.
+            # Python parses `(1)` as a Constant, so accept a Constant like a tuple with one value.
             operands = right.elts if isinstance(right, (ast.Tuple, ast.List)) else []
         if not operands:
             raise self._refuse(

@@ -1,4 +1,4 @@
-"""The path from shards to batches. Each step is listed with the functions that implement it:
+"""Load batches from shards. Each step is listed with the functions that implement it:
 
 1. Open    index of a split, files of its shards           shards.data_set.open_split
            samples chosen by the config, several sources   select.choose, sources.Sources

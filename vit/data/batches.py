@@ -1,9 +1,9 @@
-"""Create batches: write any rows of any batch of a rank into preallocated memory.
+"""Create batches by writing any rows of any batch of a rank into preallocated memory.
 
 The order gives the sample numbers of this rank's rows at a position. The index contains the byte
 offset, width and height of each image, so crops are drawn before decoding. Images are decoded
-directly into their rows of this memory (`vit.data.slots`). The content of a row depends neither on
-the process that creates it nor on earlier rows, so a run can start at any position. The loader
+directly into their rows in memory (`vit.data.slots`). The content of a row depends neither on the
+process that creates it nor on earlier rows, so a run can start at any position. The loader
 (`vit.data.loader`) assigns rows to workers.
 """
 
@@ -42,7 +42,7 @@ NOT_EXACT = "not exact: samples may repeat or be missed, and resuming starts a n
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of one rank: B rows with images of H x W pixels and C channels."""
+    """One rank's batch: B rows with images of H x W pixels and C channels."""
 
     images: Tensor
     """(B, C, H, W) uint8, channels last in memory."""
@@ -80,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The layout of the tensors of a batch in one contiguous buffer."""
+    """The layout of a batch's tensors in one contiguous buffer."""
 
     num_rows: int
     image_format: ImageFormat
@@ -132,10 +132,11 @@ class Batches(ABC):
     row_unit = 1
     """The first row of each part is a multiple of this number."""
     exact = True
-    """True if the order determines every batch, so that any process can recreate its rows."""
+    """Whether the order determines every batch, so that any process can recreate its rows."""
 
     def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
-        """Open files that this host's `num_processes` workers will inherit when they start."""
+        """Open files before this host's `num_processes` workers start, so that they inherit the
+        files."""
 
     def layout_at(self, position: int) -> BatchLayout:
         """Return the layout of the batch at `position`, whose images may be smaller than the
@@ -155,8 +156,8 @@ class Batches(ABC):
 
 
 def row_unit(augment: AugmentConfig, order: Order) -> int:
-    """Return the smallest number of rows to give to one worker. It must get all rows that are mixed
-    with each other and all copies of an image."""
+    """Return the smallest number of rows to give to one worker. A worker must get all rows that are
+    mixed with each other, and all copies of an image."""
     unit = augment.mix_group_size if mixes(augment) else 1
     if order.aug_repeats == 1:
         return unit
@@ -176,7 +177,7 @@ class Samples:
     entries: NDArray[Any]
     """(B,) records with fields `label`, `width` and `height`, the stored image's size in pixels."""
     groups: list[list[int]]
-    """For each distinct image, the rows that show it. Each image is decoded once."""
+    """The rows that show each distinct image, which is decoded only once."""
     read: Callable[[int], bytes]
     """Returns the encoded image of a row."""
     key: Callable[[int], str]
@@ -244,8 +245,8 @@ class AugmentedBatches(Batches):
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
-            # Read outside the `try`, because `on_bad_image` does not cover failed reads. If a disk
-            # or server is gone, skipping would drop all images that follow.
+            # `on_bad_image` does not cover failed reads, so read outside the `try`. If a disk or
+            # server is gone, skipping would drop all images that follow.
             data = samples.read(group[0])
             stages.current.enter(Stage.DECODE)
             try:
@@ -270,12 +271,12 @@ class AugmentedBatches(Batches):
                 for view in views:
                     view[:] = 0
                 weights[group] = 0.0
-                # Add one key per row, not per image, so that the count does not depend on how
-                # workers split the batch.
+                # Add one key per row, not per image, so that the number of keys does not depend on
+                # how workers split the batch.
                 bad_keys += [samples.key(group[0])] * len(group)
         stages.current.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, widths, heights, size)
-        # Draw mixing after decoding, because it needs the weights. A row whose partner could not be
+        # Mixing needs the weights, so draw it after decoding. A row whose partner could not be
         # decoded stays unmixed.
         draw_mix(
             self.augment,
@@ -391,7 +392,7 @@ class EvalBatches(FromShards, Batches):
         later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
         candidates = np.concatenate([ids, later])
         self.split.prefetch(np.unique(candidates[candidates < num_samples]))
-        # Give padding rows a valid sample number, because the label of each id is read below.
+        # The label of each id is read below, so give padding rows a valid sample number.
         ids[~is_sample] = 0
         for row, sample in enumerate(ids.tolist()):
             if is_sample[row]:

@@ -97,7 +97,7 @@ def create_loader(
         ShardError: an image cannot be read or decoded; raised when its batch is requested.
     """
     device = torch.device(device)
-    # Build a complete config, because its checks reject settings that have no effect.
+    # Build a complete config, so that its checks reject settings that have no effect.
     values = {"data": {"root": "."}, "train": {"epochs": epochs}, "augment": dict(augment or {})}
     recipe = from_dict(values, "create_loader").augment
     if rank is None or world_size is None:

@@ -48,7 +48,7 @@ class EvalSet:
 
     @property
     def num_scored(self) -> int:
-        """The number of images with at least one correct class. Only these are scored."""
+        """The number of images with at least one correct class. No other images are scored."""
         if self.accepted is None:
             return self.split.num_samples
         return int((self.accepted >= 0).any(1).sum())
@@ -80,13 +80,13 @@ class ModelClasses:
 
     num_classes: int
     namings: Mapping[str, Sequence[str]]
-    """Maps a note about each naming scheme to its class names; empty if the model has no names."""
+    """Maps a note about each naming scheme to the class names; empty if the model has no names."""
 
 
 def open_sets(
     config: Config, val_split: Split, model: ModelClasses, world: World
 ) -> list[tuple[EvalSet, ...]]:
-    """Open `eval.sets`, and return all sets, grouped by the images they use.
+    """Open `eval.sets`, and return all sets, grouped by their images.
 
     The first set of the first group is `data.val_split`. Raises ValueError with one line per set
     that cannot be evaluated. Possible causes are missing shards or labels, labels that do not match
@@ -99,8 +99,7 @@ def open_sets(
     for name, chosen in config.eval.sets.items():
         key = (chosen.root or config.data.root, chosen.split or config.data.val_split)
         try:
-            # All ranks must fail together. If one rank raised its error, the others would wait for
-            # it at the next collective.
+            # If one rank failed alone, the other ranks would wait for it at the next collective.
             with world.fail_together():
                 if key not in opened:
                     opened[key] = open_split(config, key[1], world, key[0])
@@ -142,8 +141,8 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
     """
     names = split.class_names
     if all(re.fullmatch(r"\d+", name) for name in names) and not _has_classes(model, names):
-        # Treat numeric folder names, as in ImageNet-V2, as class numbers of the model. Treat labels
-        # as class numbers too if the set has no class names.
+        # Treat numeric folder names, as in ImageNet-V2, as the model's class numbers. If the set
+        # has no class names, its labels are the class numbers.
         numbers = [int(name) for name in names] or list(range(split.num_classes))
         if max(numbers) >= model.num_classes:
             raise ValueError(
@@ -156,8 +155,8 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
             " classes do not: use data whose labels are the model's class numbers"
         )
     else:
-        # Use the naming scheme that matches the most names. A model may have folder names and
-        # English names.
+        # A model may have folder names and English names. Use the naming scheme that matches the
+        # most names.
         model_names = min(model.namings.values(), key=lambda naming: len({*names} - {*naming}))
         output = {name: number for number, name in enumerate(model_names)}
         if missing := [name for name in names if name not in output]:

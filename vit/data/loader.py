@@ -1,17 +1,17 @@
 """The loader: worker processes write batches into shared memory, from which they are copied to the
 GPU.
 
-The training process sends parts of batches through one pipe. A part is a range of rows in one
-batch, and the slot of shared memory to write them to. A free worker takes the next part, writes its
+The training process sends parts of batches through one pipe. A part consists of a range of rows in
+a batch, and the slot of shared memory for these rows. A free worker takes the next part, writes its
 rows and reports completion in a few bytes. When all parts of a batch are complete, the loader
-returns the batch without copying, pickling or allocating anything. Because several workers share a
-batch, a few slots keep many workers busy, and the first batch arrives early.
+returns the batch without copying, pickling or allocating anything. Several workers share a batch,
+so a few slots keep many workers busy, and the first batch arrives early.
 
     training                                       workers
     free slot, next position  -> (parts) pipe  ->  a free worker writes rows into the slot
     batch when it is complete <- result pipes  <-  slot, row, seconds, keys of bad images
 
-Workers are processes, because with decoding threads training would wait for the GIL
+Workers are processes, because training would wait for the GIL if threads decoded the images
 (docs/experiments/).
 """
 
@@ -39,7 +39,7 @@ time must be less than the ten minutes that ranks wait for each other."""
 
 
 class LoaderStats(NamedTuple):
-    """Statistics of a loader: times, and the number of images it has returned."""
+    """A loader's statistics: times, and the number of images that it has returned."""
 
     wait_s: float = 0.0
     """The time in seconds that training has waited for batches."""
@@ -64,7 +64,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     ids stay on the host. Without a GPU, `on_device` runs in this process. See `slots.plan_ring` for
     `prefetch_gib` and `max_ready`.
 
-    Iteration raises ShardError when it reaches a batch that failed. It raises
+    Iteration raises ShardError when it reaches a batch that failed, and
     `vit.data.worker_pool.WorkerError` immediately if a worker died, or if a worker hangs and cannot
     be replaced. Close the loader, or use it as a context manager. The loader is not thread-safe.
     """
@@ -110,8 +110,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         """The results of the finished parts at each position."""
         self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
-            # Open files before the fork, so that workers inherit them. A large data set has
-            # thousands of files, which each worker would otherwise open.
+            # Open files before the fork, so that workers inherit them. Otherwise, each worker would
+            # open the thousands of files of a large data set.
             batches.prepare(num_workers * local_world_size())
             niceness = NICENESS_BESIDE_GPU if on_gpu else 0
             self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s, niceness)
@@ -133,16 +133,17 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         began_s = time.perf_counter()
         batch = self._receive(position)
         waited_s = time.perf_counter() - began_s
-        # Create a new tuple, because the monitor reads the tuple of each step one step later.
+        # The monitor reads each step's tuple one step later, so create a new one.
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
         # Start batches before the training step, so that workers fill free slots during the step.
         self._start_batches()
         return batch if self._to_device is None else self._to_device(batch)
 
     def restart(self) -> None:
-        """Restart from `start` with the same workers and memory; reset the statistics.
+        """Restart from `start` with the same workers and memory, and reset the statistics.
 
-        Batches that were not returned yet are dropped. Batches that the caller holds do not change.
+        Batches that have not been returned yet are dropped. Batches that the caller holds do not
+        change.
         Raises WorkerError if a worker died.
         """
         self._pool.drop()
@@ -181,7 +182,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.close()
 
     def _receive(self, position: int) -> Batch:
-        # Record earlier results first, so that processing them does not count as waiting.
+        # Process earlier results first, so that this work does not count as waiting.
         self._note(self._pool.results(wait=False))
         # Measure the wait for the whole batch. Measuring it per part would hide a long wait if
         # parts arrive slowly.

@@ -25,7 +25,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 STREAM = "vit.extras.stream.batches"
-"""The module that reads training data without an index. It defines `open_train_set` and
+"""The module that reads training data without an index. The module defines `open_train_set` and
 `create_batches`, and is imported only if `stream.urls` is set."""
 
 
@@ -69,7 +69,7 @@ def open_split(
 
 
 def open_train_splits(config: Config, world: World | None = None) -> list[Split]:
-    """Open the training split, or one split per source; return [] for a stream."""
+    """Open the training split, or one split per source. Returns [] for a stream."""
     data = config.data
     if config.stream.urls is not None:
         return []
@@ -84,7 +84,7 @@ def open_train_splits(config: Config, world: World | None = None) -> list[Split]
 def open_train_set(
     config: Config, val_split: Split, world: World | None = None, num_classes: int | None = None
 ) -> TrainSet:
-    """Open and select the training samples; see `choose_train_set` for arguments and errors."""
+    """Open and select the training samples. Arguments and errors: see `choose_train_set`."""
     splits = open_train_splits(config, world)
     return choose_train_set(config, splits, val_split, world, num_classes)
 

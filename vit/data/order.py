@@ -21,9 +21,9 @@ different augmentation. An example with 8 images a to h, 2 copies, one lane and 
 
 An epoch still has N // G = 2 steps. In the form `batch` (affjljoo3581/deit3-jax:src/dataset.py),
 two epochs show each image exactly twice, except images that do not fill a batch. In the form
-`sampler` (facebookresearch/deit:samplers.py), each epoch shows half of the images. The rows of a
-lane are sorted by copy, because MixUp and CutMix mix neighboring rows, and two copies of one image
-must not be mixed.
+`sampler` (facebookresearch/deit:samplers.py), each epoch shows half of the images. MixUp and CutMix
+mix neighboring rows, so the rows of a lane are sorted by copy to avoid mixing two copies of one
+image.
 
 `shares` describes selected samples and multiple sources. The order then permutes draws instead of
 samples, numbered source by source. A source with as many draws as samples shows each sample once
@@ -34,10 +34,10 @@ each epoch takes the next `num_draws`. An example with 5 samples and 3 draws:
     samples    3 2 0   4 1|1   3 4 0   2|2 4   1 3 0     | begins a new pass
 
 Draw j of epoch e is element d = 3 e + j of this sequence. Its sample is element d % 5 of pass d //
-5, which is computed without earlier draws. The counts of any two samples differ by at most one. A
-pass permutes blocks of samples that are stored together. These blocks are aligned with the blocks
-of draws. Draws that do not fill a batch at the end of an epoch are skipped. In the form `batch`,
-all of this applies to a shuffle (`aug_repeats` epochs) instead of an epoch.
+5, which is computed without earlier draws. The numbers of draws of any two samples differ by at
+most one. A pass permutes blocks of samples that are stored together. These blocks are aligned with
+the blocks of draws. Draws that do not fill a batch at the end of an epoch are skipped. In the form
+`batch`, all of this applies to a shuffle (`aug_repeats` epochs) instead of an epoch.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class _EpochBlocks:
         inside = spread % self.block
         if self.num_blocks == 1:
             return inside
-        # Clip positions inside the short block, because the permutation is only defined on [0, n).
-        # The next line replaces their result.
+        # The permutation is only defined on [0, n), so clip positions inside the short block. The
+        # next line replaces their result.
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
         number = np.where(slot == self.short_slot, self.num_blocks - 1, self._permuted(full))
         return number * self.block + inside
@@ -130,7 +130,7 @@ class Share:
         Also returns the number of earlier draws of each sample in this shuffle, (n,).
         """
         if self.num_draws == self.num_samples:
-            # Do not permute again, because the order has already permuted the draws. A run with one
+            # The order has already permuted the draws, so do not permute again. A run with one
             # complete source therefore has the same order as a run without `shares`.
             places = draws
             times = np.zeros_like(draws)
@@ -141,14 +141,13 @@ class Share:
             # earlier shuffle. Augmentation keys contain the epoch, so only repeats within a shuffle
             # could get equal keys.
             times = passes - shuffle * self.num_draws // self.num_samples
-            # Loop over the passes in use: one or two for most sources, more for a small source with
-            # a high weight.
+            # Most sources need one or two passes. A small source with a high weight needs more.
             for number in np.unique(passes).tolist():
                 in_pass = passes == number
                 places[in_pass] = self._place(inside[in_pass], number, block, key)
         if self.chosen is not None:
-            # Cast first, because `chosen` has the narrowest possible dtype, and adding `first`
-            # could overflow.
+            # `chosen` has the narrowest possible dtype, and adding `first` could overflow, so cast
+            # first.
             places = self.chosen[places].astype(np.int64)
         return self.first + places, times
 
@@ -174,7 +173,7 @@ class Share:
         is_full = (inside >= lead) & (slot < between)
         full = permutation(np.where(is_full, slot, 0)) * block + offset
         torn = rest
-        # Split only the last block of the permutation. All others are read as a whole.
+        # Split only the last block of the permutation, so that all others are read as a whole.
         if num_full:
             torn = permutation(num_full - 1) * block + rest - short
         return np.where(is_full, full, np.where(rest < short, num_full * block + rest, torn))
@@ -221,7 +220,7 @@ class Order:
     def distinct_per_epoch(self) -> int:
         """The number of distinct samples in an epoch; with r repeats, 1/r of each lane's rows.
 
-        This is an upper bound if a source has more draws than samples.
+        If a source has more draws than samples, the number is an upper bound.
         """
         lane_rows = self.steps_per_epoch * self._lane_share
         drawn = self.num_lanes * math.ceil(lane_rows / self.aug_repeats)
@@ -248,27 +247,27 @@ class Order:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return sample ids and copy numbers of rows [start, stop) of the batch at `position`.
 
-        Copies are numbered from 0 to `aug_repeats` - 1, and higher if a sample is drawn again in an
-        epoch. The augmentation is seeded by (sample, copy), so each pair occurs only once per
-        epoch.
+        Copies are numbered from 0 to `aug_repeats` - 1. If a sample is drawn again in an epoch, its
+        copies get higher numbers. Each pair (sample, copy) seeds an augmentation, so it occurs only
+        once per epoch.
         """
         shuffle, step = divmod(position, self.steps_per_shuffle)
         share = self._lane_share
-        # Compute only lanes that overlap the rows, so that each rank computes only its own rows.
+        # Each rank computes only the lanes that overlap its own rows.
         first_lane = start // share
         lanes = range(first_lane, math.ceil(stop / share))
         in_lane = np.arange(step * share, (step + 1) * share)
-        # Sort by copy, because MixUp and CutMix mix neighboring rows, and copies of one image must
-        # not be mixed. Use a stable sort, because numpy otherwise orders equal keys differently
-        # depending on its version and the processor.
+        # MixUp and CutMix mix neighboring rows, and copies of one image must not be mixed, so sort
+        # by copy. Without a stable sort, the order of equal keys would depend on the numpy version
+        # and the processor.
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
-        # Do not compute the images from the step number. In the form `sampler`, a batch may start
-        # between two copies of one image.
+        # In the form `sampler`, a batch may start between two copies of one image, so the images
+        # are not a function of the step number.
         low, high = int(images.min()), int(images.max()) + 1
-        # Map all lanes in one call, because a lane's few positions take less time than numpy's
-        # overhead per call.
+        # A lane has so few positions that numpy's overhead per call dominates, so map all lanes in
+        # one call.
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
         rows = slice(start - first_lane * share, stop - first_lane * share)
@@ -287,13 +286,13 @@ class Order:
         for number, share in enumerate(self.shares):
             is_of_source = (draws >= start) & (draws < start + share.num_draws)
             if is_of_source.any():
-                # Hash the source's index in the list, not its path, so that a run resumes with the
-                # same order after the user moves a folder.
+                # Hash the source's index in the list, not its path, so that a run keeps its order
+                # if the user moves a folder.
                 key = fold(self.seed, 4, number)
                 samples[is_of_source], times = share(
                     draws[is_of_source] - start, shuffle, self.block_samples, key
                 )
-                # Make each (sample, copy) pair unique, because it seeds the augmentation. A
+                # Each (sample, copy) pair seeds an augmentation. Make the pairs unique, because a
                 # repeated pair would show the same pixels twice.
                 copies[is_of_source] += self.aug_repeats * times
             start += share.num_draws
@@ -302,16 +301,16 @@ class Order:
     def blocks_at_a_time(self, num_rows: int, batches_ahead: int) -> int:
         """Return how many blocks an LRU cache must hold so that almost no block is fetched twice.
 
-        Assumes that `num_rows` rows of each batch are read, and that each row was requested
+        Assumes that `num_rows` rows of each batch are read, and that each row is requested
         `batches_ahead` batches earlier.
         """
         if self.block_samples == 1:
-            return self.num_samples  # A block of one sample is used only once per epoch.
+            return self.num_samples  # An epoch uses a block of one sample only once.
         lanes = min(math.ceil(num_rows / self._lane_share), self.num_lanes)
         images_ahead = batches_ahead * self._lane_share
         blocks_ahead = math.ceil(images_ahead / (self.aug_repeats * self.block_samples))
-        # Hold 1.25 windows, because blocks of a finished window are not evicted immediately, and
-        # one more block, because the next window may have started.
+        # Blocks of a finished window are not evicted immediately, so hold 1.25 windows. Hold one
+        # more block, because the next window may have started.
         return lanes * (math.ceil(self.window_blocks * 5 / 4) + 1 + blocks_ahead)
 
     def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
@@ -363,8 +362,7 @@ def make_order(
             f"data.global_batch_size={g} exceeds the {num_samples} training samples: choose at most"
             f" {num_samples}"
         )
-    # Keep all copies of an image in one batch, because each batch would otherwise read the image
-    # again.
+    # If the copies of an image were in several batches, each batch would read the image again.
     if aug_repeats_form == "batch" and g % r:
         sizes = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
         raise ValueError(
@@ -373,7 +371,7 @@ def make_order(
         )
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
-        # Each lane reads at a different location in the data set. More lanes mix a batch better,
+        # Each lane reads from a different location in the data set. More lanes mix a batch better,
         # but each lane needs its own window of blocks.
         most = MAX_DEFAULT_LANES if r == 1 else max(g // r // MIN_DEFAULT_LANE_IMAGES, 1)
         num_lanes = max(d for d in lanes if d <= min(most, MAX_DEFAULT_LANES))
@@ -454,7 +452,7 @@ def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _Epoch
 @lru_cache(maxsize=256)
 def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
     hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
-    # Use a stable sort, because otherwise numpy versions may order equal hashes differently.
+    # Without a stable sort, numpy versions may order equal hashes differently.
     return np.argsort(hashes, kind="stable")
 
 

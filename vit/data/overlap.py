@@ -1,4 +1,4 @@
-"""Find images that are used both for training and for evaluation.
+"""Find images that are used for both training and evaluation.
 
 Samples from the same index are compared by number, even if they are in two slices of a split.
 Images from different indexes are compared by checksum and size, which finds copies in another
@@ -21,8 +21,8 @@ from vit.data.sources import TrainSet
 
 
 def find_trained(train_set: TrainSet, split: Split) -> list[NDArray[np.bool_]]:
-    """Return a mask (n,) for each source. The mask marks the images of `split` that are also
-    selected from that source."""
+    """Return a mask (n,) for each source, which marks the images of `split` that are selected from
+    that source."""
     return [_same_numbers(source, chosen, split) for source, chosen in _sources(train_set)]
 
 
@@ -60,7 +60,7 @@ def _same_numbers(
 
 
 def _place(split: Split) -> tuple[str, str]:
-    # Resolve the path, because `.` and links can give one folder several names.
+    # `.` and links can give one folder several names, so resolve the path.
     root = str(split.root.resolve()) if isinstance(split.root, Path) else split.root
     return root, parse_name(split.name).split
 
@@ -76,6 +76,6 @@ def _same_checksums(
         nearest = np.minimum(np.searchsorted(trained, keys), len(trained) - 1)
         # Search sorted keys, because np.isin takes 20 times as long.
         is_trained |= trained[nearest] == keys
-    # Ignore checksums of 0, because 0 means that the checksum is unknown.
+    # A checksum of 0 is unknown, so ignore it.
     is_trained &= keys >> np.uint64(32) != 0
     return is_trained[places]

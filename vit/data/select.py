@@ -1,4 +1,4 @@
-"""Select the training samples of a split by excluded keys and classes, a filter, and a subset.
+"""Select the training samples of a split with exclusion lists, a filter, and a random subset.
 
 The index is read in chunks of rows. Excluded samples and samples that do not match the filter are
 removed. A subset consists of the samples with the smallest hash of (subset seed, sample number),
@@ -33,7 +33,7 @@ CHUNK_ROWS = 1 << 20
 """The number of index rows that are in memory at the same time."""
 MAX_NAMED = 3
 QUARANTINE = ".jsonl"
-"""The suffix of data_prep's list of skipped samples. The split may lack these samples."""
+"""The suffix of data_prep's list of skipped samples, which the split may lack."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
     missing = [key for key in keys if key not in numbers]
     if not missing:
         return ""
-    # Allow missing keys, because data_prep does not write samples from its own list of skipped
-    # samples. A list without any matching key was made for another data set, so it is an error.
+    # data_prep does not write the samples in its own list of skipped samples, so allow missing
+    # keys in that list. Any other list without a matching key was made for another data set.
     if not numbers and not labels and path.suffix != QUARANTINE:
         raise ShardError(
             f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"
@@ -132,7 +132,7 @@ def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> N
 def count_labels(
     labels: NDArray[np.integer], numbers: range | NDArray[np.integer], num_classes: int
 ) -> NDArray[np.int64]:
-    """Return the number of samples per class among the samples `numbers`, (num_classes,)."""
+    """Return the number of samples in each class among the samples `numbers`, (num_classes,)."""
     counts = np.zeros(num_classes, np.int64)
     for start in range(0, len(numbers), CHUNK_ROWS):
         chunk = numbers[start : start + CHUNK_ROWS]
@@ -164,7 +164,7 @@ def _subset(
 def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[int]]:
     """Return the keys and labels that the file `path` excludes from `split`.
 
-    Raises ShardError that lists the invalid lines.
+    Raises ShardError, which lists the invalid lines.
     """
     try:
         lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
@@ -209,9 +209,8 @@ def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
     for key in keys:
         name = idx_name(key)
         candidates = numbers.get(name, [])
-        # Compare the keys in the tar headers, because `.idx` files replace spaces, so `a b` and
-        # `a_b` have the same name there. Headers are read only for such duplicates, because each
-        # costs a read.
+        # `.idx` files replace spaces, so `a b` and `a_b` have the same name there. For such
+        # duplicates, compare the keys in the tar headers, each of which costs a read.
         if len(candidates) > 1 or num_keys[name] > 1:
             candidates = [number for number in candidates if split.key(number) == key]
         if candidates:
@@ -244,8 +243,7 @@ def _idx_names(split: Split) -> Iterator[str]:
             lines = []
         if len(lines) != stop - first:
             lines = [""] * (stop - first)
-        # Convert to lists, because reading a field of one row in a structured array takes a
-        # microsecond.
+        # Reading a field of one row in a structured array takes a microsecond, so convert to lists.
         offsets, sizes = (split.index[name][first:stop].tolist() for name in ("offset", "size"))
         for number, line in enumerate(lines):
             fields = line.split(" ")

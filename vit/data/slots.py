@@ -1,7 +1,7 @@
 """The memory for batches: a ring buffer of slots that training and its workers share.
 
 The size of the ring depends on the batch size, the number of workers and a memory budget. The ring
-is allocated once before training, so page faults occur only when each slot is first used. Workers
+is allocated once before training, so page faults occur only on the first use of each slot. Workers
 write rows to a slot, and training gets a batch whose tensors are views of the slot. The slot
 becomes free when the last of these tensors is released.
 
@@ -33,7 +33,7 @@ DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
 """The default maximum number of ready batches. More ready batches do not reduce waits further."""
 EVAL_READY_BATCHES = 2
-"""The number of ready batches in evaluation. It is small because the slots stay allocated during
+"""The number of ready batches in evaluation, small because the slots stay allocated during
 training."""
 
 
@@ -42,7 +42,7 @@ class Ring:
     """The sizes of a rank's ring buffer, and of the parts into which batches are divided."""
 
     part_rows: int
-    """The number of rows that a worker makes at a time."""
+    """The number of rows in a part, which one worker makes."""
     num_slots: int
     """The maximum number of batches that are in progress, ready or in use at the same time."""
     slot_bytes: int
@@ -136,7 +136,8 @@ class Slots:
         os.close(file)
 
     def take_back(self) -> None:
-        """Free all slots that training does not hold. Call this only if no worker is writing."""
+        """Free all slots that training does not hold. Must not be called while a worker is
+        writing."""
         self.free.clear()
         for slot in range(self.ring.num_slots):
             # Check for duplicates, because the garbage collector may call `give_back` during this
@@ -149,7 +150,7 @@ class Slots:
         return torch.frombuffer(self._map, dtype=torch.uint8, count=self.ring.num_bytes)
 
     def status(self, number: int) -> WorkerStatus:
-        """Return the status of worker `number`. Without workers, number 0 is this process."""
+        """Return the status of worker `number`. Without workers, 0 is this process."""
         start = self.ring.num_bytes + number * STATUS_BYTES
         return WorkerStatus(memoryview(self._map)[start : start + STATUS_BYTES])
 

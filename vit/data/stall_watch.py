@@ -16,8 +16,8 @@ from collections.abc import Callable
 from vit.system.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
-"""The time in seconds before the first report of a wait and between reports, but at most a quarter
-of the stall timeout."""
+"""The time in seconds before the first report of a wait and between reports. A short stall timeout
+limits it to a quarter of the timeout."""
 LOOK_EACH_S = 1.0
 """The time in seconds between two checks while training waits. A short stall timeout reduces this
 time."""
@@ -62,8 +62,8 @@ class StallWatch:
         return time.monotonic() - self._looked_s >= self.look_each_s
 
     def look(self, name: Callable[[int], str]) -> None:
-        """Check each status, and log a warning if one is due. name: maps a process number to its
-        name."""
+        """Check each status, and log a warning if one is due. name: returns the name of a process
+        number."""
         now_s = time.monotonic()
         # Add at most two intervals, because a longer gap means that this process was stopped.
         passed_s = min(now_s - self._looked_s, 2 * self.look_each_s)

@@ -41,14 +41,14 @@ class ToGpu:
     def __call__(self, batch: Batch) -> Batch:
         """Return `batch` on the device, for work that is queued later on the compute stream.
 
-        Augmentation parameters and ids stay on the host. Until the next call, the caller may queue
-        copies of them too.
+        Augmentation parameters and ids stay on the host. Until the next call, the caller may also
+        queue copies of them.
         """
         gpu = self._gpu
         if not self._is_locked:
             batch = gpu.pin(batch)
         # Hold the last batch, so that its slot is not refilled. When this event completes, the
-        # device has finished all copies from the slot: the copy of the batch and those queued with
+        # device has finished all copies from the slot: the batch's own copy and those queued with
         # the step.
         if self._last is not None:
             self._in_use.append((self._last, gpu.record()))
@@ -56,8 +56,8 @@ class ToGpu:
         while len(self._in_use) > 1 or (self._in_use and self._in_use[0][1].query()):
             self._in_use.popleft()[1].synchronize()
         self._last = batch
-        # Use the copy stream. On the compute stream, the copy and the augmentation would wait for
-        # the previous step.
+        # On the compute stream, the copy and the augmentation would wait for the previous step, so
+        # use the copy stream.
         with gpu.copying():
             moved = gpu.move(batch)
             if self._on_device is not None:
@@ -74,8 +74,7 @@ class ToGpu:
         """Wait until the device has finished, then unlock the memory."""
         # Ignore errors, because a device that has failed has already raised them.
         with suppress(RuntimeError):
-            # Wait first, because unlocking memory that a copy is still reading is a device
-            # error.
+            # Unlocking memory that a copy is still reading is a device error, so wait first.
             self._gpu.synchronize()
             if self._is_locked:
                 self._gpu.unlock(self._memory)

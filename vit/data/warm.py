@@ -42,7 +42,7 @@ NUM_THREADS = 16
 
 
 def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
-    """Fetch those blocks of these shards that are not cached yet, until the cache is full.
+    """Fetch the blocks of these shards that are not cached yet, until the cache is full.
 
     Returns a report, and whether all fetched bytes match the index. Raises ShardError if a block
     cannot be fetched or stored.

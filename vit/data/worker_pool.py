@@ -1,4 +1,4 @@
-"""The worker processes that make parts of batches, and the handling of those that hang or die.
+"""Run worker processes that make parts of batches, and replace workers that hang.
 
 A part is a range of rows in one batch. All parts are sent through one pipe, from which each free
 worker takes the next one. Each worker sends results through its own pipe and writes its current
@@ -6,8 +6,8 @@ stage to shared memory, which `vit.data.stall_watch` checks while training waits
 no progress for `stall_timeout_s`, the pool kills all workers. The pool does the same if all workers
 stay idle that long while parts are still missing, because a worker must have stopped before taking
 its part. When all killed workers are dead and can no longer write, the pool starts new workers,
-which make the missing parts again. The run fails if two workers hang at the same part, or if a
-worker cannot be killed. Without workers, `OwnProcess` makes the parts.
+which make the missing parts. The run fails if two workers hang at the same part, or if a worker
+cannot be killed. Without workers, `OwnProcess` makes the parts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ training runs on the CPU, workers and training have equal weight."""
 PARTS_PER_MEASUREMENT = 64
 """The number of parts between two measurements of a worker's memory."""
 MAX_QUEUED_PARTS = 256
-"""The maximum number of parts in the pipe. They take 4 KiB, which fits in any pipe, so sending a
-part never blocks. Linux limits additional pipes of a user with a thousand pipes to 8 KiB each."""
+"""The maximum number of parts in the pipe. These parts take 4 KiB, which fits in any pipe, so
+sending one never blocks. If a user has a thousand pipes, Linux limits further pipes to 8 KiB
+each."""
 _PART = struct.Struct("<qii")
 """The message that describes a part: position, slot, first row. A message this small is read as a
 whole, even if several workers read from the pipe."""
@@ -79,7 +80,7 @@ class Result(NamedTuple):
 class OwnProcess:
     """Makes the parts in this process when training waits for them; used without workers.
 
-    A thread watches this process. It can report a hang but cannot stop it.
+    A thread watches this process. The thread can report a hang but cannot stop it.
     """
 
     num_replaced = 0
@@ -119,8 +120,8 @@ class OwnProcess:
             raise
         finally:
             self.statuses[0].enter(Stage.IDLE)
-            # Restore the old status. This process may decode other images, for instance for a
-            # report, which must not look like a batch that training waits for.
+            # This process may also decode other images, for example for a report. Restore the old
+            # status, so that this work does not look like a batch that training waits for.
             stages.use(status_before)
 
 
@@ -236,7 +237,7 @@ class WorkerPool:
     def _receive(self, number: int, received: list[Result]) -> bool:
         pipe = self._workers[number][1]
         # The pipe of a dead worker ends after everything that the worker sent. Reading a message
-        # that was cut off by the kill raises EOFError too.
+        # that was cut off by the kill also raises EOFError.
         with suppress(EOFError, OSError):
             while pipe.poll():
                 result = pipe.recv()
@@ -256,7 +257,7 @@ class WorkerPool:
         """Replace all workers if one hangs for too long, or if all are idle while parts are
         missing.
 
-        In the second case, a worker was stopped before it took or began a part, and the statuses do
+        If all are idle, a worker was stopped before it took or began a part, and the statuses do
         not show which worker.
         """
         stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
@@ -296,7 +297,7 @@ class WorkerPool:
         """
         for worker, _ in self._workers.values():
             worker.kill()
-        # A process that waits inside the kernel dies only when that wait ends, for instance when a
+        # A process that waits inside the kernel dies only when that wait ends, for example when a
         # mount recovers.
         deadline = time.monotonic() + self._timeout_s
         for number, (worker, pipe) in list(self._workers.items()):
@@ -317,7 +318,7 @@ class WorkerPool:
             while os.read(self._parts.fileno(), _PART.size):
                 pass
         os.set_blocking(self._parts.fileno(), True)  # new workers inherit the pipe and must block
-        # Put missing parts first, in their old order, because training waits for the first of them.
+        # Training waits for the first missing part, so put missing parts first, in their old order.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )
@@ -370,8 +371,7 @@ def _end_workers(
     put: Connection,
     selector: selectors.BaseSelector,
 ) -> None:
-    """Kill the workers. Waiting for their results instead could delay a clean exit by a slow
-    read."""
+    """Kill the workers. Waiting for their results could delay a clean exit if a read is slow."""
     selector.close()
     for worker, _ in workers.values():
         worker.kill()
@@ -379,9 +379,8 @@ def _end_workers(
         results.close()
         worker.join(END_WAIT_S)
         if worker.exitcode is None:
-            # The worker waits inside the kernel, for instance for a dead mount. Remove it from the
-            # list of children, because Python would otherwise hang at exit when it joins the
-            # worker.
+            # The worker waits inside the kernel, for example for a dead mount. Python would hang at
+            # exit when joining the worker, so remove it from the list of children.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()
     put.close()
@@ -394,7 +393,7 @@ def _work(
     batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection, niceness: int
 ) -> None:
     os.nice(niceness)
-    # Use one core per worker. By default, each worker's resizes start a thread on every core.
+    # By default, each worker's resizes start a thread on every core. Use one core per worker.
     torch.set_num_threads(1)
     # `follow_parent` also ignores signals. If a SIGTERM to the job killed a worker, its rank would
     # fail before saving the last checkpoint.
@@ -416,8 +415,7 @@ def _work(
                 stack = "".join(traceback.format_exception(result.error))
                 result = result._replace(error=RuntimeError(f"in a loader worker:\n{stack}"))
             num_made += 1
-            # Measure after the second part, because the first one still opens files and allocates
-            # memory.
+            # The first part still opens files and allocates memory, so measure after the second.
             if num_made % PARTS_PER_MEASUREMENT == 2:
                 status.measure_memory()
             send.send(result)
@@ -434,7 +432,7 @@ def _make(batches: Batches, status: WorkerStatus, position: int, first: int, row
     try:
         bad_keys = batches.fill(position, first, rows)
     except Exception as raised:
-        # Return the error, so that training raises it when it reaches this batch.
+        # Return the error, so that training raises it on reaching this batch.
         error = raised
     busy_s = time.perf_counter() - began_s
     status.count_retries()

@@ -46,11 +46,11 @@ from vit.system.redact import guard_console, printed, shown
 
 SILENT_S = 20.0
 """The maximum time that a rank without a message waits for another rank on its host to report one.
-On a loaded machine, ranks find the same mistake many seconds apart, and a shorter wait would report
-it twice."""
+On a busy machine, ranks find the same mistake many seconds apart, and would report it twice after a
+shorter wait."""
 REPORTED_S = 0.3
-"""The time that a rank waits after its report. Other ranks check four times as often, so they exit
-first."""
+"""The time that a rank waits after its report. Other ranks check four times as often, and therefore
+exit first."""
 LOST = "lost the connection to another rank"
 _LOWER = (
     "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or use a smaller model"
@@ -84,7 +84,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
-        # Set this before raising, because code such as `__del__` may swallow the exception.
+        # Code such as `__del__` may swallow the exception, so set this before raising.
         self.received = signal.Signals(number).name
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
@@ -116,7 +116,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     guard_console()
     try:
         world = command()
-        sys.stdout.flush()  # Raises an error here if the disk with stdout is full.
+        sys.stdout.flush()  # Raises an error if stdout is on a full disk.
         if world is not None:
             leave_world(world)
     except AlreadyReported as error:
@@ -356,7 +356,7 @@ def out_of_memory(error: Exception) -> str:
 
 
 def _has_no_order(error: Exception) -> str:
-    """Return a message about an operation that train.deterministic refuses; "" for other errors."""
+    """Return a message about an operation that train.deterministic rejects; "" for other errors."""
     match = re.search(r"(\S+)( with .*)? does not have a deterministic implementation", str(error))
     if match is None:
         return ""

@@ -26,7 +26,7 @@ REMEDIES = {
     "config": "all hosts must see the same files",
     "driver": "exclude these hosts, or install the same driver on all hosts",
 }
-"""The remedy for each name. All names not listed are software versions or variables."""
+"""Maps each name to a remedy. All names not listed are software versions or variables."""
 _MAY_DIFFER = ("CPU kernels", "GPU")
 """The names whose differences affect only the speed or the last bits of sums."""
 
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def software() -> dict[str, str]:
-    """Return all versions and settings, by name, that should be equal on all ranks."""
+    """Return all versions and settings that should be equal on all ranks, keyed by name."""
     versions = {"torch": torch.__version__, "Python": platform.python_version()}
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
@@ -65,8 +65,8 @@ def driver_version(root: Path = Path("/")) -> str:
 def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> list[Difference]:
     """Return the values that differ between ranks.
 
-    by_rank: values by name, for each reporting rank. hosts: host name of each rank, or () if all
-    ranks are on one host.
+    by_rank: maps each reporting rank to its values, keyed by name. hosts: host name of each rank,
+    or () if all ranks are on one host.
     """
     result = []
     for name in dict.fromkeys(name for values in by_rank.values() for name in values):
@@ -75,7 +75,7 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
             ranks_by_value.setdefault(values.get(name, "none"), []).append(rank)
         if len(ranks_by_value) < 2:
             continue
-        # The most common value comes first, because the other hosts should be changed to it.
+        # The other hosts should be changed to the most common value, so list it first.
         most_common = sorted(ranks_by_value.items(), key=lambda pair: -len(pair[1]))
         listed = ", ".join(f"{value} on {places(ranks, hosts)}" for value, ranks in most_common)
         remedy = REMEDIES.get(name)

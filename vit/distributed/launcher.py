@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
-"""The time that torchrun may take to exit after its ranks (torchrun grants its ranks the same
-time)."""
+"""The time that torchrun may take to exit after its ranks. torchrun grants its ranks the same
+time."""
 ANSWERS_WITHIN_S = 2.0
 """The time that the store on another host may take to answer after torchrun died on this host."""
 _launcher = 0
@@ -72,7 +72,7 @@ def end_launcher_later() -> None:
     launcher = os.pidfd_open(parent)  # A process id can be reused, but a pidfd cannot.
     line = Path(f"/proc/{parent}/cmdline").read_bytes()
     if not any(name in line for name in (b"torchrun", b"torch.distributed.run")):
-        return  # No torchrun: a scheduler started this rank.
+        return  # A scheduler started this rank without torchrun.
     if os.fork():
         return
     try:

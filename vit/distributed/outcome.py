@@ -2,10 +2,10 @@
 
 torchrun exits with status 1 after every SIGTERM, and also if a rank exits with 2. Its exit status
 therefore does not show whether a retry makes sense. A launcher sets VIT_OUTCOME_FILE to a path. The
-ranks on its host create a symbolic link there whose target is one word, which launch/job.py reads.
-After a crash the link is missing, because a killed process cannot write. A mistake is written only
-on the host whose rank reports it. This module does not import torch, so that launchers start
-quickly.
+ranks on its host create a symbolic link at this path. The target is one word, which launch/job.py
+reads. After a crash the link is missing, because a killed process cannot write. A mistake is
+written only on the host whose rank reports it. Launchers start quickly, because this module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal, get_args
 
 OUTCOME_VARIABLE = "VIT_OUTCOME_FILE"
 Outcome = Literal["finished", "stopped", "mistake"]
-"""finished: nothing is left to do; stopped: saved after a signal; mistake: a user error, after
-which ranks exit with status 2."""
+"""finished: nothing is left to do; stopped: saved after a signal; mistake: ranks exit with status 2
+because of a user error."""
 
 
 def tell_outcome(outcome: Outcome) -> None:

@@ -137,7 +137,7 @@ def _agree_on_device(
         world.gather("rank", own)
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
-        # Gather inside `decide`, so that all ranks get the error if one rank does not join.
+        # Gather inside `decide`, so that all ranks raise the error if one rank does not join.
         gathered = world.gather("rank", own, limit)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
@@ -184,7 +184,7 @@ def _set_backends() -> None:
     # Benchmarking may choose another kernel after a resume, which would change the bits.
     torch.backends.cudnn.benchmark = False
     # Augmentation allocates tensors of hundreds of sizes in each step, which would fragment GPU
-    # memory without expandable segments. The user's own value takes precedence.
+    # memory without expandable segments. A value set by the user takes precedence.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch reads it for the first GPU tensor
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -192,8 +192,8 @@ def _set_backends() -> None:
 def make_deterministic() -> None:
     """Make torch use only deterministic GPU operations and raise an error for all others.
 
-    This function must be called before CUDA starts, because libraries then read their environment
-    variables. It has no effect on CPUs.
+    Libraries read their environment variables when CUDA starts, so call this function earlier. On
+    CPUs, the function has no effect.
     """
     # This setting applies to the backward pass of flash attention and to cuBLAS. It also stops
     # torch.compile from choosing kernels by timing.
@@ -202,7 +202,7 @@ def make_deterministic() -> None:
     # By default, this mode also fills new memory with a fixed value. That takes time and would only
     # hide reads of uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # In deterministic mode, torch refuses matrix products with any other value of this variable.
+    # In deterministic mode, torch rejects matrix products with any other value of this variable.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # NVSwitch reductions have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
@@ -248,7 +248,7 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which the gradients of `model` accumulate without an all-reduce.
 
-    The forward pass must run inside the context as well.
+    The forward pass must also run inside the context.
     """
     # FSDP2, which `wrap` does not use, would need `set_requires_gradient_sync`. Without that call,
     # its gradients would be correct, but would be reduced after each micro-batch.

@@ -4,7 +4,7 @@
     thread        beat -> store -> rank 0 compares all counts -> verdict -> store -> end of the run
 
 In a collective all ranks wait, and a time-out does not show which rank is late. But all ranks make
-the same marks in the same order, so the late rank has the fewest. Heartbeats ("beats") use
+the same marks in the same order, so the late rank has made the fewest. Heartbeats ("beats") use
 torchrun's store over a separate connection, which works while the main thread waits in a
 collective.
 
@@ -36,16 +36,16 @@ import torch.distributed as dist
 from vit.distributed.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, StoreLost, World
 
 BEATS_PER_LIMIT = 20
-"""The number of beats per limit, so that a verdict is late by at most a tenth of the limit."""
+"""The number of beats per limit. A verdict is then late by at most a tenth of the limit."""
 LONGEST_BEAT_S = 30.0
 ENDS_BY_ITSELF_S = 30.0
-"""The time after which the watchdog ends its own rank if another rank has announced its end. A rank
-that waits in an NCCL collective does not notice the announcement."""
+"""The time after which the watchdog ends its own rank if another rank has announced that it exits.
+A rank that waits in an NCCL collective does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
 """The time that the last message to the store may take."""
 NAMED = 4
 VERDICT = "watch verdict"
-"""The key in the store for the reason for the end and the ranks that caused it."""
+"""The key in the store for the reason why the run ends, and the ranks that caused it."""
 
 
 @dataclass
@@ -69,15 +69,14 @@ class Verdict:
 
     message: str
     ranks: tuple[int, ...]
-    """The ranks that print a stack: those behind or silent, or the first ranks if none is
-    behind."""
+    """The ranks that print a stack: those that are behind or silent, or else the first ranks."""
     is_cut_off: bool = False
-    """Whether this host has lost the connection to the store."""
+    """Whether this host has lost its connection to the store."""
 
 
 def collective_timeout(limit_s: float | None) -> timedelta:
-    """Return the time-out of collectives. The watchdog ends earlier, because it can name the
-    rank."""
+    """Return the time-out of collectives. The watchdog, which can name the rank, ends the run
+    earlier."""
     if limit_s is None:
         return COLLECTIVE_TIMEOUT
     return timedelta(seconds=1.2 * limit_s + 60)
@@ -108,7 +107,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. All ranks must call this. It may be called again after `close`."""
+        """Start the threads. All ranks must call this, and may call it again after `close`."""
         if self._world.store is None or self._limit_s is None or self._threads:
             return
         try:
@@ -243,7 +242,7 @@ class Watch:
         slept_s = now - self._looked_at
         self._looked_at = now
         if slept_s > limit_s / 4:
-            # This process was stopped, for instance because Slurm suspended the job. That time must
+            # This process was stopped, for example because Slurm suspended the job. That time must
             # not count against the other ranks.
             for each in seen.values():
                 each.heard_at += slept_s
@@ -273,8 +272,8 @@ def judge(
     """Return a verdict if some ranks have kept the others waiting for `limit_s`, else None.
 
     A silent rank sends no beats, because its process is stopped or its host has failed. Among the
-    other ranks, those with the fewest marks are behind. If all have equally many marks, the network
-    between them hangs.
+    other ranks, those with the fewest marks are behind. If all have the same number of marks, the
+    network between them hangs.
     """
     watching = {rank: each for rank, each in seen.items() if each.number >= 0}
     silent = [rank for rank, each in watching.items() if now - each.heard_at > limit_s]

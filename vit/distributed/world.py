@@ -18,7 +18,7 @@ disk or a network can prolong therefore use torchrun's key-value store:
 
 A failure of one rank reaches the other ranks in these ways:
 
-- If a rank raises a user's mistake (ValueError) in a function that uses the store, all other ranks
+- If a rank raises ValueError (a user's mistake) in a function that uses the store, all other ranks
   raise AlreadyReported.
 - A process that exits announces its end in the store (`vit.distributed.exit.run_command`). Every
   rank that waits through the store, now or later, raises AlreadyReported.
@@ -58,7 +58,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """The time after which a collective fails because of a cut cable or a hung rank (gloo's default: 30
 minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
-"""The time that the slowest rank may take to save or load: enough for 15 GB at 4 MB/s."""
+"""The time that the slowest rank may take to save or load, enough for 15 GB at 4 MB/s."""
 BROADCAST_BYTES = 2**26
 """The approximate maximum size of a broadcast of several tensors."""
 ENDED = "ended"
@@ -73,21 +73,21 @@ FIRST_SHARE = 1 / 16
 
 
 def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
-    """Return the leaves (micro-batches, see `vit.distributed.exact`) of a rank. Numbers of leaves
+    """Return a rank's leaves (micro-batches, see `vit.distributed.exact`). The numbers of leaves
     differ by at most one between ranks."""
     return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
 
 
 class AlreadyReported(ValueError):
-    """A user's mistake that another rank reports."""
+    """An exception for a user's mistake that another rank reports."""
 
 
 class RankLost(RuntimeError):
-    """An error: another rank has exited or did not respond in time."""
+    """The error raised if another rank has exited or did not respond in time."""
 
 
 class StoreLost(RankLost):
-    """An error: torchrun's store no longer answers."""
+    """The error raised if torchrun's store no longer answers."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ class World:
     joined_s: float = field(default=0.0, compare=False)
     """The seconds until all ranks had joined."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    """The process ids of ranks on this host in this process's PID namespace."""
+    """The process ids, in this process's PID namespace, of the ranks on this host."""
     _has_lost_store: threading.Event = field(
         default_factory=threading.Event, repr=False, compare=False
     )
     """Set when the store stops answering. The connection is never reopened."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
-    """Numbers for keys in the store, equal on all ranks because they call the functions in the same
-    order."""
+    """Numbers for keys in the store. All ranks call the functions in the same order and therefore
+    get equal numbers."""
 
     @property
     def is_main(self) -> bool:
@@ -125,8 +125,8 @@ class World:
 
     @property
     def look_s(self) -> float:
-        """The longest polling interval in seconds. It grows with the number of ranks, so that the
-        total number of requests per second stays constant."""
+        """The longest polling interval in seconds. The interval grows with the number of ranks, to
+        keep the total number of requests per second constant."""
         return max(POLL_S, self.size / LOOKS_PER_S)
 
     def host_of(self, rank: int) -> str:
@@ -161,7 +161,7 @@ class World:
         if self.size == 1:
             return
         for piece in _in_pieces(tensors):
-            # Send hundreds of tensors in one broadcast, because each broadcast costs a round trip.
+            # Each broadcast costs a round trip, so send hundreds of tensors in one broadcast.
             sizes = [tensor.numel() for tensor in piece]
             if self.is_main:
                 flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in piece])
@@ -261,8 +261,8 @@ class World:
             has_failed, main_message = self._exchange(key, problem)
         if dist.is_initialized():
             # The store may shut down after answering only some ranks. Their next collective would
-            # not match that of the other ranks. Therefore all ranks agree in this collective, which
-            # waits for the device.
+            # not match that of the other ranks, so all ranks agree in this collective, which waits
+            # for the device.
             flags = torch.tensor(
                 [has_failed, bool(main_message)], device=self.device, dtype=torch.int32
             )
@@ -293,7 +293,7 @@ class World:
             return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
 
     def announce_end(self, message: str) -> None:
-        """Announce to all ranks that use the store that this rank exits."""
+        """Announce to all ranks that use the store that this rank is exiting."""
         if self.store is not None:
             with suppress(StoreLost):
                 self._post(ENDED, message)
@@ -315,7 +315,8 @@ class World:
         return self.gathered(name, range(self.size))
 
     def gathered(self, name: str, ranks: Iterable[int]) -> list[Any]:
-        """Return the values that `ranks` passed to `gather(name)`, after rank 0 has them."""
+        """Return the values that `ranks` passed to `gather(name)`, after rank 0 has received
+        them."""
         assert self.store is not None, "there are other ranks"
         return [json.loads(text) for text in self.store.multi_get([f"{name} {r}" for r in ranks])]
 
@@ -333,7 +334,7 @@ class World:
     def _wait_until(
         self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
     ) -> bool:
-        """Poll until `ready` returns True; return False after `limit`.
+        """Poll until `ready` returns True, or return False after `limit`.
 
         Unlike the store's own wait, polling lets Python handle signals. Raises AlreadyReported if
         another rank has exited, RankLost if a rank on this host was killed, and StoreLost if the
@@ -347,7 +348,7 @@ class World:
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
-                # Raise one poll later, because the process may have announced why it exited.
+                # The process may have announced why it exited, so raise the error one poll later.
                 if gone:
                     raise RankLost(
                         f"{self._names(gone)} ended without a message, so it was probably killed"
@@ -363,7 +364,7 @@ class World:
     def asking_store(self) -> Iterator[None]:
         """Raise StoreLost if the store does not answer inside the block.
 
-        A store known to have shut down gets no request, because torch would print a long stack.
+        No request is sent to a store that has shut down, because torch would print a long stack.
         """
         lost = StoreLost("lost the connection to the first host's launcher, or to rank 0")
         if self._has_lost_store.is_set() or took_store_along():

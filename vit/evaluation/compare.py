@@ -47,7 +47,7 @@ class Result(NamedTuple):
     as_json: dict[str, Any]
     """The object that `launch/eval.py --json` prints."""
     sets: dict[str, tuple[EvalSet, Evaluation]]
-    """All sets by name, `data.val_split` first."""
+    """All sets and their results, keyed by name, `data.val_split` first."""
     probed: tuple[Probed, ...] = ()
     """The results of k-NN and linear probe on `data.val_split`."""
 
@@ -69,7 +69,7 @@ def evaluate_weights(
     """
     split = open_split(config, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
-    # few of those the weights were trained on. `class_mismatch` below compares the names.
+    # classes on which the weights were trained. `class_mismatch` below compares the names.
     with world.fail_together():
         if selected:
             loaded = select_classes(loaded, split.class_names)
@@ -86,7 +86,7 @@ def evaluate_weights(
     with world.fail_together():
         model = create_model(config.model, num_classes=loaded.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
-    # Do not wrap in DDP: each rank evaluates its own images, and only the counts are summed.
+    # DDP is not needed: each rank evaluates its own images, and only the counts are summed.
     model.to(world.device)
     if world.is_main and (
         slow := precision_note(config.train.precision, world.device, "--precision")
@@ -249,7 +249,7 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
 
 
 def _numbers(result: Result) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each set and probe by name. k-NN has neither loss nor ECE."""
+    """Return the metrics of each set and probe, keyed by name. k-NN has neither loss nor ECE."""
     numbers = {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
     return {**numbers, **{each.name: each.to_dict() for each in result.probed}}
 

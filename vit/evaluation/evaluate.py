@@ -1,12 +1,12 @@
-"""Exact evaluation: every image is counted once, on any number of ranks.
+"""Evaluate models exactly: every image is counted once, on any number of ranks.
 
 Training evaluates its models with an `Evaluator`, and `vit.evaluation.compare` evaluates weights
 from files. `vit.data.eval_sets` defines which classes count as correct.
 
-All ranks have the same number of equally shaped batches (`vit.data.batches.EvalBatches`). Padding
-rows have weight 0. Counters are integers, and a total that differs from the number of images raises
-an error. The predicted class of each image is stored for confusion matrices and for paired
-comparisons of models.
+All ranks have the same number of batches, all of one shape (`vit.data.batches.EvalBatches`).
+Padding rows have weight 0. Counters are integers, and a total that differs from the number of
+images raises an error. The predicted class of each image is stored for confusion matrices and for
+paired comparisons of models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vit.training.metrics import Accuracy, AccuracyCounter, predicted_classes
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one model on one set, equal on all ranks."""
+    """A model's result on a set, equal on all ranks."""
 
     accuracy: Accuracy
     predictions: Tensor
@@ -50,7 +50,7 @@ class Evaluation:
 
 
 class _Count:
-    """This rank's counts for one model on one set."""
+    """This rank's counts for a model on a set."""
 
     def __init__(self, scored: EvalSet, device: torch.device):
         self.scored = scored
@@ -71,10 +71,10 @@ class _Count:
             accepted = torch.full_like(self.accepted[:1], -1).repeat(len(weights), 1)
             accepted[: len(ids)] = self.accepted[ids]
             weights = weights * (accepted >= 0).any(1)
-        # The counts stay on the device, because reading them would make every batch wait.
+        # Reading the counts would make every batch wait, so leave them on the device.
         self.counter.add(logits, batch.labels, weights, accepted)
-        # Write by sample number, so that the order is independent of batch size and number of
-        # ranks.
+        # Index by sample number, so that the order does not depend on the batch size or the
+        # number of ranks.
         self.predictions[ids] = predicted_classes(logits.float()[: len(ids)])
 
     def result(self, world: World) -> Evaluation:
@@ -90,7 +90,7 @@ class _Count:
 
 
 class Took(NamedTuple):
-    """The time that an evaluation took."""
+    """The time that an evaluation took, and its wait for data."""
 
     seconds: float
     data_wait_s: float
@@ -151,7 +151,7 @@ class Evaluator:
     def evaluate(
         self, models: dict[str, nn.Module], on_batch: Callable[[int, int], None] | None = None
     ) -> dict[str, dict[str, Evaluation]]:
-        """Evaluate all `models` in one pass over the split; return set -> model -> result.
+        """Evaluate all `models` in one pass over the split, and return set -> model -> result.
 
         on_batch: called after each batch with this rank's (finished batches, all batches). If
         `on_batch` raises an error, the evaluation ends, and the next one starts with the first
@@ -159,8 +159,8 @@ class Evaluator:
         """
         began_s = time.perf_counter()
         device = self.world.device
-        # All ranks need equally many batches: a rank with fewer would miss a collective in which
-        # `on_batch` checks for signals, and the other ranks would wait for it.
+        # `on_batch` checks for signals in a collective. A rank with fewer batches would miss one,
+        # and the other ranks would wait for it, so all ranks get the same number of batches.
         batches = EvalBatches(
             self.split,
             self.image_format,
@@ -224,10 +224,10 @@ class Evaluator:
         counts: dict[str, list[_Count]],
     ) -> None:
         """Queue the forward passes of `batch`, and add its first `filled` rows to `counts`."""
-        # The other rows are padding that gives all batches one shape. A compiled model would be
-        # compiled again for a second shape.
+        # The other rows are padding, which gives all batches one shape. For a second shape, a
+        # compiled model would be compiled again.
         ids = batch.ids[:filled].to(self.world.device, non_blocking=True)
-        # Normalize once for all models and sets, because they use the same images.
+        # All models and sets use the same images, so normalize only once.
         inputs = self.augment.normalize(batch.images)
         for name, model in models.items():
             with autocast(self.precision, self.world.device):
@@ -296,7 +296,7 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
     """
     path = run_dir / PREDICTIONS_FILE
     try:
-        # Replace the file atomically, so that after a kill the report can read the previous one.
+        # Replace the file atomically, so that the report can read the previous file after a kill.
         with replacing(path) as file:
             np.savez(
                 file,

@@ -5,7 +5,7 @@ linear layer in fp16. The sum over ranks gives every rank the whole matrix.
 
 The features equal timm's `forward_head(..., pre_logits=True)`: the class token, the mean of the
 patches, or the output of a hidden layer before the head. `vit.evaluation.knn` and
-`vit.evaluation.linear_probe` use them.
+`vit.evaluation.linear_probe` use these features.
 """
 
 from __future__ import annotations

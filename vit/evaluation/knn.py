@@ -21,10 +21,10 @@ from vit.distributed.process_group import World
 from vit.training.metrics import correct_in_top_k
 
 TEMPERATURE = 0.07
-"""The temperature of DINO and DINOv2."""
+"""The softmax temperature of DINO and DINOv2."""
 QUERIES = 256
-"""The number of images classified in one block. The number does not depend on the number of ranks,
-so all products have the same shape."""
+"""The number of images classified in one block, equal for any number of ranks, so that all products
+have the same shape."""
 NEIGHBOURS = 65_536
 """The number of training images in one product. With `QUERIES` rows, the similarities take 64
 MiB."""
@@ -72,7 +72,7 @@ def classify(
         own = train_labels[places]
         for number, k in enumerate(ks):
             votes = torch.zeros(len(own), num_classes, dtype=torch.float64, device=device)
-            # Add neighbor by neighbor, so that the order of summation is fixed even on GPUs.
+            # Add one neighbor at a time, so that the order of summation is fixed even on GPUs.
             for column in range(k):
                 votes.scatter_add_(1, own[:, column, None], weights[:, column, None])
             predictions[number, rows] = votes.argmax(1)

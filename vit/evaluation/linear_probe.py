@@ -9,7 +9,7 @@ of big_vision and MAE approximate the optimum by SGD with augmentation. Features
 as in MAE, so that an `l2` has a similar effect for every model.
 
 Rank 0 runs the optimizer (scipy's L-BFGS-B, which scikit-learn uses). All ranks compute loss and
-gradient of their blocks of rows and sum them in fixed point, so the result does not depend on the
+gradient of their blocks of rows and add these in fixed point, so the result does not depend on the
 number of ranks.
 """
 
@@ -39,7 +39,7 @@ GRADIENT_TOLERANCE = 1e-5
 ROWS = 8192
 """The number of rows in a block, equal for any number of ranks, so all products have one shape."""
 UNIT = 2.0**-28
-"""The resolution of sums. The sum over 2**21 images with losses up to 2**12 then stays below
+"""The resolution of sums. A sum over 2**21 images with losses up to 2**12 then stays below
 2**62."""
 
 
@@ -212,14 +212,14 @@ def fit_probe(
         training_part = objective_of(everything[~is_held])
         fits: list[tuple[int, float, Tensor]] = []
         for value in L2_GRID:
-            # Stop, because weaker penalties need more iterations and give worse results.
+            # Weaker penalties need more iterations and give worse results, so stop.
             if len(fits) > WORSE and max(fits[-WORSE:])[0] < max(fits)[0]:
                 break
             probe = fit(training_part, value, start)
             start = torch.cat([probe.weight, probe.bias[:, None]], 1)
             logits = logits_of(probe, scale, features[is_held])
-            # All ranks use rank 0's count. With different kernels, ranks could otherwise choose
-            # different penalties and wait for each other.
+            # With different kernels, ranks could choose different penalties and wait for each
+            # other, so all ranks use rank 0's count.
             right = (logits.argmax(1) == labels[is_held]).sum()
             world.broadcast_([right])
             fits.append((int(right), value, start))

@@ -1,8 +1,8 @@
 """Measure the features of a frozen model with k-NN and a linear probe.
 
 `run_probes` extracts the features of training and validation images and returns one `Probed` per k
-and one for the linear probe. It uses all images of `data.train_split`, even if the run was trained
-on fewer, and processes them as in evaluation. The model's head is not used.
+and one for the linear probe. All images of `data.train_split` are used, even if the run was trained
+on fewer, and are processed as in evaluation. The model's head is not used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Probed:
     """The accuracy of the linear probe; None for k-NN, which has no probabilities."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics by name."""
+        """Return the metrics, keyed by name."""
         total = len(self.is_right)
         right = int(self.is_right.sum())
         low, high = interval95(right, total)

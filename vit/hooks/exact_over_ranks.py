@@ -14,8 +14,8 @@ from vit.training.run_data import Notes, RunData
 
 
 class ExactFacts(Hook):
-    """Requires a resumed run to use the same micro-batch size and kernels, because others change
-    the result."""
+    """Requires a resumed run to use the same micro-batch size and kernels, which determine the
+    result."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`. Raises the errors of `same_kernels`."""
@@ -26,7 +26,7 @@ class ExactFacts(Hook):
 def exact_over_ranks(
     model: nn.Module, config: Config, plan: Plan, world: World, is_filled_later: bool
 ) -> Leaves:
-    """Create the exact sum of gradients; arguments as in `vit.training.reduce.data_parallel`.
+    """Create the exact sum of gradients. Arguments: see `vit.training.reduce.data_parallel`.
 
     Raises ValueError for a model that `check_leaves` rejects.
     """

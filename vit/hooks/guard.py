@@ -3,8 +3,7 @@
 1. `GuardHook.limits` computes limits for loss and gradient norm from steps up to two before the
    current step. The results of these steps are known before the step is queued, so all ranks and
    resumed runs use the same limits.
-2. The device skips the update if a limit is exceeded. The decision uses sums over all ranks, in
-   vit.step.
+2. The device skips the update if a limit is exceeded. `vit.step` decides from sums over all ranks.
 3. One step later, the host reads the decision. `GuardHook.read` then continues, stops the run, or
    rewinds to the newest checkpoint.
 
@@ -84,7 +83,8 @@ class Rewind(GoBack):
             assert newest is not None, "a run that may rewind saves its start"
             folder, info = newest
             state = self.state_from(checkpoints.state_of(info), run.state, skip_steps)
-            # Save before training continues, so that after a kill the run skips the same batches.
+            # Save before training resumes, so that the run skips the same batches if it is killed
+            # and restarted.
             checkpoints.update_info(folder, asdict(state))
             run.place.push()
             return folder.name, asdict(state)
@@ -221,13 +221,13 @@ class GuardHook(Hook):
         return f"python launch/replay.py {quote(str(self._run.config.run.dir))} --step {step + 1}"
 
     def _largest_losses(self, step: int, values: StepValues) -> list[tuple[str, float | None]]:
-        """Return keys and losses of the samples with the largest losses on all ranks, non-finite
+        """Return the samples with the largest losses on all ranks, as keys and losses, non-finite
         losses first. Returns [] if the samples are unknown, and on all ranks but 0."""
         batches = self._run.batches
         if not batches.exact:
             return []
-        # Sum rows over the ranks instead of gathering, because ranks may have different numbers of
-        # rows (`train.exact_over_ranks`).
+        # Ranks may have different numbers of rows (`train.exact_over_ranks`), so sum the rows over
+        # the ranks instead of gathering them.
         first = batches.first_row
         losses = torch.zeros(batches.order.global_batch_size, device=self._run.world.device)
         own = torch.from_numpy(values.losses).to(self._run.world.device)
@@ -265,7 +265,7 @@ def _reason(values: StepValues, limits: Limits | None) -> str:
         names.append("loss")
     if values.grad_norm > limits.grad_norm:
         names.append("gradient norm")
-    # The device compares in float32, where a value may exceed a limit that it equals in float64.
+    # The device compares in float32, so a value may exceed a limit that equals it in float64.
     return f"{' and '.join(names) or 'loss or gradient norm'} above the limit"
 
 

@@ -45,12 +45,12 @@ def check_host(config: Config, world: World, data: RunData) -> tuple[Notes, Disk
             data.eval_batches,
             saved_bytes=disk.checkpoint_bytes,
         )
-    # Without this check, differences between hosts would cause hangs or diverging results.
+    # Differences between hosts could cause hangs or diverging results.
     lines = compare_hosts(world, {"JPEG decoder": decoder_name()})
     return replace(checked, lines=(*checked.lines, *lines)), disk
 
 
 def _is_over(place: Place, total_steps: int) -> bool:
-    """Return whether the run has nothing left to save."""
+    """Return whether the run's last checkpoint exists, so that nothing is left to save."""
     last = checkpoint_folder(place.folder, total_steps).name
     return any(path.name >= last for path in complete_checkpoints(place.folder))

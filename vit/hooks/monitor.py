@@ -1,5 +1,4 @@
-"""Read the result of each step one step late, log metrics, call hooks, and detect the end of
-training.
+"""Read each step's result one step late, log metrics, call hooks, and detect when training ends.
 
 The training loop queues a step on the device and passes its result to the monitor. When the next
 step is queued, the monitor reads the numbers of the previous step, which are equal on all ranks. At
@@ -32,11 +31,10 @@ from vit.training.step_result import StepResult, StepValues
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
 """The loader statistics that each rank reports for a line of metrics."""
 NOTABLE_WAIT_SHARE = 0.1
-"""If waiting for data takes more than this fraction of an interval, advice is logged. The advice is
-repeated only if the fraction changes by this much."""
+"""Advice is logged if waiting for data takes more than this fraction of an interval, and repeated
+only if the fraction changes by this much."""
 ADVICE_STEPS = 10
-"""The number of steps without advice at the start of each attempt, because workers are still
-starting."""
+"""The number of steps without advice at the start of each attempt, while workers are starting."""
 NOTABLE_STAGE_SHARE = 0.05
 """Advice names the loader stages that take at least this fraction of the loader's time."""
 REMEDIES = {
@@ -48,7 +46,7 @@ REMEDIES = {
     Stage.RESIZE: "write shards with --resize-short-side 256",
     Stage.DRAW: "use fewer augmentations (augment.randaugment_layers)",
 }
-"""The remedy for each stage of the loader that is too slow."""
+"""Maps each stage of the loader to the remedy if the stage is too slow."""
 UNEVEN = 1.5
 """Advice names a rank that waited this many times as long as the average rank."""
 
@@ -66,8 +64,8 @@ def collect_garbage_at_log_lines() -> Iterator[None]:
     try:
         yield
     finally:
-        # Keep objects frozen that a program froze before it forked, because collecting them would
-        # copy their memory.
+        # A program may have frozen objects before it forked. Keep them frozen, because collecting
+        # them would copy their memory.
         if not frozen_by_others:
             gc.unfreeze()
         if was_enabled:
@@ -136,8 +134,8 @@ class Monitor:
     def rank_report(self, step: int) -> tuple[float, ...]:
         """Return the numbers that this rank sends to all ranks with `step`.
 
-        The first number is the time that it waited for the batch, in seconds. If a line of metrics
-        follows, the loader statistics since the last line are appended (`LOADER_COUNTS`).
+        The first number is the time that the rank waited for the batch, in seconds. If a line of
+        metrics follows, the loader statistics since the last line are appended (`LOADER_COUNTS`).
         """
         waited_s = self.loader.stats.wait_s - self._wait_before_s
         self._wait_before_s = self.loader.stats.wait_s
@@ -165,7 +163,7 @@ class Monitor:
     def flush(self, is_next_queued: bool = False) -> None:
         """Read the stored result. The device becomes idle if no other step is queued.
 
-        Sets `stop` if a rank got a signal. Raises the error that a hook returns: `GoBack` or
+        Sets `stop` if a rank received a signal. Raises the error that a hook returns: `GoBack` or
         ValueError.
         """
         if self._pending is None:
@@ -205,7 +203,7 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._num_steps = 0
-        """The number of steps of this attempt in the interval."""
+        """The number of this attempt's steps in the interval."""
         self._waited_s = 0.0
         self._totals_s = np.zeros(1)
 
@@ -375,7 +373,7 @@ class Waiting(NamedTuple):
     max_s: float
     """The total wait of the rank that waited longest."""
     mean_s: float
-    """The total wait averaged over the ranks."""
+    """The total wait, averaged over the ranks."""
     rank: int
     """The rank that waited longest."""
 
@@ -429,7 +427,7 @@ def advice(
 
 
 def _shares(tally: Tally) -> list[tuple[float, Stage]]:
-    """Return the fraction of the loaders' time per stage, largest first; [] without work."""
+    """Return the fraction of the loaders' time in each stage, largest first; [] without work."""
     stages_s = {stage: tally[f"{stage.name.lower()}_s"] for stage in REMEDIES}
     busy_s = sum(stages_s.values())
     return sorted(((s / busy_s, stage) for stage, s in stages_s.items() if s), reverse=True)

@@ -24,8 +24,8 @@ from vit.training.plan import Plan
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
 """The memory of a loader worker: Python objects, library data and images. Outside Linux a worker is
-not forked from training, so it also loads its own libraries. The measured value is 110 MiB
-(docs/experiments/). metrics.jsonl contains the memory that workers really use
+not forked from training, so it also loads its own libraries. 110 MiB were measured
+(docs/experiments/). metrics.jsonl contains the memory that workers actually use
 (`loader_worker_mib`)."""
 TENSOR_HEADER_BYTES = 160
 """The approximate size of a tensor's name, dtype, shape and offset in a safetensors header."""
@@ -54,8 +54,7 @@ class HostMemory:
     workers: int
     """The memory of the loader workers for training and evaluation."""
     saved_copy: int
-    """The page-locked copy from which a thread writes a checkpoint. Only the first host has this
-    copy."""
+    """The page-locked copy, only on the first host, from which a thread writes a checkpoint."""
 
     @property
     def batches(self) -> int:
@@ -110,7 +109,7 @@ class DiskNeeds:
         return checkpoints_bytes + self.weights_bytes + self.samples_bytes
 
     def in_words(self, size: Callable[[int], str]) -> str:
-        """Return the parts of the sum as text. size: formats a number of bytes."""
+        """Return the parts of the total as text. size: a function that formats byte counts."""
         losses = f", losses of images {size(self.samples_bytes)}" if self.samples_bytes else ""
         return (
             f"{self.num_checkpoints} checkpoint(s) of {size(self.checkpoint_bytes)}, weights"
@@ -128,7 +127,7 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
     # Streamed samples have no index, so per-sample losses are not saved.
     keeps_losses = config.log.sample_losses if config.stream.urls is None else 0
-    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # best exists once evaluated
+    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # "best" needs an evaluation
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
         # A new checkpoint is written before the oldest is removed.
@@ -139,5 +138,5 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
 
 
 def _file_bytes(tensors: list[int]) -> int:
-    """Return the size of a safetensors file. tensors: the size of each tensor."""
+    """Return the size of a safetensors file. tensors: the size of each tensor, in bytes."""
     return sum(tensors) + len(tensors) * TENSOR_HEADER_BYTES

@@ -2,9 +2,8 @@
 
 Each rank looks up the planned samples of its rows, and computes two checksums: one of the planned
 samples, and one of the samples from its loader. The checksums are compared at each save and at the
-end of an epoch. Each rank checks only its own rows of the batch. The sum of checksums over ranks is
-the same for any number of ranks. `RunState` stores this sum, and metrics.jsonl gets it at the end
-of the epoch.
+end of an epoch. The sum of the checksums over all ranks is the same for any number of ranks.
+`RunState` stores this sum, and it is written to metrics.jsonl at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class OrderHook(Hook):
         """Add this rank's rows of the batch at `state.step`."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
-            # Look up samples in each step while the GPU computes. Looking up a whole epoch at its
+            # Look up each step's samples while the GPU computes. Looking up a whole epoch at its
             # end would make training wait.
             rows = self._run.plan.rows_of(self._run.world.rank)
             planned = self._order.rows(self._run.state.step, rows.start, rows.stop)

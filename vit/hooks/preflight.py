@@ -2,8 +2,8 @@
 
 The checks cover memory for the batches of all ranks, cores for workers, open files for shards,
 /dev/shm (only needed by NCCL), and disk space for saved files. A run that cannot work raises an
-error with a remedy. A setting that only makes the run slow gets a note. The measured numbers are
-written to metrics.jsonl.
+error with a remedy. If a setting only makes the run slow, a note is logged. The measured numbers
+are written to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vit.training.plan import Plan
 from vit.training.run_data import Notes
 
 OTHER_FILES = 256
-"""The number of open files per process that are not shards: pipes, libraries, sockets."""
+"""The number of open files per process other than shards: pipes, libraries, sockets."""
 NCCL_SHM_GIB = 1
 """NVIDIA's recommendation for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 DISK_MARGIN_BYTES = 2**20
@@ -100,7 +100,7 @@ def preflight(
     evaluated = [each.split for each in evals]
     index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
     local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
-    # Require twice as many, because shard readers use at most half of the limit.
+    # Shard readers use at most half of the limit, so require twice as many.
     needed_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
     numbers = {
         "train_shards": len(train.split.filenames),
@@ -190,10 +190,10 @@ def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -
 
 
 def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir") -> Notes:
-    """Check the disk of `folder`, and return a line and numbers about it.
+    """Check the disk of `folder`, and return a log line and numbers about the disk.
 
-    setting: the setting that names the folder. Files that the run has already saved are subtracted.
-    Raises ValueError if the remaining files do not fit.
+    setting: the setting that names the folder. Files that the run has already saved are subtracted
+    from `needs`. Raises ValueError if the remaining files do not fit.
     """
     saved = (path for pattern in SAVED for path in folder.glob(pattern))
     saved_bytes = sum(path.stat().st_size for path in saved if path.is_file())
@@ -228,9 +228,8 @@ def size_text(num_bytes: int) -> str:
 
 
 def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[str]:
-    """Yield a line if many blocks of the first batches are not in the cache.
-
-    This happens, for example, after a resume on another host.
+    """Yield a line if many blocks of the first batches are not in the cache, for example after the
+    run resumes on another host.
     """
     if not batches.exact:
         return

@@ -1,6 +1,6 @@
 """Save the loss and margin of every training image in every epoch, in 4 bytes per image.
 
-    step   the numbers reach the host with the step's other numbers, one step late (vit.step)
+    step   the numbers reach the host with the step's other results, one step late (vit.step)
     save   the ranks combine their numbers since the last save; the saver's thread writes them
            before the checkpoint, so a complete checkpoint never refers to missing losses
 
@@ -35,7 +35,7 @@ from vit.training.run_data import Notes, RunData
 from vit.training.step_result import StepValues
 
 PIECE = 2**22
-"""The number of rows (16 MiB on each device) that the ranks combine in one call."""
+"""The number of rows that the ranks combine in one call, 16 MiB on each device."""
 BYTES_OF_A_ROW = 4
 HEADER_BYTES = 128
 """The size of an .npy file's header."""
@@ -97,8 +97,8 @@ class SampleLosses:
         collected: list[Written] = []
         for start in range(0, len(self._steps), at_once):
             steps = self._steps[start : start + at_once]
-            # Each rank fills its own columns of a zero array. Summing the bits as integers
-            # preserves every bit, even of NaN.
+            # Each rank fills its own columns of an array of zeros. Summing the values' bits as
+            # integers preserves every bit, even of NaN.
             bits = np.zeros((len(steps), batch_size), np.int32)
             rows = self._plan.rows_of(self._world.rank)
             bits[:, rows.start : rows.stop] = [pairs for _, pairs in steps]
@@ -170,7 +170,7 @@ class SamplesHook(Hook):
 
 
 def epoch_files(run_dir: Path) -> dict[int, Path]:
-    """Return the files of a run by epoch, counted from 1, in ascending order."""
+    """Return the files of a run in ascending order, keyed by epoch, counted from 1."""
     paths = {}
     for path in (run_dir / SAMPLES_FOLDER).glob("epoch_*.npy"):
         if name := re.fullmatch(r"epoch_(\d+)\.npy", path.name):

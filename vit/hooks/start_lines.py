@@ -16,8 +16,8 @@ from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.plan import Plan
 
 NOTABLE_FIRST_SHARE = 0.05
-"""A note is logged if the initial weights make up more than this share of the final EMA, as with
-fewer than 3 / (1 - decay) updates."""
+"""A note is logged if the initial weights make up more than this share of the final EMA, which
+happens with fewer than 3 / (1 - decay) updates."""
 
 
 def start_lines(

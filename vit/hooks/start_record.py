@@ -1,6 +1,6 @@
 """Open metrics.jsonl, and write everything that is known before the first step.
 
-One `start` line contains config, plan, data and host of the attempt. The report and
+The `start` line contains the attempt's config, plan, data and host. The report and
 `vit.extras.report.replay` read this line. Settings are written to `config.yaml`, and the plan is
 logged. Then TensorBoard and Weights & Biases are started.
 """
@@ -73,8 +73,7 @@ def start_record(
     if data.batches.exact:
         labels = data.batches.split.index["label"]
         shuffle = measure_shuffle(data.batches.order, labels)
-        # `vit.extras.report.replay` compares these hashes to make sure that it shows the same
-        # batches.
+        # `vit.extras.report.replay` compares the hash to make sure that it shows the same batches.
         trained_on["content_sha256"] = content_sha256(data.batches.split)
         trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
     peak = find_peak(world.device, config.train.precision)
@@ -113,7 +112,7 @@ def start_record(
 
 
 def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
-    """Return a note if training uses identical copies of images in a set, else ""."""
+    """Return a note if the training set contains copies of images in an evaluation set, else ""."""
     split = evaluated.split
     count = count_equal(train_set, split)
     if not count:

@@ -47,7 +47,7 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
 
 
 def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
-    """Evaluate all models; return set -> model -> result. Raises `_Interrupted`."""
+    """Evaluate all models, and return set -> model -> result. Raises `_Interrupted`."""
     record = run.record
     live_line = partial(record.progress, run.state.step) if record.is_live else None
     results: dict[str, dict[str, Evaluation]] = {}
@@ -70,7 +70,7 @@ def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
         try:
             results |= evaluator.evaluate(run.models(), on_batch)
         finally:
-            # The first evaluator keeps its idle workers for the next evaluation. Keeping the
+            # Only the first evaluator keeps its idle workers for the next evaluation. Keeping the
             # workers of all evaluators would need too much memory.
             if number:
                 evaluator.close()

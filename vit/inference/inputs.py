@@ -1,9 +1,9 @@
 """Find the images to predict in files, folders, tars and lists of names.
 
-Folders are searched recursively, in sorted order, for images and tars. A file is an image by its
-suffix or, without a suffix, by its first bytes. A tar is not unpacked: its images are read at their
-offsets. Files named on the command line must exist. Names in a list are not checked until the image
-is read.
+Folders are searched recursively, in sorted order, for images and tars. A file's suffix shows
+whether it is an image. Without a suffix, its first bytes do. A tar is not unpacked: its images are
+read at their offsets. Files named on the command line must exist. Names in a list are not checked
+until the image is read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Place(NamedTuple):
     offset: int = 0
     size: int = -1
     problem: str = ""
-    """The reason why this location has no image (unreadable folder, damaged tar), or "" if it has
-    one."""
+    """The reason why this location has no image (unreadable folder, damaged tar), or ""."""
 
     @property
     def name(self) -> str:
@@ -70,7 +69,7 @@ class Inputs:
 
     places: list[Place] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
-    """The number of files in folders and tars that are not images, by suffix."""
+    """The number of non-image files in folders and tars, by suffix."""
 
     def summary(self) -> str:
         """Return a line about skipped files, or "" if no file was skipped."""
@@ -140,7 +139,7 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
     """Append all images of a folder or tar. Any other file is appended as an image.
 
     A folder that cannot be listed or a damaged tar raises an error if the user named it
-    (`is_named`). In a folder or list, such an entry is appended with its problem, so that the other
+    (`is_named`). In a folder or list, such an entry is appended with its problem, so that all other
     images are still predicted.
     """
     try:

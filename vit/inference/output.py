@@ -38,7 +38,7 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
     complete. Raises ValueError if the file cannot be written.
     """
     with report_write_errors(path, "--csv "), replacing(path) as file:
-        # File names may not be valid UTF-8, so write their original bytes.
+        # File names may be invalid UTF-8, so write their original bytes.
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
         writer = csv.writer(text, lineterminator="\n")
         ranks = range(1, num_classes + 1)
@@ -68,7 +68,7 @@ def write_rows(
 def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Table:
     """Return a table of images with their classes and probabilities.
 
-    rows: for each image its file name and its classes, the most likely class first.
+    rows: the file name and the classes of each image, the most likely class first.
     """
     table = Table("image", "class", "%", "", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
@@ -97,7 +97,7 @@ class Summary:
     examples: list[tuple[str, list[tuple[str, float]]]] = field(default_factory=list)
     """File name and classes of each example that could be read."""
     pixels: list[Tensor] = field(default_factory=list)
-    """(C, H, W) uint8 of each example, if the predictions contain pixels."""
+    """The pixels of each example, (C, H, W) uint8, if the predictions contain pixels."""
     num_done: int = 0
     num_problems: int = 0
     """The number of unreadable images, which the caller counts and reports."""

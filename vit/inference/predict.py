@@ -22,7 +22,7 @@ from vit.system.host import num_cores
 CPU_BATCH = 32
 """The largest batch size on a CPU. Larger batches are not faster and delay the first result."""
 FEW_IMAGES = 64
-"""Up to this many images are decoded in the main process, because starting workers takes longer."""
+"""For up to this many images, starting workers takes longer than decoding in the main process."""
 
 
 class Predictions(NamedTuple):
@@ -91,7 +91,7 @@ def predict(
 def _queue(
     trained: Trained, batch: Batch, first: int, filled: int, *, top: int, num_pixels: int
 ) -> Predictions:
-    """Queue the forward pass of a batch, and return its results, which are on the device.
+    """Queue the forward pass of a batch, and return its results on the device.
 
     first: the number of the batch's first image. filled: the number of rows that are not padding.
     """

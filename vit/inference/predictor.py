@@ -1,4 +1,4 @@
-"""Load a trained model with its preprocessing and class names, to classify images.
+"""Load a trained model with its preprocessing and class names to classify images.
 
     trained = load("runs/demo")                              also vit.load
     trained.classify("photo.jpg")                            names and probabilities
@@ -48,7 +48,7 @@ class Preprocess:
     view: EvalConfig
     """The settings for resizing and cropping."""
     augment: Augment
-    """The object whose `normalize` is used. Its augmentations are not used."""
+    """The object whose `normalize` is used, but not its augmentations."""
 
     def __call__(self, *images: Image) -> Tensor:
         """Return `images` as normalized inputs, (B, C, H, W) float32 on the model's device.
@@ -56,7 +56,7 @@ class Preprocess:
         Raises ValueError if an image cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # Use the loader's memory layout, because another layout may change the order of summation.
+        # Use the loader's memory layout. Any other may change the order of summation.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
@@ -94,7 +94,7 @@ class Trained:
     config: Config
     """The settings of the run, or settings that evaluate another program's weights."""
     weights: LoadedWeights
-    """The source of the weights: path, step, whether they are averaged. Contains no tensors."""
+    """The source of the weights (path, step, whether they are averaged), without tensors."""
     notes: tuple[str, ...] = ()
     """Notes on how the weights were read, and on changes to fit them to the model."""
 

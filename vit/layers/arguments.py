@@ -18,8 +18,8 @@ CHOICES = {
     "drop_path_form": ("mask", "subset"),
     "weight_init": (None, "timm", "jax"),
 }
-"""The allowed values of arguments. Configs are checked earlier, but in Python code a misspelled
-value would silently select a different layer."""
+"""Maps arguments to their allowed values. Configs are checked earlier, but in Python code a
+misspelled value would silently select a different layer."""
 
 
 def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def grid_size(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError if some of `arguments` contradict each other.
 
-    arguments: all arguments of `vit.model.VisionTransformer` by name.
+    arguments: all arguments of `vit.model.VisionTransformer`, keyed by name.
     """
     sizes = (height_width(arguments[name], name) for name in ("image_size", "patch_size"))
     problems = _size_problems(*sizes)

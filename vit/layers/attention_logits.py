@@ -23,8 +23,8 @@ and keys, or attend within windows."""
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the self-attention of each block. Raises ValueError if a block has none or a different
-    kind."""
+    """Return the self-attention module of each block. Raises ValueError if a block has none, or a
+    different kind."""
     attentions = [
         module
         for module in model.modules()

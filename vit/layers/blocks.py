@@ -35,8 +35,8 @@ class Blocks(nn.Sequential):
     ):
         rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
         has_subsets = drop_path_form == "subset"
-        # Give the first block a DropPath although its rate is 0, because blocks with the same
-        # structure share one compiled graph.
+        # Blocks with the same structure share one compiled graph, so even the first block, whose
+        # rate is 0, gets a DropPath.
         has_masks = drop_path_rate > 0 and not has_subsets
 
         def make_drop_path(rate: float) -> nn.Module:

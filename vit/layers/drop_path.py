@@ -48,8 +48,8 @@ class DropPath(nn.Module):
         self.rate = rate
         # Store the rate in a tensor, because torch.compile makes a graph for each Python number
         # that a forward pass reads. Every block may have its own rate, and after eight graphs torch
-        # would run eagerly. The buffer is not persistent, because the rate is a setting and not in
-        # timm's state dicts.
+        # would run eagerly. The rate is a setting that timm's state dicts lack, so the buffer is
+        # not persistent.
         self.register_buffer("keep_prob", torch.empty(()), persistent=False)
         self.reset_parameters()
 
@@ -112,8 +112,8 @@ class PatchDropout(nn.Module):
         num_patches = num_tokens - first
         num_kept = max(int(num_patches * (1.0 - self.rate)), 1)
         order = torch.rand(batch_size, num_patches, device=x.device).argsort(dim=1)
-        # Leave the patches in random order, because blocks do not depend on the order. Prefix
-        # tokens remain first, because heads find them by position.
+        # Blocks do not depend on the order of patches, so leave them in random order. Prefix tokens
+        # remain first, because heads find them by position.
         prefix = torch.arange(first, device=x.device).expand(batch_size, -1)
         tokens = torch.cat((prefix, order[:, :num_kept] + first), dim=1)
         x = x.gather(1, tokens.unsqueeze(2).expand(-1, -1, x.shape[2]))

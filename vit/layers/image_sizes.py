@@ -37,9 +37,9 @@ class AtSize(nn.Module):
         super().__init__()
         self.model_grid = model_grid
         self.rope = None if rope is None else rope.at(grid)
-        # Resample with matrix products, because the backward pass of torch's resize is not
-        # deterministic on GPUs. The filter is separable, so one matrix per axis is enough. The
-        # matrices follow from the sizes, so they are not in the state dict.
+        # The backward pass of torch's resize is not deterministic on GPUs, so resample with matrix
+        # products. The filter is separable, so one matrix per axis is enough. The matrices follow
+        # from the sizes, so they are not in the state dict.
         for name, new, old in zip(("rows", "columns"), grid, model_grid, strict=True):
             self.register_buffer(name, torch.empty(new, old), persistent=False)
         self.reset_parameters()

@@ -26,8 +26,8 @@ _DRAWS = (
 def undrawn() -> Iterator[None]:
     """Skip the initialization of parameters in this block, because a checkpoint will fill them.
 
-    Buffers are still initialized, because some are not in the checkpoint. The initialization takes
-    a second on one core for ViT-B and seven for ViT-H.
+    Buffers are still initialized, because some are not in the checkpoint. Initializing the
+    parameters takes a second on one core for ViT-B and seven for ViT-H.
     """
 
     def instead_of(draw: Any) -> Any:

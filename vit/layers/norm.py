@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 NormOf = Callable[[int], nn.Module]
-"""A function that creates a norm over the given number of channels."""
+"""A function that creates a norm layer for the given number of channels."""
 EPS = 1e-6
 """The epsilon of the ViT paper, which is Flax's default. torch's default is 1e-5."""
 
@@ -26,7 +26,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}
-"""The class for each value of `norm_layer`."""
+"""Maps each value of `norm_layer` to its class."""
 
 
 def create_norm(norm_layer: str, dim: int) -> nn.Module:

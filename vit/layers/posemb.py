@@ -59,7 +59,7 @@ def resample_posemb(
         return pos_embed
     prefix = pos_embed[:, :num_prefix_tokens]
     image = pos_embed[:, num_prefix_tokens:].float().unflatten(1, tuple(old_grid))
-    # Pass the size, because a scale factor could round to a different number of positions.
+    # A scale factor could round to a different number of positions, so pass the size.
     image = F.interpolate(
         image.permute(0, 3, 1, 2),
         size=tuple(new_grid),

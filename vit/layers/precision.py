@@ -50,7 +50,7 @@ class LossScale:
         """Halve the scale if `found_inf` is 1, and double it after 2,000 steps without overflow."""
         if not self.is_dynamic:
             return
-        # Use arithmetic instead of `if`, because a branch on `found_inf` would wait for the device.
+        # A branch on `found_inf` would wait for the device, so use arithmetic instead of `if`.
         self.steps_since_overflow.add_(1).mul_(1 - found_inf)
         grow = (self.steps_since_overflow >= FP16_GROWTH_STEPS).float()
         self.value.mul_(1 - 0.5 * found_inf).mul_(1 + grow)
@@ -93,7 +93,7 @@ def precision_note(
 
 
 def _matmul_s(dtype: torch.dtype) -> float:
-    """Return the time for 16 tokens in the first layer of ViT-B's MLP, the fastest of three
+    """Return the time for 16 tokens in the first layer of ViT-B's MLP, as the fastest of three
     runs."""
     tokens = torch.ones(16, 768, dtype=dtype)
     weight = torch.ones(768, 3072, dtype=dtype)

@@ -67,14 +67,14 @@ class RotaryEmbedding(nn.Module):
         self.num_fixed = class_tokens if reg_temperature else class_tokens + reg_tokens
         self.reg_grid = (math.isqrt(reg_tokens),) * 2
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
-        # Use a buffer, which moves to the device with the model. As in timm, it is not in the state
-        # dict, because the image size determines it.
+        # A buffer moves to the device with the model. The image size determines it, so, as in timm,
+        # it is not in the state dict.
         table = torch.empty(2, 1, 1, num_tokens, head_dim)
         self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
 
     def at(self, grid_size: tuple[int, int]) -> RotaryEmbedding:
-        """Return the embedding for images with this grid, computed by the rule of `rope_type`."""
+        """Return the embedding for images with this grid, as `rope_type` defines it."""
         class_tokens, reg_tokens = self.prefix
         return RotaryEmbedding(
             self.temperature,

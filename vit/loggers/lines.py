@@ -72,7 +72,7 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
 
 
 class Rows:
-    """The rows that W&B shows: the step of each valid line, and its numbers by name."""
+    """The rows that W&B shows: the step of each valid line, and its numbers, keyed by name."""
 
     def __init__(self) -> None:
         self.rows = list[tuple[int, dict[str, float]]]()

@@ -32,13 +32,13 @@ from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
 
 SILENT_S = 60.0
-"""Maximum time without a line in a log file, because a single step may take minutes."""
+"""The maximum time between two progress lines in a log file. A single step may take minutes."""
 
 
 class Record:
     """Writes and displays metrics.jsonl on rank 0. On other ranks, calls do nothing.
 
-    total_steps, first_step: for the progress line. lock: the lock of the run folder, which is
+    total_steps, first_step: shown in the progress line. lock: the lock of the run folder, which is
     acquired if it is not held yet, and released by `close`. Lines are printed on stderr, because
     stdout is for the result of a command.
     """
@@ -103,7 +103,7 @@ class Record:
             return
         for key, value in values.items():
             values[key] = shown_values(_finite(value))
-        # Use a steady clock, so that differences remain correct if the system clock is changed.
+        # With a steady clock, differences remain correct if the system clock is changed.
         time_s = self._began_s + steady_s() - self._began_at
         line = {"kind": kind, "step": step, "time": round(time_s, 3), **values}
         self._append(json.dumps(line) + "\n")
@@ -123,8 +123,8 @@ class Record:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            # A full disk may have cut off the line. The next start removes a line that was cut off,
-            # so nothing may follow it. Closing the file may retry the write and fail again.
+            # A full disk may have cut off the line. The next start removes such a line, so
+            # nothing may follow it. Closing the file may retry the write and fail again.
             with suppress(OSError):
                 self._file.close()
             raise ValueError(
@@ -153,8 +153,8 @@ class Record:
     def flush(self) -> None:
         """Flush all lines to disk on rank 0. May be called from any thread.
 
-        Otherwise a power failure could lose lines from before the checkpoint, whose steps are never
-        repeated. Raises OSError.
+        Otherwise a power failure could lose lines about steps before the checkpoint, which are
+        never repeated. Raises OSError.
         """
         with suppress(ValueError):  # the file was closed after an error that was already reported
             os.fsync(self._file.fileno())
@@ -205,7 +205,7 @@ class Record:
             self.start_tensorboard()
 
     def log_pictures(self, pictures: dict[str, Path]) -> None:
-        """Show PNG files on W&B and in TensorBoard as `report/<name>`."""
+        """Show PNG files on W&B and in TensorBoard under `report/<name>`."""
         named = {f"report/{name}": path for name, path in pictures.items()}
         if self._tensorboard is not None:
             self._tensorboard.send_pictures(self._step, named)
@@ -213,7 +213,7 @@ class Record:
             self._wandb.add_pictures(named)
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Show a table on W&B as `report/<name>`."""
+        """Show a table on W&B under `report/<name>`."""
         if self._wandb is not None:
             self._wandb.add_table(f"report/{name}", columns, rows)
 

@@ -22,7 +22,7 @@ from typing import Any
 class TensorboardView:
     """Displays numbers and pictures in TensorBoard. No method raises an error.
 
-    lines: (step, time in seconds, numbers by name) of existing lines. log_line: prints a line.
+    lines: (step, time in seconds, {name: number}) of existing lines. log_line: prints a line.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class TensorboardView:
                 self.send(*line)
             self._do("flush")
             for path in before if self._writer is not None else ():
-                # Empty the file instead of removing it, because a TensorBoard that reads it would
-                # wait for it forever.
+                # A TensorBoard that reads this file would wait forever if it were removed, so empty
+                # the file.
                 if path.stat().st_size:
                     os.truncate(path, 0)
                 else:
@@ -59,12 +59,12 @@ class TensorboardView:
             self._stop(error)
 
     def send(self, step: int, time_s: float, numbers: dict[str, float]) -> None:
-        """Show `numbers` by name at `step`."""
+        """Show `numbers`, keyed by name, at `step`."""
         for name, value in numbers.items():
             self._do("add_scalar", name, value, step, time_s)
 
     def send_pictures(self, step: int, pictures: dict[str, Path]) -> None:
-        """Show PNG files by name."""
+        """Show PNG files, keyed by name."""
         import numpy as np
         from PIL import Image
 
@@ -93,6 +93,6 @@ class TensorboardView:
 
 
 def _report(before: Callable[[Any], object], args: Any) -> None:
-    """Report an error in a thread with `before`, unless it is a tensorboard thread (see `_do`)."""
+    """Report a thread's error with `before`, unless it is a tensorboard thread (see `_do`)."""
     if not type(args.thread).__module__.startswith("tensorboard."):
         before(args)

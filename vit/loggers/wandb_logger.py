@@ -31,9 +31,9 @@ from vit.loggers.wandb_process import END_FILE, FINISH_S, POLL_S, REPORTED, chil
 from vit.system.files import replacing
 
 OPEN_S = 10.0
-"""Maximum time to wait, after training, for an online run to open."""
+"""The maximum time to wait, after training, for an online run to open."""
 STOPPED_S = {"online": 10.0, "offline": 30.0}
-"""Maximum time for an upload after a signal, because a scheduler may not wait (Slurm: 30 s)."""
+"""The maximum time for an upload after a signal. A scheduler may not wait longer (Slurm: 30 s)."""
 ANNOUNCE_S = 6.0
 """An upload that takes longer than this is announced."""
 SCRIPT = wandb_process.__file__
@@ -132,7 +132,7 @@ class WandbProcess:
             self._stop(f"its process ended with status {status}: see wandb/console.log")
 
     def add_pictures(self, pictures: dict[str, Path]) -> None:
-        """Show PNG files by name when the run ends."""
+        """Show PNG files, keyed by name, when the run ends."""
         self._end["pictures"] |= {name: str(path) for name, path in pictures.items()}
 
     def add_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:

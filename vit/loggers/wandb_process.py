@@ -45,11 +45,11 @@ LogLine = Callable[[str], None]
 
 END_FILE = "end.json"
 FINISH_S = 60.0
-"""Maximum time to upload after training ends: enough for 7 MB of pictures at 1 Mbit/s."""
+"""The maximum upload time after training ends, enough for 7 MB of pictures at 1 Mbit/s."""
 INIT_S = 30.0
-"""Maximum time to wait for an online run to open. Training continues in the meantime."""
+"""The maximum time to wait for an online run to open, while training continues."""
 PROBE_S = 3.0
-"""Maximum time for the server to answer a probe while the end of a run is uploaded."""
+"""The maximum time for the server to answer a probe while the end of a run is uploaded."""
 MAX_MISSES = 3
 """The upload is abandoned after this many unanswered probes in a row."""
 POLL_S = 0.1
@@ -218,7 +218,7 @@ def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: 
     """
     while not feed.is_over():
         time.sleep(POLL_S)
-    # Training stops an upload earlier. This limit is for an upload whose training was killed.
+    # Live training stops an upload earlier, so this limit only applies if training was killed.
     deadline = time.monotonic() + INIT_S + FINISH_S
     reason = f"not uploaded within {INIT_S + FINISH_S:.0f} s"
     num_misses = 0
@@ -259,7 +259,7 @@ def _one_line(error: BaseException) -> str:
 
 def main() -> None:
     """Run the script with the arguments in `sys.argv`."""
-    # Ignore signals, which Slurm sends to all processes of a job, to read the record to its end.
+    # Slurm sends signals to all processes of a job. Ignore them, to read the record to its end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     lines = os.fdopen(os.dup(1), "w")  # a separate handle, because W&B prints to stdout

@@ -1,7 +1,7 @@
 """Upload a run to Weights & Biases from its record.
 
-Use this for a run that was trained offline or without W&B, whose upload failed, or that was deleted
-on the server. If the run folder has no `wandb_id`, a new W&B run is created. Only missing rows are
+Use this if a run was trained offline or without W&B, if its upload failed, or if it was deleted on
+the server. If the run folder has no `wandb_id`, a new W&B run is created. Only missing rows are
 uploaded. With WANDB_MODE=offline, the run is written to disk for `wandb sync`.
 """
 
@@ -39,7 +39,7 @@ class ToWandb:
             raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} has no numbers to show")
 
     def show(self, pictures: Mapping[str, Path], log_line: Callable[[str], None]) -> None:
-        """Upload the record, and `pictures` (PNG files by name) at its last step.
+        """Upload the record, and `pictures` (name -> PNG file) at its last step.
 
         Raises ValueError if W&B has not received everything.
         """

@@ -83,7 +83,7 @@ class Ema:
         This warmup reaches a decay of 0.9999 only after 89,989 steps. With `warmup_power`, the
         decay is timm's: min(decay, 1 - (1 + t / gamma)^-power), t = steps since `after_steps`.
         """
-        # Also copy at the first update after `after_steps`, because the stored weights are older.
+        # The stored weights are older at the first update after `after_steps`, so copy then too.
         if self.after_steps and step - self.every_steps < self.after_steps:
             return 0.0
         if not self.warmup:
@@ -96,7 +96,7 @@ class Ema:
     def first_share(self, total_steps: int) -> float:
         """Return the share of the initial weights in the EMA after `total_steps`.
 
-        The share is 0 if the EMA has a warm-up, or as long as it is a copy of the weights.
+        The share is 0 if the EMA has a warmup, or while it is a copy of the weights.
         """
         num_steps = total_steps - self.after_steps
         return (
@@ -109,7 +109,7 @@ class Ema:
         if self.every_steps > 1 and step % self.steps_per_epoch % self.every_steps:
             return
         followed = [parameter.detach() for parameter in self._followed]
-        # Launch a few kernels for all parameters instead of one for each of about 150 parameters.
+        # Launch a few kernels in total, not one for each of about 150 parameters.
         torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))
         for averaged, value in self._buffers:
             averaged.copy_(value)

@@ -76,7 +76,7 @@ def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
     rule: the setting `optim.no_weight_decay`.
     """
     if rule in ("timm", "embeddings"):
-        # The model lists its multidimensional parameters that are not linear maps.
+        # The model's own list contains multidimensional parameters that are not linear maps.
         named: set[str] = set(getattr(model, "no_weight_decay", set)())
         has_vectors = rule == "timm"
         return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named

@@ -1,6 +1,6 @@
 """timm's LAMB with its step counter on the device.
 
-timm counts steps on the host, which does not know yet whether the previous update was skipped.
+timm counts steps on the host, where it is unknown whether the previous update was skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lamb(timm.optim.Lamb):
             counts = [state["step"] for state in states]
             torch._foreach_add_(counts, 1)
             beta1, beta2 = group["betas"]
-            # Use float64, because float32 would keep only four digits of 1 - 0.999.
+            # float32 would keep only four digits of 1 - 0.999, so use float64.
             count = counts[0].double()
             lamb(
                 parameters,

@@ -40,8 +40,8 @@ class Measured:
     layers: tuple[str, ...]
 
     def named(self, values: Sequence[float]) -> NormsByName:
-        """Return the host's copy of `values` by name, and add the ratio of update norm to weight
-        norm. A layer whose weights are all 0 has no ratio."""
+        """Return the host's copy of `values`, keyed by name, and add the ratio of update norm to
+        weight norm. A layer whose weights are all 0 has no ratio."""
         values = [float(f"{value:.6g}") for value in values]  # float32 has about six digits
         size = len(self.layers)
         norms: NormsByName = {
@@ -98,7 +98,7 @@ class Norms:
         """Return the norms of the update since `begin`. largest_logits: (blocks,)."""
         assert self._gradients is not None, "begin comes first"
         weights = self._by_layer(self._before)
-        # Subtract in place, because the copy is not needed again.
+        # The copy is not needed again, so subtract in place.
         torch._foreach_sub_(self._before, [parameter.detach() for parameter in self._parameters])
         parts = (self._gradients, weights, self._by_layer(self._before), largest_logits)
         self._before = []

@@ -40,17 +40,17 @@ class _Kind:
     create: Callable[[Groups, Any], torch.optim.Optimizer]
     """Creates the optimizer from the groups and the section `optim` of the config."""
     new_state: Callable[[Tensor, Any, dict[str, Any]], State]
-    """Creates a parameter's initial state, with the key names of the library."""
+    """Creates a parameter's initial state, using the library's key names."""
     skips: bool
     """Whether the optimizer skips an update on the device when `found_inf` is set."""
     counts_steps: bool = False
-    """Whether `step` in the state also counts skipped updates, as schedules do."""
+    """Whether `step` in the state counts skipped updates, as schedules do."""
 
 
 def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Create the optimizer of `config` for the parameters of a plain model (no DDP wrapper).
 
-    The optimizer state is created as well, so that a checkpoint can be loaded into it. Raises the
+    The optimizer state is also created, so that a checkpoint can be loaded into it. Raises the
     ValueErrors of `parameter_groups`, and ValueError if the optimizer needs timm and timm is
     missing or too old.
     """
@@ -79,7 +79,7 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
 
 
 def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
-    """Return the size in bytes of each state tensor of the optimizer of `config` for `model`."""
+    """Return the size in bytes of each state tensor of the optimizer that `config` selects."""
     kind = _kind(config)
     return [
         value.nbytes
@@ -201,7 +201,7 @@ def _moments(parameter: Tensor, config: Any, group: dict[str, Any]) -> State:
 
 def _momentum(parameter: Tensor, config: SgdConfig, group: dict[str, Any]) -> State:
     # Fused SGD would allocate its momentum without initializing it, so a skipped first update would
-    # leave garbage in it.
+    # leave garbage.
     return {"momentum_buffer": _zeros_like(parameter)} if config.momentum else {}
 
 
@@ -219,7 +219,7 @@ def _adafactor_state(parameter: Tensor, config: AdafactorConfig, group: dict[str
     shape = parameter.shape
     # Factor the two longest dimensions, as big_vision/optax.py and timm's _factored_dims do.
     longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))[-2:]
-    # Keep `step` on the host, because timm computes the decay rate there.
+    # timm computes the decay rate on the host, so keep `step` there.
     state = {"step": torch.zeros((), device="meta" if parameter.is_meta else "cpu")}
     if len(shape) >= 2 and shape[longest[0]] >= config.min_dim_size_to_factor:
         column, row = longest

@@ -1,6 +1,6 @@
-"""Learning rate and weight decay as pure functions of the step.
+"""Compute learning rate and weight decay as pure functions of the step.
 
-The functions have no state, so a resumed run has the same values as an uninterrupted run.
+The functions have no state, so a resumed run gets the same values as an uninterrupted run.
 """
 
 from __future__ import annotations

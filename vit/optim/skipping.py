@@ -35,8 +35,8 @@ class Undo:
             for name, value in state.items()
             if isinstance(value, Tensor) and name not in unless_named
         ]
-        # Compute on the bits as integers, because NaN times 0 is NaN in floating point. Integer
-        # sums wrap around, so (old - new) + new equals old in every bit.
+        # In floating point, NaN times 0 is NaN, so compute with the bits as integers. Integer sums
+        # wrap around, so (old - new) + new equals old in every bit.
         self._live: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             kind = _INTEGERS[tensor.element_size()]

@@ -29,13 +29,13 @@ def signals_blocked() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """Exit when the parent exits, even by SIGKILL. Ignore the signals that the parent handles.
+    """Exit when the parent exits, even by SIGKILL, and ignore the signals that the parent handles.
 
     Terminals and Slurm send signals to every process of a job, but only the parent should react.
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # Unblock signals only now, so that signals that arrived during startup are ignored as well.
+    # Unblock signals only now, so that signals that arrived during startup are also ignored.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""Define the argument parser of all commands, which reports errors in one line with a
+"""Define the argument parser of all commands. It reports an error in one line, with a
 suggestion."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vit.system.redact import shown
 from vit.system.spelling import did_you_mean
 
 Hint = Callable[[str, str], str]
-"""A function from an unknown option and its value ("" for none) to a hint, or to ""."""
+"""A function that returns a hint, or "", for an unknown option and its value ("" for none)."""
 
 
 INSTALLED_LAUNCH = Path(__file__).parents[1] / "launch"
@@ -111,7 +111,7 @@ def add_model_flags(
 ) -> None:
     """Add flags for commands that use a trained model: sizes, workers, precision and device.
 
-    The three texts become the help of their flags. All flags default to None.
+    batch_size, num_workers, device: help texts of these flags. All flags default to None.
     """
     parser.add_argument(
         "--image-size",
@@ -151,7 +151,7 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_run_words(parser: argparse.ArgumentParser) -> None:
-    """Add the positional arguments for `run_and_settings`: a run folder and settings."""
+    """Add the positional arguments that `run_and_settings` splits: a run folder and settings."""
     parser.add_argument(
         "words",
         nargs="*",

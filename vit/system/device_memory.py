@@ -1,4 +1,4 @@
-"""Measure the memory of a process or its tensors, on the GPU or the host, and the time."""
+"""Measure time, and the memory of a process or its tensors on the GPU or the host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_iter
 
 _DEVICE_OF = torch.ops.prim.device.default
 PROC = Path("/proc/self")
-"""The folder of kernel files about this process, which only Linux has."""
+"""The folder, only on Linux, in which the kernel describes this process."""
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start to measure the peak memory."""
+    """Start measuring the peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif PROC.is_dir():
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         self._count_gradients: Callable[[], int] = lambda: 0
 
     def begin(self, count_gradients: Callable[[], int]) -> None:
-        """Start to measure the peak."""
+        """Start measuring the peak."""
         self.peak = 0
         self._count_gradients = count_gradients
 

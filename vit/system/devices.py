@@ -33,7 +33,7 @@ class HostDevices:
 
     host: str
     ranks: int
-    """The number of ranks of this run on the host."""
+    """The number of this run's ranks on the host."""
     gpus: int
     nvidia_gpus: int
     """The number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
@@ -108,8 +108,8 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
-    # Unusable GPUs are an error, because training ViT-B on the CPUs of a GPU node would exceed the
-    # job's time limit. With a CPU-only build of torch, the user probably wants the CPU.
+    # Training ViT-B on the CPUs of a GPU node would exceed the job's time limit, so unusable GPUs
+    # are an error. With a CPU-only build of torch, the user probably wants the CPU.
     has_unusable = any(h.nvidia_gpus and not h.gpus and h.has_cuda_build for h in lacking)
     if choice == "cuda" or len(lacking) < len(hosts) or has_unusable:
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)

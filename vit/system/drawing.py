@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vit.system.files import replacing, report_write_errors
 
-# Import matplotlib only inside the functions that draw, so that training starts faster.
+# Only functions that draw import matplotlib, so that training starts faster.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ GREY = "#666666"
 PURPLE = "#CC79A7"
 SKY = "#56B4E9"
 FONT = "DejaVu Sans"
-"""The font that matplotlib includes, so that pictures look the same on all machines."""
+"""The font that matplotlib includes. Pictures therefore look the same on all machines."""
 STYLE: dict[str, Any] = {
     "font.size": TEXT_PT,
     "axes.titlesize": TITLE_PT,
@@ -58,7 +58,7 @@ STYLE: dict[str, Any] = {
     "legend.fontsize": 9,
     "legend.framealpha": 0.8,
     "savefig.dpi": DPI,
-    "pdf.fonttype": 42,  # TrueType, because publishers refuse Type 3 fonts
+    "pdf.fonttype": 42,  # TrueType, because publishers reject Type 3 fonts
     "svg.fonttype": "path",  # Draw outlines, because phones lack DejaVu Sans.
     "svg.hashsalt": "vit",
     "text.parse_math": False,  # A class may be called "US$".
@@ -87,7 +87,7 @@ _missing_letters = set[str]()
 
 @contextmanager
 def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
-    """Yield a figure in the common width and style; write the figure to `picture` after the block.
+    """Yield a figure in the common width and style, and write it to `picture` after the block.
 
     The suffix of `picture` selects the format, which must be in `FORMATS`. If writing fails, the
     old picture is kept. Raises ValueError for an unknown suffix, and if the picture cannot be
@@ -137,7 +137,7 @@ def _installed(fonts: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def _missing_letters_once() -> Iterator[None]:
-    """Report letters missing from all fonts in one line, instead of matplotlib's many warnings."""
+    """Report in one line, instead of matplotlib's many warnings, all letters that no font has."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -277,7 +277,8 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
 
 
 def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:
-    """Return a line with the class, or one line for each of the two largest shares: "cat .72"."""
+    """Return a line with the class, or a line such as "cat .72" for each of the two largest
+    shares."""
     values, classes = target.topk(min(2, len(target)))
     if values[0] >= 0.995 or values[-1] < 0.005:
         return [shorten(display_name(class_names, int(classes[0])), width_in, SMALL_PT)]

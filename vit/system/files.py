@@ -1,7 +1,7 @@
 """Write files atomically, and define errors for damaged files.
 
-A file gets its final name only after it is complete and flushed to disk. A reader therefore sees
-either the old file or the new one.
+A file gets its final name only after it has been written completely and flushed to disk. A reader
+therefore sees either the old file or the new one.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
 def remove_if_abandoned(temporary: Path) -> None:
     """Remove a file or folder named by `temporary_beside`, unless a live process is writing it.
 
-    A live process holds a lock. If locks are not visible (another host, some file systems), a file
-    counts as abandoned after ten minutes without a change, and a folder after a day.
+    A live process holds a lock. If locks are not visible (from another host, on some file systems),
+    a file counts as abandoned after ten minutes without a change, and a folder after a day.
     """
     with suppress(OSError):
         descriptor, is_locked = _locked(temporary, fcntl.LOCK_NB)
@@ -253,7 +253,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
-    """Return the JSON object in `content`. Raises ShardError, which names `source`, otherwise."""
+    """Return the JSON object in `content`. For any other content, raises ShardError, which names
+    `source`."""
     try:
         parsed = json.loads(content)
     except ValueError as error:

@@ -92,9 +92,9 @@ GPUS = tuple(map(_read_row, _TABLE.strip().splitlines()))
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with the common `name`, such as H200, h100-pcie or 4090.
+    """Return the GPU with the common name `name`, such as H200, h100-pcie or 4090.
 
-    Raises ValueError, which lists the known names, for any other name.
+    For any other name, raises ValueError, which lists the known names.
     """
     for gpu in GPUS:
         if _plain(name) == _plain(gpu.name):
@@ -107,7 +107,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """Return `name` without the words that do not distinguish GPUs in the table."""
+    """Return `name` without words that do not distinguish the GPUs in the table."""
     return re.sub(r"[^a-z0-9]|rtx|sxm\d?|80gb$|141gb$", "", name.lower())
 
 

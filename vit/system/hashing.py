@@ -1,7 +1,7 @@
 """Compute random numbers and permutations as pure functions of integers, by hashing.
 
-The sample order and augmentation can compute any random number without those before it. This module
-implements its own hash, because libraries do not guarantee stable random streams.
+The sample order and augmentation can compute any random number without computing earlier ones. This
+module implements its own hash, because libraries do not guarantee stable random streams.
 `tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` contain expected results.
 """
 
@@ -27,7 +27,7 @@ def hash64(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Combine integers or arrays, broadcast together, into hash keys. Order matters."""
+    """Combine integers or arrays, broadcast together, into hash keys that depend on their order."""
     key: NDArray[np.uint64] = np.zeros((), dtype=U64)
     for part in parts:
         key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
@@ -52,7 +52,8 @@ def are_ranked(keys: NDArray[np.uint64], first: int, end: int) -> NDArray[np.boo
 
 
 def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
-    """Return a uniform number in [0, 1) with 53 random bits for each (key, *index), broadcast."""
+    """Return a uniform number in [0, 1) with 53 random bits for each (key, *index). Arguments are
+    broadcast."""
     return (fold(key, *index) >> U64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -74,7 +75,7 @@ class Permutation:
         """Map positions in [0, n), of any shape, to distinct values in [0, n)."""
         out = np.array(positions, dtype=U64)
         todo = np.ones(out.shape, dtype=bool)
-        # The range has at most 4 n values, so at most four passes are expected per value.
+        # The range has at most 4 n values, so each value is expected to need at most four passes.
         while todo.any():
             left, right = out[todo] >> self.half, out[todo] & self.mask
             for key in self.keys:

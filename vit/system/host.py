@@ -42,7 +42,7 @@ _STATES = {
     "Z": "dead",
 }
 _V1_UNLIMITED = 2**60
-"""A threshold for version 1 limits, where "no limit" is a number near 2**63."""
+"""A limit of at least this number means "no limit", for which version 1 stores about 2**63."""
 _num_before_binding: int | None = None
 """The number of cores that this process could use before `bind_to_cores` was called."""
 
@@ -158,7 +158,7 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
 
 
 def raise_open_files(limit: int) -> int:
-    """Raise the open-file limit of this process to `limit` if allowed; return the new limit."""
+    """Raise the open-file limit of this process to `limit` if allowed, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     if soft == resource.RLIM_INFINITY or soft >= reachable:
@@ -178,7 +178,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
-        # In a container, this may be a path on the host. Then only the mount itself exists.
+        # In a container, this may be a path on the host. In that case, only the mount exists.
         yield from (
             place
             for place in (group, *group.parents)

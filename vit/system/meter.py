@@ -91,7 +91,7 @@ class Meter:
         ]
         if num_bytes:
             parts.append(f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s")
-        # Put the least important text last, because narrow terminals truncate the line.
+        # Narrow terminals truncate the line, so put the least important text last.
         text = f"{self.task}: {', '.join([*parts, *filter(None, [also])])}"
         if self.into is not None:
             self.into(text)

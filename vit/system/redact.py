@@ -24,7 +24,8 @@ _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """Matches one word of a shell command, possibly inside JSON text."""
 USERINFO = re.compile(r"(?<=:/)(/?)((?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)")
-"""Matches a login in a URL, even after a single slash, because `Path` removes the second slash."""
+"""Matches a login in a URL. A single slash before the login matches, because `Path` removes the
+second slash."""
 _END = r"(?=[).,;:|]*(?:[\s#\"'<>\\]|::|$))"
 QUERY = re.compile(r"(:/[^\s?#\"'<>\\]*)\?(?![).,;:|])([^\s#\"'<>\\]+?)" + _END)
 _PARAMETER = re.compile(
@@ -165,7 +166,7 @@ def printed(message: str) -> str:
 
 
 def escape_unprinted(text: str) -> str:
-    """Return `text` with control characters escaped, because a terminal would interpret them.
+    """Return `text` with the control characters escaped that a terminal would interpret.
 
     The names of files, classes and runs may come from untrusted sources.
     """
@@ -184,7 +185,7 @@ class _Guarded:
 
     Control sequences are escaped, except colors and cursor movements, which progress lines need.
 
-    is_view: ignore failed writes, such as writes to a full disk, instead of raising OSError.
+    is_view: ignore failed writes, for example to a full disk, instead of raising OSError.
     """
 
     def __init__(self, stream: TextIO, is_view: bool):

@@ -29,14 +29,14 @@ NUM_REFUSALS = 6
 """The number of attempts (about 15 s) for an error that is probably final. A refused login may
 succeed after its token is renewed."""
 FORGOTTEN_AFTER_S = 180.0
-"""The time without an attempt after which an outage counts as over, measured from its last pause.
-An attempt never takes this long."""
+"""An outage counts as over if no attempt follows its last pause within this many seconds. An
+attempt never takes this long."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class RetryableError(Exception):
-    """An error with its reason as text, after which a retry may succeed."""
+    """An error, with its reason as text, after which a retry may succeed."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class RetryPolicy:
     """The limit and pauses of retries. Instances can be pickled and have no state."""
 
     limit_s: float = 480.0
-    """Time since the first failure, or since the last byte from the same server; 0: no retries."""
+    """The maximum time since the first failure, or since the last byte from the same server; 0
+    turns retries off."""
     first_pause_s: float = 0.5
     """The first pause, which doubles after each attempt. A random factor between 0.5 and 1.5
     spreads the retries of clients that failed at the same time."""

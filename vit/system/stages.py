@@ -59,10 +59,10 @@ samples whose block was not cached; bytes of samples read from any source; bytes
 store."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
 Tally = dict[str, float]
-"""The work of one or more processes, by name (`TALLIED`): seconds per stage, then counters."""
+"""The work of one or more processes, keyed by `TALLIED`: seconds per stage, then counters."""
 _CHANGES, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
 _SECONDS = 8
-"""The index of the tally's first number. The tally begins with the seconds in each stage."""
+"""The index at which the tally begins, with the seconds in each stage."""
 _PLACES = {name: index for index, name in enumerate(TALLIED, _SECONDS)}
 
 
@@ -118,7 +118,7 @@ class WorkerStatus:
             self.enter(before)
 
     def count(self, **counted: int) -> None:
-        """Increase the counters. counted: increments by names in `COUNTED`."""
+        """Increment the counters. counted: maps names in `COUNTED` to increments."""
         for name, number in counted.items():
             self._numbers[_PLACES[name]] += number
 
@@ -172,7 +172,7 @@ class WorkerStatus:
 
     @property
     def part(self) -> tuple[int, int]:
-        """The batch number and first row of the part that the process is making or made last."""
+        """The batch number and first row of the part that the process is making or last made."""
         return int(self._numbers[_POSITION]), int(self._numbers[_FIRST])
 
     @property
@@ -196,7 +196,7 @@ current = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
 
 
 def use(status: WorkerStatus) -> WorkerStatus:
-    """Make `status` the status of this process; return the previous status."""
+    """Make `status` the status of this process, and return the previous status."""
     global current
     before = current
     current = status

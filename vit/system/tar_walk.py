@@ -5,8 +5,8 @@ a member is yielded, the caller may read its data. Long names (GNU and pax) are 
 that is not a tar, is damaged or truncated, or continues after its end raises an error with the
 position.
 
-`tarfile` is not used, because it stops silently at a damaged header, which would lose all later
-samples, and is ten times as slow.
+`tarfile` is not used, because it is ten times slower and stops silently at a damaged header, which
+would lose all later samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAR_BLOCK = 512
 """Every header, and the data of every member, begin at a multiple of this many bytes."""
 AHEAD_BYTES = 1 << 16
 CLOSE_BYTES = 1 << 12
-"""If two headers are at most this far apart, the next read fetches `AHEAD_BYTES`."""
+"""If two headers are at most this many bytes apart, the next read fetches `AHEAD_BYTES`."""
 MAX_NAME_BYTES = 1 << 16
 """The maximum size of a GNU long name or a pax header."""
 FILE = "a file"
@@ -80,7 +80,7 @@ Positions never decrease."""
 
 
 def describe_content(head: bytes) -> str:
-    """Return a description if a file that begins with `head` is a web page or compressed; else
+    """Return a description if a file that begins with `head` is a web page or compressed, else
     ""."""
     if WEB_PAGE.match(head):
         return "a web page (a login or an error page was saved in its place)"
@@ -99,7 +99,7 @@ class Readable(Protocol):
 
 
 def in_order(stream: Readable) -> Read:
-    """Return a reader for a stream. It buffers only bytes after the last position."""
+    """Return a reader for a stream, which buffers only bytes after the last position."""
     held = b""
     start = 0
 
@@ -136,7 +136,7 @@ class _FromStart:
 
 
 def unpacked(stream: Readable) -> Read:
-    """Return a reader for a stream. gzip, bzip2 and xz are decompressed."""
+    """Return a reader for a stream, which decompresses gzip, bzip2 and xz."""
     read = in_order(stream)
     head = read(6, 0)
     openers: dict[bytes, Any] = {
@@ -244,7 +244,7 @@ def _is_plain_file(block: bytes) -> bool:
 def _expect_zeros(
     read: Read, position: int, stop: int | None, damaged: Callable[[str], TarDamaged]
 ) -> None:
-    """Raise an error if data follow the end mark: a header was lost, or another tar was
+    """Raise an error if data follow the end mark, because a header was lost or another tar was
     appended."""
     while stop is None or position < stop:
         data = read(1 << 20 if stop is None else min(1 << 20, stop - position), position)

@@ -59,9 +59,9 @@ def resolve(text: str) -> str:
     """Return `text` with `${NAME}` replaced by the values of environment variables.
 
     `text` consists of URLs, paths and commands joined by `::`. `$${NAME}` stands for the literal
-    text `${NAME}`. If a recorded URL has a masked login, the login is restored if this process
-    knows it. Commands after `pipe:` are left to the shell. Secrets in the result are registered, so
-    that `shown` masks them.
+    text `${NAME}`. A masked login in a recorded URL is restored if this process knows it. Commands
+    after `pipe:` are left to the shell. Secrets in the result are registered, so that `shown` masks
+    them.
 
     Call this function only with text from the user, never with text from a data set. Otherwise the
     author of a data set could read the environment variables of every user who opens it.
@@ -85,7 +85,7 @@ def resolve(text: str) -> str:
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
         without = bare(used)
-        # A recorded URL lacks its login, so use the login that the user gave for this URL, if any.
+        # A recorded URL lacks its login. Use the login that the user gave for this URL, if any.
         if MASK in used and without != used:
             used = _used.get(without, without)
             _lost_login.add(urllib.parse.urlsplit(used).netloc)
@@ -130,13 +130,12 @@ def is_url(place: object) -> bool:
 
 
 def bare(text: str) -> str:
-    """Return `text` without the userinfo and query of its URLs, so that it is equal for all
-    users."""
+    """Return `text`, equal for all users, without the userinfo and query of its URLs."""
     return QUERY.sub(lambda match: match[1], USERINFO.sub(r"\1", text))
 
 
 def address(url: str, name: str = "") -> str:
-    """Return the URL to request for the file `name` in the folder `url`, or for `url` itself.
+    """Return the URL to request for the file `name` in the folder `url`, or for `url` alone.
 
     The userinfo is removed, because a header contains it. A query, such as the signature of a
     folder, is placed after the name.

@@ -19,7 +19,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     """Compile each of `model.blocks` in place, or the whole model if it has no blocks.
 
     All blocks of `vit.model` share one graph in training and one in evaluation, so compiling ViT-H
-    takes as long as compiling ViT-B. `backend`: a backend of torch.compile.
+    takes as long as compiling ViT-B. backend: a backend of torch.compile.
     """
     blocks = list(getattr(model, "blocks", [model]))
     # By default, torch switches to dynamic shapes when it sees a second size. A run has only a few
@@ -65,8 +65,9 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
 def why_not_compiled(device: torch.device) -> str:
     """Return why torch.compile does not work on this host for `device`, or "" if it works.
 
-    The check compiles a small function, which takes seconds that the first real compilation then
-    saves. Searching for the tools is not enough: a C++ compiler fails without Python's headers.
+    The check compiles a small function. The seconds it takes are saved by the first real
+    compilation. Searching for the tools is not enough: a C++ compiler fails without Python's
+    headers.
     """
     constant = time.time_ns()  # a new constant, so that no cache contains the result
 

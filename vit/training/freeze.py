@@ -1,7 +1,7 @@
-"""Freeze parts of a model, so that training does not change them (`init.freeze`).
+"""Freeze the first part of a model, so that training does not change it (`init.freeze`).
 
-A frozen parameter requires no gradient, so optimizer, weight decay and EMA skip it. The frozen part
-is always the beginning of the network, so the backward pass stops at its end.
+A frozen parameter requires no gradient, so optimizer, weight decay and EMA skip it. The backward
+pass stops where the frozen part ends.
 
     config -> create_model -> freeze -> optimizer, EMA, DDP, planner (read `requires_grad`)
 """

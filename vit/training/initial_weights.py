@@ -28,7 +28,7 @@ from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_wei
 from vit.weights.save import bytes_of
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
-"""The name endings of settings that do not change tensor shapes."""
+"""The last parts of the names of settings that do not change tensor shapes."""
 
 
 def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
@@ -48,7 +48,7 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
 
 
 def _describe(loaded: LoadedWeights) -> dict[str, Any]:
-    """Return everything but the tensor values of `loaded`, as JSON."""
+    """Return everything in `loaded` except the tensor values, as JSON."""
     names = [field.name for field in fields(loaded) if field.name not in ("path", "weights")]
     return {
         "path": str(loaded.path),
@@ -112,8 +112,7 @@ def _load(
     class_names: list[str],
     num_classes: int,
 ) -> list[str]:
-    """Load the weights of `init.checkpoint` into `model`, and return notes on how they fit the
-    model."""
+    """Load the weights of `init.checkpoint` into `model`, and return notes on their fit."""
     if init.select_classes:
         loaded = select_classes(loaded, class_names)
     try:
@@ -129,7 +128,7 @@ def _load(
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
-    """Return the settings that differ between `model` and the config in the weights, or "".
+    """Return the settings that differ between `model` and the weights' own config, or "".
 
     If the weights have no config, return the settings that change a named timm model. Settings that
     do not change shapes, such as image size and drop path, are omitted.

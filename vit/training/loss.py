@@ -59,7 +59,7 @@ def choose_class_weights(
 def describe_class_weights(
     weights: Sequence[float] | None, class_names: Sequence[str]
 ) -> list[str]:
-    """Return a line with the smallest and the largest class weight, or [] if there are none."""
+    """Return a line with the smallest and largest class weights, or [] if there are none."""
     if weights is None:
         return []
 
@@ -74,7 +74,7 @@ def describe_class_weights(
 def create_loss(
     config: LossConfig, class_weights: Sequence[float] | None, device: torch.device
 ) -> Loss:
-    """Create the loss of `config` with the result of `choose_class_weights`."""
+    """Create the loss function of `config`. class_weights: from `choose_class_weights`."""
     weights = None
     if class_weights is not None:
         weights = torch.tensor(class_weights, dtype=torch.float32, device=device)
@@ -139,7 +139,7 @@ def hard_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Return the cross-entropy (B,) of `logits` (B, classes) with the teacher's top class.
 
     From Touvron et al. 2021 (DeiT), equation 3; facebookresearch/deit:losses.py,
-    timm:timm/task/token_distillation.py. Mixed images also have a single target class.
+    timm:timm/task/token_distillation.py. Even a mixed image has a single target class.
     """
     return F.cross_entropy(logits.float(), teacher_logits.argmax(-1), reduction="none")
 

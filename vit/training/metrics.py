@@ -16,8 +16,8 @@ from vit.distributed.process_group import World
 from vit.training.loss import cross_entropy
 
 LOSS_UNIT = 2.0**-24
-"""The resolution at which losses are summed. The sum over 2**27 samples with losses up to 2**10
-then stays below 2**61."""
+"""The resolution at which losses are summed. A sum over 2**27 samples with losses up to 2**10 then
+stays below 2**61."""
 FEW_IMAGES = 5000
 """Accuracies on fewer images than this are shown with their confidence interval, which is then
 wider than about one point."""
@@ -61,9 +61,9 @@ def predicted_classes(logits: Tensor) -> Tensor:
 
 
 def interval95(correct: int, total: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of `correct` out of `total`, in percent.
+    """Return the 95 % confidence interval of the accuracy `correct` / `total`, in percent.
 
-    Uses Wilson's interval (1927), which is valid even at 0 and at `total`.
+    Uses Wilson's interval (1927), which is valid even if `correct` is 0 or `total`.
     """
     n = max(total, 1)
     share = correct / n
@@ -91,8 +91,8 @@ class Accuracy:
     `top1` and `top5` are in percent. `loss` is the mean cross-entropy, or NaN if a logit was not
     finite. If an image has several accepted classes, their probabilities are summed. `ece` is the
     expected calibration error (Guo et al. 2017, equation 3) in points over `ECE_BINS` bins of equal
-    width: the mean gap between the confidence and the accuracy of predictions. `ece` is NaN if
-    `loss` is.
+    width: the mean gap between the confidence and the accuracy of predictions. If `loss` is NaN,
+    so is `ece`.
     """
 
     num_images: int
@@ -116,7 +116,7 @@ class Accuracy:
         )
 
     def to_dict(self) -> dict[str, float]:
-        """Return all numbers except `num_classes`, by name."""
+        """Return all numbers except `num_classes`, keyed by name."""
         numbers = asdict(self)
         del numbers["num_classes"]
         return numbers
@@ -173,8 +173,8 @@ class AccuracyCounter:
         in_bin = number[:, None] == torch.arange(1, ECE_BINS + 1, device=logits.device)
         counted = in_bin.long() * (valid & has_confidence)[:, None]
         parts = (torch.ones_like(number), top1.long(), _fixed_point(confidence, has_confidence))
-        # Compare and sum, instead of adding by index, which may wait for the device or change the
-        # order of summation.
+        # Adding by index could wait for the device or change the order of summation, so compare and
+        # sum instead.
         self.bins += torch.stack([(counted * part[:, None]).sum(0) for part in parts])
 
     def result(self, world: World) -> Accuracy:
@@ -227,9 +227,9 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     """Compare two models on the same images. first, second: (N,) bool, whether the model is right.
 
     Images on which both models are right, or both wrong, carry no information about the difference,
-    so the interval is much narrower than those of two separate accuracies. It is the Wald interval
-    of paired proportions after adding half an image to each of the four cases (Agresti & Min 2005,
-    Statistics in Medicine 24, 729-740), which keeps its coverage for few differences.
+    so the interval is much narrower than those of two separate accuracies. The method is the Wald
+    interval for paired proportions after adding half an image to each of the four cases (Agresti &
+    Min 2005, Statistics in Medicine 24, 729-740), which keeps its coverage for few differences.
     """
     count = len(first)
     only_first = int((first & ~second).sum())

@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU): the fraction of a device's peak that training reaches.
+"""Compute model FLOPs utilization (MFU): the fraction of a device's peak that training reaches.
 
 MFU is images per second times FLOPs per image, divided by the peak FLOPs per second of the device
 (Chowdhery et al. 2022, "PaLM", appendix B). FLOPs that activation checkpointing repeats are not
@@ -24,7 +24,7 @@ from vit.system.gpus import find_device
 from vit.training.model_summary import flops_per_image, frozen_flops_per_image
 
 PASSES = 3
-"""The cost of a training step in forward passes: 1, plus 2 for the backward pass."""
+"""The cost of a training step, in forward passes: 1, plus 2 for the backward pass."""
 GEMM_TRIES = 8
 
 
@@ -64,8 +64,7 @@ class Utilization:
         return flops * images_per_s / (self.peak.peak_tflops * 1e12)
 
     def steps_like(self, step: int, first: int, stop: int) -> float:
-        """Return the number of steps like `step` whose total FLOPs equal those of steps [first,
-        stop)."""
+        """Return how many steps like `step` have the same total FLOPs as steps [first, stop)."""
         borders = [first, *(min(max(until, first), stop) for until, _ in self.stages), stop]
         lengths = [after - before for before, after in pairwise(borders)]
         flops = [*(flops for _, flops in self.stages), self.flops_per_image]

@@ -35,8 +35,8 @@ def flops_per_image(
 
     A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
     training_batch_size: if given, count a training micro-batch of this size, in which drop path may
-    skip branches, and return the mean per image. image_size: (height, width) in pixels; None uses
-    the model's.
+    skip branches, and return the mean per image. image_size: (height, width) in pixels, or None for
+    the model's own.
     """
     return _flops_by_part(model, training_batch_size, image_size)["Global"]
 
@@ -44,7 +44,7 @@ def flops_per_image(
 def frozen_flops_per_image(
     model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
 ) -> int:
-    """Return the part of `flops_per_image` that is computed in frozen parts of the model."""
+    """Return the FLOPs in `flops_per_image` that frozen parts of the model account for."""
     parts = [name for name, _ in frozen_parts(model)]
     if not parts:
         return 0
@@ -56,7 +56,7 @@ def frozen_flops_per_image(
 def _flops_by_part(
     model: Any, training_batch_size: int | None, image_size: tuple[int, int] | None
 ) -> dict[str, int]:
-    """Return the forward FLOPs of one image for each module name; "Global" is the total."""
+    """Return the forward FLOPs of one image, keyed by module name; "Global" is the total."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in chain(model.named_parameters(), model.named_buffers())

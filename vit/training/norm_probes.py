@@ -21,7 +21,7 @@ from vit.optim.norms import Measured, Norms
 from vit.training.reduce import Reduce
 
 IMAGES_OF_LOGITS = 8
-"""Attention logits are measured on this many images at the start of the global batch."""
+"""The number of images, at the start of the global batch, whose attention logits are measured."""
 
 
 class Probes:
@@ -64,10 +64,10 @@ class Probes:
         config = self._augment.config
         unit = config.mix_group_size if mixes(config) else 1
         num_rows = len(batch.labels)
-        # Use micro-batches, so that the same rows are mixed together on any number of ranks.
+        # Use micro-batches, so that the same rows are mixed with each other on any number of ranks.
         size = self._micro_batch_size
         first = reduce.first_row(num_rows)
-        # Only the first ranks have these images. The other ranks run the pass too, because sharded
+        # Only the first ranks have these images. All other ranks also run the pass, because sharded
         # parameters need all ranks.
         largest = []
         for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):

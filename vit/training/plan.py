@@ -31,14 +31,14 @@ class Plan:
     steps_per_epoch: int
     dropped_per_epoch: int
     distinct_images_per_epoch: int
-    """The number of different images in an epoch. An epoch has more rows if `order.aug_repeats` or
-    weights repeat images."""
+    """The number of different images in an epoch. An epoch has more rows if images are repeated, by
+    `order.aug_repeats` or weights."""
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
     log_every_steps: int
     decay_steps: int = 0
-    """The number of decay steps with `schedule.name: wsd`."""
+    """The number of decay steps if `schedule.name` is wsd."""
     cooldown_steps: int = 0
     """The number of cooldown steps. `total_steps` includes cooldown and warmup."""
 
@@ -58,7 +58,7 @@ class Plan:
         return range(leaves.start * self.micro_batch_size, leaves.stop * self.micro_batch_size)
 
     def evaluates_at(self, step: int) -> bool:
-        """Return whether an evaluation is due at `step`: every `eval_every_steps`, and at the end.
+        """Return whether an evaluation is due: every `eval_every_steps` steps, and at the end.
 
         A run shorter than `eval_every_steps` has no final evaluation, so that a two-step trial
         stays cheap.
@@ -197,7 +197,7 @@ def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = (
 def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
     """Return whether any row is mixed with a copy of the same image.
 
-    One batch per copy is enough, because after that the positions of copies repeat.
+    Checking one batch per copy is enough, because the positions of copies then repeat.
     """
     batches = (
         order.batch(position)
@@ -232,8 +232,8 @@ def _check_guard(guard: GuardConfig, total_steps: int) -> None:
 def make_plan(
     config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()
 ) -> tuple[Plan, Order]:
-    """Return the plan of a run over `num_samples` training images on `world_size` ranks, and the
-    order of the images.
+    """Return the plan and the image order of a run with `num_samples` training images on
+    `world_size` ranks.
 
     shares: as in `Order`. Raises ValueError, listing sizes that work, if the batch cannot be
     divided evenly.
@@ -284,7 +284,7 @@ def make_plan(
         "decay": plan.decay_steps,
         "cool-down": plan.cooldown_steps,
     }
-    # A warmup longer than the run is allowed and only gets a note.
+    # A warmup that is longer than the run is allowed, and only logs a note.
     if plan.decay_steps + plan.cooldown_steps and sum(parts.values()) > total:
         listed = ", ".join(f"{name} {length:,}" for name, length in parts.items() if length)
         raise ValueError(
@@ -297,7 +297,8 @@ def make_plan(
 def rates(
     config: Config, plan: Plan
 ) -> tuple[Callable[[int], float], Callable[[int], float | None]]:
-    """Return the learning rate and weight decay as functions of the step (None if constant)."""
+    """Return the learning rate and weight decay as functions of the step. A function is None if its
+    value is constant."""
     schedule = config.schedule
     learning_rate = partial(
         lr_at,

@@ -53,7 +53,7 @@ def describe(
     order_of: dict[str, object] = {"order": NOT_EXACT} if config.stream.urls is not None else {}
     images_assumed = ""
     classes_assumed = ""
-    # Do not retry: printing a config should not wait for storage that does not answer.
+    # Do not retry, because printing a config must not wait for storage that does not respond.
     at_once = config_io.with_settings(config, {"loader.patience_s": 0.0})
     try:
         val_split = open_split(at_once, data.val_split)

@@ -28,7 +28,7 @@ class Reduce(Protocol):
     module: nn.Module
     """The module for forward passes: the model, or the model wrapped by DDP."""
     norm_ranks: int
-    """The gradient norms of this many ranks, starting at rank 0, are added to the sums of a
+    """The number of ranks, from rank 0 on, whose gradient norms are added to the sums of a
     step."""
 
     def divisor(self, num_rows: int) -> int:
@@ -41,7 +41,7 @@ class Reduce(Protocol):
         """Return a context for processing the micro-batch that starts at `row`."""
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Add the summed loss of a micro-batch, and the sum of its row weights."""
+        """Add the summed loss and the summed row weights of a micro-batch."""
 
     def finish(self) -> None:
         """Write the gradient of the global batch to `grad`."""
@@ -68,7 +68,7 @@ class DataParallel:
         self.norm_ranks = world.size
 
     def divisor(self, num_rows: int) -> int:
-        """Return `num_rows`, because ranks have equally many rows and DDP averages their means."""
+        """Return `num_rows`: ranks have equal numbers of rows, and DDP averages their means."""
         return num_rows
 
     def first_row(self, num_rows: int) -> int:
@@ -100,7 +100,7 @@ class DataParallel:
         return self.module is not self.model and num_passes > 1
 
     def prepare(self, rows: Batch, losses: Callable[[Batch], Tensor], num_passes: int) -> None:
-        """Bring DDP's buckets into their final layout.
+        """Make DDP build its final bucket layout.
 
         DDP reorders its buckets after the first synchronized backward pass. With 3 or more ranks, a
         different layout changes the order of summation, so a resumed run would differ in the last
@@ -111,12 +111,12 @@ class DataParallel:
             return
         size: Any = self.model.image_size
         if tuple(rows.images.shape[2:]) != size:
-            # The layout depends on the order of gradients, which resampled positions change. A run
-            # that resumes after `schedule.image_sizes` does not resample, so always use the model's
-            # own size.
+            # The order of gradients determines the layout, and resampled positions would change
+            # this order. A run that resumes after `schedule.image_sizes` does not resample, so
+            # always use the model's own size.
             rows = replace(rows, images=rows.images.new_zeros((*rows.images.shape[:2], *size)))
-        # These passes change the running statistics of batch norms in timm models, so restore the
-        # buffers afterwards.
+        # The warm-up passes change the running statistics of batch norms in timm models, so restore
+        # the buffers afterwards.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         losses(rows).sum().backward()
         if self.keeps_gradients(num_passes):

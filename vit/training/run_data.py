@@ -19,7 +19,7 @@ from vit.training.plan import Plan, make_plan
 
 @dataclass(frozen=True)
 class Notes:
-    """Information from one component of a run, collected before the first step."""
+    """Information that a component of a run provides before the first step."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that must be unchanged when the run resumes."""
@@ -37,11 +37,11 @@ class RunData:
     train_set: TrainSet
     batches: AugmentedBatches
     sets: list[tuple[EvalSet, ...]]
-    """The evaluation sets, `data.val_split` first. Sets of the same images form a group."""
+    """The evaluation sets, `data.val_split` first. Sets with the same images form a group."""
     eval_batches: list[EvalBatches]
     """The batches of each split to evaluate."""
     image_format: ImageFormat
-    """The format of images in evaluation."""
+    """The format of the images in evaluation."""
     num_classes: int
     """The number of outputs of the model's head."""
     class_weights: tuple[float, ...] | None

@@ -1,4 +1,4 @@
-"""The result of a step, copied from the device to the host, and the limits of a step.
+"""Copy the result of a step from the device to the host, and define the limits of a step.
 
 vit.step    sums by `Slot` over all ranks, norm, rows -> one vector, copied after the step
 vit.hooks   read it as `StepValues` when the next step is queued
@@ -54,8 +54,8 @@ class StepPhase(StrEnum):
 
 
 READ_LATE = 2
-"""When the host queues a step, the results of this many steps are unknown: this step and the
-last."""
+"""The number of steps with unknown results when the host queues a step: this step and the
+previous one."""
 NON_FINITE = 1
 """The verdict bit for a non-finite gradient."""
 SPIKE = 2
@@ -110,7 +110,7 @@ class StepResult:
         rows: Sequence[Tensor] = (),
         norms: Measured | None = None,
     ):
-        # Copy one vector, so that the rows need no separate kernel launch or copy.
+        # Copy a single vector, so that the rows need no kernel launch or copy of their own.
         ends = [] if norms is None else [norms.values]
         values = torch.cat([sums, grad_norm[None], *rows, *ends])
         self._norms = norms
@@ -135,7 +135,7 @@ class StepResult:
         sums = shared[: Slot.RANK_REPORTS].tolist()
         of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
-        # Use an array, because each rank reads all reports, possibly thousands, in each step.
+        # Each rank reads all reports, possibly thousands, in each step, so use an array.
         reports = shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size)
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),

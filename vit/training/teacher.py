@@ -7,7 +7,7 @@
 4. Combine the losses against the teacher and the labels                       Teacher.blend
 
 A teacher is never trained. The teacher stays in evaluation mode and is not part of optimizer, EMA,
-DDP or checkpoints. A checkpoint stores the hash of its weights.
+DDP or checkpoints. A checkpoint stores only the hash of the teacher's weights.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Teacher:
         model: the teacher's model, on the student's device.
         own: the settings that the teacher was trained with.
         student: the settings of the run.
-        identity: None for a model without trained weights, whose cost is only counted or timed.
+        identity: None for an untrained model that is only used to count FLOPs or measure time.
     """
 
     def __init__(self, model: Any, own: Config, student: Config, identity: Identity | None = None):
@@ -136,8 +136,8 @@ class Teacher:
 def _renormalization(
     data: DataConfig, own: DataConfig, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (shift, scale), each (C, 1, 1), to change the normalization, or None if both are
-    equal.
+    """Return (shift, scale), each (C, 1, 1), from the student's normalization to the teacher's, or
+    None if both are equal.
 
     data: the settings of the inputs. own: the settings of the teacher.
     """
@@ -183,7 +183,7 @@ class Distilled(Objective):
         self._mark_teacher()
         answers = self.teacher(inputs)
         outputs = forward(inputs)
-        # If the model has a second head, that head learns from the teacher.
+        # If the model has a second head, only that head learns from the teacher.
         logits, learning = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         losses = self.teacher.blend(self.loss(logits, targets), learning, answers)
         return losses, margins(logits.detach(), labels)
@@ -238,7 +238,7 @@ def load_teacher(
 
 
 def find_teacher(config: Config, num_classes: int) -> tuple[nn.Module, Config] | None:
-    """Return an untrained copy of the teacher, to count or time it, and the teacher's settings.
+    """Return an untrained copy of the teacher, to count FLOPs or measure time, and its settings.
 
     The weights file may be missing if its name or `distill.teacher_model` identifies the model;
     otherwise ValueError is raised. Returns None without a teacher.

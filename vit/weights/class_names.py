@@ -36,7 +36,7 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     if not model_names or not names:
         if counts:
             return f"{counts}, and no class names to compare: labels are compared by number"
-        # Equal class counts prove little, because any two sets of ten classes have equal counts.
+        # Equal class counts prove little: any two sets of ten classes have equal counts.
         warning = "the model has class names, but the data do not: labels are compared by number"
         return warning if model_names else ""
     differing = [n for n, name in enumerate(names) if [name] != model_names[n : n + 1]]
@@ -116,7 +116,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     """Return `loaded` with its head reduced to the classes `names`, in this order.
 
     The logits of these classes do not change, and the softmax covers only these classes. For other
-    programs' weights with 1,000 classes, the names of ImageNet-1k are tried as well
+    programs' weights with 1,000 classes, the names of ImageNet-1k are also tried
     (`imagenet_names`). The naming that contains the most of `names` is used. In case of a tie, the
     names stored with the weights are preferred.
 

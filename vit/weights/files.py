@@ -78,7 +78,7 @@ def load_weights(
     """
     target = model.state_dict()
     notes = list[str]()
-    # Rename only if the model lacks the name, because BEiT and CaiT have gamma_1 parameters.
+    # BEiT and CaiT have gamma_1 parameters, so rename only if the model lacks the name.
     source = {
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
@@ -162,7 +162,7 @@ def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Return a sha256 over all names, shapes, dtypes and values."""
+    """Return a sha256 hash of all names, shapes, dtypes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -296,7 +296,7 @@ def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
             loaded = _read(weights_path)
             _check_finite(loaded)
             return loaded
-        except (WeightsError, OSError, RuntimeError):  # safetensors: RuntimeError if file is gone
+        except (WeightsError, OSError, RuntimeError):  # safetensors raises it if the file is gone
             # A running job may have replaced its newest checkpoint. If so, read the new checkpoint.
             if find_weights(path) == weights_path:
                 raise

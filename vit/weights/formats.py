@@ -1,4 +1,4 @@
-"""Read a weights file of any supported format into tensors by name.
+"""Read a weights file of any supported format into tensors, keyed by name.
 
 The content, not the file name, determines the format. Code in a file is never executed.
 
@@ -70,7 +70,7 @@ class Content:
     """The content of a weights file."""
 
     tensors: dict[str, Tensor]
-    """Tensors on the CPU by name, memory-mapped if the format allows it."""
+    """Tensors on the CPU, keyed by name, memory-mapped if the format allows it."""
     metadata: dict[str, str] = field(default_factory=dict)
     """Metadata of a safetensors file; {} for other formats."""
     notes: list[str] = field(default_factory=list)
@@ -223,7 +223,7 @@ def _open_torch(path: Path, mapped: bool) -> Any:
             path.open("rb") as file,
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # warnings about refused or harmless content
+            warnings.simplefilter("ignore")  # warnings about rejected or harmless content
             return torch.load(
                 file if misnamed else path,
                 map_location="cpu",

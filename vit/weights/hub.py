@@ -1,7 +1,7 @@
 """Download weights by name from the Hugging Face hub into the hub's cache.
 
-    timm/NAME.TAG                   the repository of that name
-    hf-hub:OWNER/REPO[@REVISION]    any repository; `hf_hub:` is accepted as well
+    timm/NAME.TAG                   the repository with that name
+    hf-hub:OWNER/REPO[@REVISION]    any repository; `hf_hub:` is also accepted
         -> a folder of the cache, with safetensors and json only, never a pickle
         -> the source of the weights: repository, commit, license
 
@@ -23,7 +23,7 @@ from vit.system.spelling import did_you_mean
 from vit.weights.published_models import KNOWN
 
 WEIGHTS_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""The supported weights files, of which a repository must have one."""
+"""The supported weights files. A repository must have one of them."""
 FETCHED = (*WEIGHTS_FILES, "model-*-of-*.safetensors", "config.json", "preprocessor_config.json")
 """The patterns of the files to download."""
 _NAME = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")

@@ -36,7 +36,7 @@ class Turn:
     """
 
     forth: Callable[[Tensor, int], Tensor]
-    """Converts (a weight of this project, number of heads) to the other program's weight."""
+    """Converts this project's weight, given the number of heads, to the other program's weight."""
     back: Callable[[Tensor], Tensor]
 
 
@@ -201,7 +201,7 @@ def _npz() -> Layout:
 
 
 _MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token"))
-"""The layout of MAE's pre-training weights, which add a decoder to timm's names."""
+"""The layout of MAE's pre-training weights: timm's names and a decoder."""
 LAYOUTS = {layout.name: layout for layout in (_torchvision(), _huggingface(), _npz(), _MAE)}
 
 
@@ -225,7 +225,7 @@ def family_of(names: Iterable[str]) -> str:
 
 
 def layout_of(names: Iterable[str]) -> Layout | None:
-    """Return the layout that uses `names`; None if the names are timm's or unknown."""
+    """Return the layout that uses `names`, or None if the names are timm's or unknown."""
     by_sign = {layout.sign: layout for layout in LAYOUTS.values()}
     return by_sign.get(_first_sign(by_sign, names))
 

@@ -22,7 +22,7 @@ def fold_prefix_positions(
     new_grid: tuple[int, int] | None,
     grid: tuple[int, int] | None,
 ) -> list[str]:
-    """Add the positions of class token and registers to these tokens if the model lacks them.
+    """Add the class token's and registers' positions to these tokens if the model lacks positions.
 
     Returns a note if `source` was changed. source, target: state dicts of file and model. new_grid,
     grid: (h, w) of the model's patches and of the source's positions, or None if unknown.
@@ -58,8 +58,8 @@ def fold_prefix_positions(
 def fit_posemb(
     source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None
 ) -> tuple[Tensor, list[str]]:
-    """Resample `source` (1, n, D) to the positions of `target`. Return it and a note per
-    adaptation.
+    """Resample `source` (1, n, D) to the positions of `target`, and return the result with a note
+    per adaptation.
 
     new_grid, grid: (h, w) of the model's patches and of the source's positions; None if unknown.
     Raises WeightsError if the source's number of positions does not fit a grid.

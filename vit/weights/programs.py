@@ -1,8 +1,8 @@
-"""Write the configs with which other programs open this project's models, or list the obstacles.
+"""Write configs with which other programs open this project's models, or list unsupported features.
 
     Subject: a model, its config and its class names
       -> lacking         the features that a program lacks; [] if it can open the model
-      -> timm_config     config.json of timm, which transformers opens as well
+      -> timm_config     config.json of timm, which transformers also opens
          huggingface_configs   config.json and preprocessor_config.json of transformers
 
 `View` describes the evaluation preprocessing (`vit.data.decode.crops`) in the terms of other
@@ -184,7 +184,7 @@ class Subject:
 
     @property
     def labels(self) -> list[str]:
-        """Return one name per class, because other programs count classes by their names; [] if
+        """Return one name per class, from which other programs infer the number of classes; [] if
         unknown."""
         names = self.class_names
         return names and names + [f"class {n}" for n in range(len(names), self.num_classes)]
@@ -292,7 +292,7 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
     if section.dist_token:
         name = f"deit_{size}_distilled_patch16_224"
         timm_names = _TIMM_DISTILLED
-    # State even the arguments that the name implies, because timm may change its defaults.
+    # timm may change its defaults, so state even the arguments that the name implies.
     preset = PRESETS[re.sub(r"^vit_|\d+$", "", section.name)]
     arguments = {key: value for key, value in preset.items() if key == "mlp_ratio"} | arguments
     if section.pos_embed == "none":
@@ -338,7 +338,7 @@ _TIMM_DISTILLED = tuple(f"deit_{size}_distilled_patch16_224" for size in ("base"
 
 
 def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
-    """Return both config files for transformers' ViTForImageClassification, by file name."""
+    """Return both config files for transformers' ViTForImageClassification, keyed by file name."""
     model = subject.model
     view = subject.view
     patch = model.patch_size

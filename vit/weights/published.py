@@ -12,8 +12,8 @@ the name that the training program stored in the file (timm's `args.model`), or 
     deit_base_patch16_224-b5f2ef4d.pth                  the authors' name
     vit_base_patch16_224.augreg_in1k/model.safetensors  a Hugging Face folder with config.json
 
-This module downloads nothing. For models missing from the table (vit/weights/published_models.py),
-the settings come from timm if timm is installed.
+This module downloads nothing. The settings of models that are missing from the table
+(vit/weights/published_models.py) come from timm, if timm is installed.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def with_published_config(
         )
     num_classes = head.shape[0]
     if loaded.source is not None and model.top1 is None:
-        # Use the repository's name, because the file is in a cache folder.
+        # The file is in a cache folder, so use the repository's name.
         model = replace(model, name=loaded.source["repository"])
     settings = loaded.path.parent / "config.json"
     names = class_names_in(settings, num_classes) if name is None else []

@@ -66,7 +66,7 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     if match[2] == "medium":
         fields |= {"embed_dim": 512, "num_heads": 8}
     if match[1] == "deit3":
-        fields["init_values"] = 1e-6  # The value does not matter, because the weights overwrite it.
+        fields["init_values"] = 1e-6  # Any value works, because the weights overwrite it.
     if match[5]:
         fields["qkv_bias"] = False
     return fields

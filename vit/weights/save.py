@@ -4,7 +4,7 @@
     header         JSON: type, shape and data offsets of each tensor; and `__metadata__`
     data           tensors in little-endian order, without gaps
 
-The safetensors package writes the same bytes in one call. But then hashing would have to read the
+The safetensors package writes the same bytes in one call. But a hash would then require reading the
 file again, and a writer thread would hold the global interpreter lock (GIL). This module writes the
 file in pieces, and releases the GIL while it hashes or writes a piece.
 
@@ -96,7 +96,7 @@ def save_weights(
     metadata (see `vit.weights.save`).
 
     Raises:
-        WeightsError: the file cannot be written, for instance because the disk is full.
+        WeightsError: the file cannot be written, for example because the disk is full.
         TypeError: a tensor's type is not supported by the format, or metadata are not strings.
     """
     path = Path(path)

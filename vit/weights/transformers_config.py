@@ -73,7 +73,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             raise ValueError(f"{path}: resample is {resample}, expected one of {_RESAMPLE}")
         resize = content.get("size") or {}
         if not isinstance(resize, dict):
-            resize = {}  # Older files contain only the side, which config.json contains too.
+            resize = {}  # Older files contain only the side, which is also in config.json.
         shortest = resize.get("shortest_edge")
         cuts = content.get("do_center_crop") and {"height", "width"} <= {*resize}
         sides = (resize["height"], resize["width"]) if cuts else size
@@ -100,7 +100,7 @@ def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
 
 
 def norm_notes(path: Path) -> list[str]:
-    """Return a note if the norm epsilon in the `config.json` of transformers' ViT differs.
+    """Return a note if the norm epsilon in transformers' `config.json` differs from this project's.
 
     Raises WeightsError if the epsilon exceeds `MAX_NORM_EPS`, because outputs would then differ too
     much.

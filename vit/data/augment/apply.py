@@ -26,9 +26,9 @@ from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
-"""The number of image values to process together. On a CPU, this is one image of 224 x 224 pixels,
-which stays in the cache between operations (docs/experiments/). On a GPU, this is 891 such images,
-which fit in memory next to a model."""
+"""The number of image values to process together. On a CPU, they form one image of 224 x 224
+pixels, which stays in the cache between operations (docs/experiments/). On a GPU, they form 891
+such images, which fit in memory next to a model."""
 
 
 def rows_at_once(images: Tensor) -> int:
@@ -44,8 +44,8 @@ class Augment:
     of images, so the trainer calls it once for all micro-batches of a step. `finish` returns
     float32 images, which take four times the memory, so the trainer calls it per micro-batch.
 
-    `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: use `torch.compile` for the
-    part whose shapes never change. Evaluation has no table and only calls `normalize`.
+    `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: whether to use
+    `torch.compile` for the part whose shapes never change. Evaluation only calls `normalize`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Augment:
         return self.finish(self.change(images, table), labels, table)
 
     def change(self, images: Tensor, table: Tensor) -> Tensor:
-        """Apply the margin, the flip and the uint8 operations; return new uint8 images.
+        """Apply the margin, the flip and the uint8 operations, and return new uint8 images.
 
         The result stores each channel contiguously, which makes later steps twice as fast on a CPU.
         """
@@ -108,9 +108,9 @@ class Augment:
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize, erase and mix `images`, the uint8 output of `change`; see `__call__`."""
         device = images.device
-        # Compute noise only for rows with a box, because noise is costly. Call `nonzero` on the
-        # host, because on the device it forces a host-device sync. A compiled graph processes all
-        # rows, because a varying number of rows causes recompilation.
+        # Noise is costly, so compute it only for rows with a box. Call `nonzero` on the host,
+        # because on the device it forces a host-device sync. A compiled graph processes all rows,
+        # because a varying number of rows causes recompilation.
         erased = np.arange(len(table))
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]

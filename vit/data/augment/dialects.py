@@ -2,8 +2,8 @@
 TrivialAugment, 3-Augment and color jitter.
 
 The augmentation table (`vit.data.augment.draw`) contains the index of an operation and its strength
-on the scale of its set. On the host, this module converts them to inputs for the device, with the
-formulas of the set's source: a `Kind`, and a lookup table or a few parameters.
+on the scale of its set. On the host, this module converts both, with the formulas of the set's
+source, to inputs for the device: a `Kind`, and a lookup table or a few parameters.
 
 Sources:
 timm/data/auto_augment.py, bilinear. "Increasing" operations (`rand-m9-mstd0.5-inc1`) have a
@@ -104,7 +104,7 @@ def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    # Use double precision like the source, because a rounding difference can change a level.
+    # A rounding difference can change a level, so use double precision like the source.
     return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
@@ -152,7 +152,8 @@ _TIMM_AUTO: dict[str, Op] = {
 
 
 def _magnitude_of(strength: Tensor, largest: float, num: int) -> Tensor:
-    """Return the source's float32 magnitude as float64. Other rounding could change a level."""
+    """Return the source's float32 magnitude as float64. Rounding differently could change a
+    level."""
     magnitudes = torch.linspace(0.0, largest, num).double()
     return magnitudes[strength.abs().long()].copysign(strength)
 
@@ -263,13 +264,12 @@ _BIG_VISION: dict[str, Op] = {
     "equalize": EQUALIZE,
     "invert": _TIMM["invert"],
     "rotate": _tf_warp(lambda s, size: _tf_turned(3.0 * s, size)),
-    # Keep at least 1 bit. 0 bits would need a shift by 8, which TensorFlow turns into a shift by
-    # 7.
+    # Keep at least 1 bit: TensorFlow turns the shift by 8, needed for 0 bits, into a shift by 7.
     "posterize": _by_table(
         lambda x, s: pixel_ops.posterize(x, (0.4 * s.abs()).floor().clamp(min=1.0))
     ),
-    # The source casts the threshold to uint8. At strength 10, the threshold of 256 therefore
-    # becomes 0, which inverts all pixels.
+    # The source casts the threshold to uint8. At strength 10, the threshold 256 therefore
+    # becomes 0, so all pixels are inverted.
     "solarize": _by_table(
         lambda x, s: pixel_ops.solarize(x, (25.6 * s.abs()).floor().remainder(256.0))
     ),

@@ -6,9 +6,9 @@ crop for the decoder and one row of a small float table (B, K), the augmentation
 columns). Mixing depends on (seed, position) and on groups, pairs or rows of the *global* batch.
 Augmentation therefore does not depend on the number of ranks, workers or devices.
 
-A published stream of random numbers never changes. `tests/data/augment/golden_draws.json` contains
-the random numbers of the recipes. New random numbers need a new constant below. The length of an
-operation set affects the random numbers, so a new operation needs a new set.
+Published random numbers never change. `tests/data/augment/golden_draws.json` contains those of the
+recipes. New random numbers need a new constant below. The length of an operation set affects the
+random numbers, so a new operation needs a new set.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ image."""
 BLUR_RADIUS = (0.1, 2.0)
 """The range of the blur radius in pixels for 3-Augment's Gaussian blur."""
 NUM_TRIES = 10
-"""The maximum number of attempts to draw a box that fits in the image (as torchvision and timm)."""
+"""The maximum number of attempts to draw a box that fits in the image, as in torchvision and
+timm."""
 
 
 def sample_keys(
@@ -276,8 +277,8 @@ def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[N
 def _draw_erasing(
     config: AugmentConfig, keys: NDArray[np.uint64], size: tuple[int, int]
 ) -> list[NDArray]:
-    """Draw the top, bottom, left and right of the box to erase (Zhong et al. 2020), in pixels; 0 if
-    none.
+    """Draw the box to erase (Zhong et al. 2020): top, bottom, left and right in pixels, all 0 if
+    nothing is erased.
 
     As in timm/data/random_erasing.py with one box, up to ten boxes are drawn, with uniform area and
     log-uniform aspect ratio (height / width), and rounded to pixels. The first box that is smaller
@@ -316,7 +317,7 @@ def mixes(config: AugmentConfig) -> bool:
 
 
 def partners(config: AugmentConfig, num_rows: int) -> NDArray[np.int64]:
-    """Return each row's partner, which is the row that it is mixed with.
+    """Return each row's partner, the row with which it is mixed.
 
     By default, each row is mixed with the next row of its group, and the last row with the first.
     With `mixup_mode: pair`, the first row is mixed with the last, the second with the second to
@@ -353,15 +354,15 @@ def draw_mix(
     assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, (
         "a group must not be divided"
     )
-    # Use the row in the global batch for keys, so that random numbers do not depend on ranks and
-    # workers.
+    # Random numbers must not depend on ranks and workers, so compute keys from the row in the
+    # global batch.
     row = first_row + np.arange(len(table))
     partner = partners(config, len(table))
     if config.mixup_mode == "batch":
         keys = fold(seed, position, row // config.mix_group_size, _MIX)
     elif config.mixup_mode == "pair":
-        # Use the lower row of the pair for the key, so that both partners get the same random
-        # numbers.
+        # Both partners must get the same random numbers, so compute the key from the lower row of
+        # the pair.
         keys = fold(seed, position, np.minimum(row, first_row + partner), _MIX_PAIR)
     else:
         keys = fold(seed, position, row, _MIX_ROW)
@@ -384,7 +385,7 @@ def draw_mix(
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
     # Compute lambda from the box after clipping it at the border, as in the paper's code.
     area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
-    # Do not mix with a partner of weight 0, because its image is black and contradicts its label.
+    # A partner of weight 0 has a black image that contradicts its label, so do not mix with it.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
     table[:, LAMBDA] = np.where(mixed, np.where(cutmix, area_outside, mixup_lambda), 1.0)
     table[:, CUTMIX] = cutmix & mixed
@@ -395,7 +396,7 @@ def draw_mix(
 def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Draw from Beta(alpha, alpha) for each key by Johnk's method (1964).
 
-    A rejection advances the counter of its own key only, so keys do not affect each other.
+    A rejection advances only its own key's counter, so keys do not affect each other.
     """
     out = np.empty(len(keys))
     todo = np.arange(len(keys))

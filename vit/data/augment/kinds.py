@@ -32,12 +32,12 @@ class Kind(IntEnum):
     WARP = auto()
     """A warp by `pixel_ops.affine`. Parameters: matrix entries a to f, and the fill color."""
     CONTRAST = auto()
-    """A blend between the mean gray level (factor 0) and the image (factor 1)."""
+    """A blend of the mean gray level (factor 0) and the image (factor 1)."""
     SATURATION = auto()
-    """A blend between the gray image (factor 0) and the image (factor 1)."""
+    """A blend of the gray image (factor 0) and the image (factor 1)."""
     TF_SATURATION = auto()
     SHARPNESS = auto()
-    """A blend between the smoothed image (factor 0) and the image (factor 1)."""
+    """A blend of the smoothed image (factor 0) and the image (factor 1)."""
     TF_SHARPNESS = auto()
     BLUR = auto()
     """A Gaussian blur. The parameters are `pixel_ops.box_weights`."""
@@ -158,15 +158,15 @@ class Round:
         if tf_colour.start < tf_colour.stop:
             bases.append(pixel_ops.tf_grey(floats[tf_colour]))
         if sharp.start < tf_sharp.stop:
-            # Start with a copy of the image, because `smooth` does not write the border.
+            # `smooth` does not write the border, so start with a copy of the image.
             bases.append(floats[sharp.start :])
         shape = floats.shape[1:]
         base_images = torch.cat([base.expand(-1, *shape) for base in bases])
         for rows, rounding in ((sharp, 6), (tf_sharp, 0)):
             if rows.start < rows.stop:
                 pixel_ops.smooth(floats[rows], rounding, base_images[rows])
-        # Use the order of operations in Pillow's Blend.c, because another order rounds differently.
-        # Work in place, because allocating memory costs more than the arithmetic.
+        # Another order of operations than that in Pillow's Blend.c would round differently. Work in
+        # place, because allocating memory costs more than the arithmetic.
         floats.sub_(base_images).mul_(numbers[:, :1, None, None]).add_(base_images)
 
     @staticmethod

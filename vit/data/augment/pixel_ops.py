@@ -56,9 +56,8 @@ def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
 def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     """Write lookup tables that stretch each channel to 0..255 into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. dtype: float64 for the
-    arithmetic of Pillow, in which the highest level may become 254, or float32 for that of
-    TensorFlow.
+    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. dtype: float64 for
+    Pillow's arithmetic, in which the highest level may become 254; float32 for TensorFlow's.
     """
     pair = torch.add(highest, levels.amin(2, keepdim=True), alpha=256)
     stretched = _stretched(dtype, levels.device)
@@ -67,14 +66,13 @@ def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: tor
 
 @lru_cache
 def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return all lookup tables (65536, 256). Row 256 * lowest + highest stretches the levels from
+    """Return all lookup tables (65536, 256). Row 256 * lowest + highest stretches the range from
     lowest to highest."""
     every = torch.arange(256, dtype=dtype)
     tables = torch.empty(256, 256, 256, dtype=torch.uint8)
     for low, of_low in enumerate(tables):
         span = (every - low)[:, None]
-        # Divide tensors, because `255.0 / tensor` multiplies by the reciprocal, which rounds
-        # differently.
+        # Divide tensors: `255.0 / tensor` would multiply by the reciprocal and round differently.
         factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
         offsets = torch.where(span > 0, low * factors, 0.0)
         # Entries outside [lowest, highest] are arbitrary, because the channel has no such levels.
@@ -83,15 +81,15 @@ def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():  # creating the range is free in a compiled graph
+    if torch.compiler.is_compiling():  # a compiled graph creates the range at no cost
         return torch.arange(stop, dtype=dtype, device=device)
     return _kept_range(stop, dtype, device)
 
 
 @lru_cache
 def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Create the tensor on the host, so that all streams of a GPU can read it when `to` returns. A
-    # tensor created on one stream could be read by another stream before it is written.
+    # A tensor created on one GPU stream could be read by another stream before it is written. A
+    # tensor from the host can be read by all streams when `to` returns.
     return torch.arange(stop, dtype=dtype).to(device)
 
 
@@ -147,15 +145,15 @@ def tf_grey(images: Tensor) -> Tensor:
 
 def mean_level(grey: Tensor) -> Tensor:
     """Return the rounded mean (B, 1, 1, 1) of gray images (B, 1, H, W)."""
-    # Use double precision, because a float32 sum over all pixels could round to another level.
+    # A float32 sum over all pixels could round to another level, so use double precision.
     return grey.mean((2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
 
 
 def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
     """Apply Pillow's SMOOTH to integer levels: a 3 x 3 mean in which the center counts five times.
 
-    Writes to `out`, which has the shape of `images`, except its border of one pixel. `rounding`:
-    added to the weighted sum before it is divided by 13 and truncated.
+    Writes all of `out`, which has the shape of `images`, except a border of one pixel. `rounding`:
+    added to the weighted sum before the sum is divided by 13 and truncated.
     """
     # On a CPU, pooling takes 13 times as long as adding. On a GPU, it needs a quarter of the
     # kernels.
@@ -170,7 +168,7 @@ def _added(images: Tensor) -> Tensor:
 
 
 def _pooled(images: Tensor) -> Tensor:
-    """Return exactly the same sums as `_added`, because the levels are integers."""
+    """Return the sums of `_added`. They are exactly equal, because the levels are integers."""
     return F.avg_pool2d(images, 3, stride=1, divisor_override=1)
 
 
@@ -300,7 +298,7 @@ def affine_nearest(
 
 
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """Shift the view by `right` and `down` pixels (B,) int64. Reflect the image at its border.
+    """Shift the view by `right` and `down` pixels (B,) int64, and reflect the image at its border.
 
     The reflection does not repeat the outermost pixels. Accepts images of any dtype.
     """
@@ -332,8 +330,7 @@ def noise(seeds: Tensor, quantiles: Tensor, channels: int, height: int, width: i
 
     The noise depends only on `seeds` (B,) int32 and the pixel position. Each 32-bit hash
     (lowbias32, Wellons 2018) serves two neighboring pixels: its halves select two of the 65,536
-    `quantiles`, whose absolute values reach 4.2. A lookup is far cheaper than a logarithm and a
-    cosine.
+    `quantiles`, which reach +-4.2. A lookup is far cheaper than a logarithm and a cosine.
     """
     num = channels * height * width
     pairs = torch.arange((num + 1) // 2, device=seeds.device, dtype=torch.int32)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vit.data.augment.table import AUTO_AUGMENT_SETS, OP_NAMES
 
-# Each line is a pair of operations with their probabilities and, if they have one, strengths.
+# Each line is a pair of operations, each with its probability and its strength, if it has one.
 _IMAGENET = """
 posterize .4 8, rotate .6 9
 solarize .6 5, auto_contrast .6

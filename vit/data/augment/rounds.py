@@ -37,7 +37,7 @@ class Rounds(NamedTuple):
     num_tables: NDArray[np.int64]
     """(R, B): the number of `Kind.TABLE` rows that precede each row, over all rounds."""
     moves: Tensor
-    """(R + 1, B) int64: `moves[r, i]` is the index in round r - 1 of the row at index i in round r.
+    """(R + 1, B) int64: the row at index i in round r was at index `moves[r, i]` in round r - 1.
     Indices are relative to the first row of the block. Before the first round and after the last
     one, rows are in batch order."""
     numbers: Tensor
@@ -53,7 +53,7 @@ def plan_rounds(
     block_rows: int,
     device: torch.device,
 ) -> Rounds:
-    """Plan the rounds for the rows of `table` (B, K) and images of `size`; put tensors on
+    """Plan the rounds for the rows of `table` (B, K) and images of `size`, with tensors on
     `device`."""
     # An example with four rows in one block, two rounds and kinds 0 to 2:
     #
@@ -88,8 +88,8 @@ def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> No
     """Apply the rounds to `images`, the block `rows` of the batch, and write the result to
     `out`."""
     moves = rounds.moves[:, rows]
-    # Skip the moves in blocks of one row, which occur with large images on a CPU, to save one image
-    # copy per round. The operations then change `out` in place.
+    # A block of one row, which occurs with large images on a CPU, needs no moves. Skipping them
+    # saves one image copy per round: the operations change `out` in place.
     is_single = len(images) == 1
     current = out.copy_(images) if is_single else images
     for index, kinds in enumerate(rounds.kinds[:, rows]):
@@ -143,9 +143,9 @@ def _find_numbers(
 
 def to_device(arrays: Sequence[NDArray], device: torch.device) -> list[Tensor]:
     """Copy `arrays` to `device` in one transfer, without waiting for it."""
-    # Pad to 8 bytes, because an int64 view must begin at a multiple of 8 bytes.
+    # An int64 view must begin at a multiple of 8 bytes, so pad each array.
     starts = np.cumsum([0, *(math.ceil(array.nbytes / 8) * 8 for array in arrays)]).tolist()
-    # Pin the memory, because only copies from page-locked memory are asynchronous. Without a GPU,
+    # Only copies from page-locked memory are asynchronous, so pin the memory. Without a GPU,
     # `device` may still be "cuda" for fake tensors, and pinning would fail.
     pinned = device.type == "cuda" and torch.cuda.is_available()
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)

@@ -80,8 +80,8 @@ OP_NAMES: dict[str, tuple[str, ...]] = {
     "three_augment": ("grayscale", "solarize", "blur"),
     "color_jitter": ("brightness", "contrast", "saturation", "hue"),
 }
-"""The operation sets. Their order and length equal those of the source. A set must never change,
-because that would change the random numbers. RandAugment: timm/data/auto_augment.py
+"""The operation sets, with the order and length of their sources. A set must never change, because
+that would change the random numbers. Sources of RandAugment: timm/data/auto_augment.py
 (`_RAND_INCREASING_TRANSFORMS`, `_RAND_TRANSFORMS`), torchvision/transforms/autoaugment.py,
 big_vision/pp/autoaugment.py. AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT
 III. Color jitter: torchvision."""
@@ -124,8 +124,8 @@ class TableLayout:
     """The first of four columns with the box to erase: top, bottom, left, right (all 0 if none).
     `num_noise` more columns follow."""
     num_noise: int
-    """The number of columns for the fill of the erased box. 3: a color. 1: an integer below 2**24
-    that seeds the noise."""
+    """The number of columns for the fill of the erased box: 3 for a color, 1 for an integer below
+    2**24 that seeds the noise."""
     width: int
     """The number of columns (K)."""
 

@@ -27,7 +27,7 @@ from vit.system import stages
 from vit.system.stages import Stage
 
 REDUCE_FROM = 2.5
-"""The minimum ratio of window to view, for both sides, at which `scaled` decodes a reduced image:
+"""The minimum ratio of window to view, on both sides, at which `scaled` decodes a reduced image:
 
     window / view    2.5    5      10
     decoded at       1/2    1/4    1/8
@@ -133,8 +133,8 @@ def decode_views(
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
     reductions = [_reduction(window, size) if scaled else 1 for window in windows]
-    # Decode one box for all windows with the same reduction, so that a view does not depend on
-    # windows with another reduction.
+    # Decode one box per reduction, so that a view does not depend on windows with another
+    # reduction.
     for reduce in set(reductions):
         numbers = [number for number, reduction in enumerate(reductions) if reduction == reduce]
         box = _bounding_box([windows[number] for number in numbers])
@@ -147,7 +147,7 @@ def decode_views(
             if reduced == 1:
                 resize(part, size, interpolation, out[number])
             else:
-                # Use Pillow, because torch cannot resize a region with borders between pixels.
+                # torch cannot resize a region whose borders lie between pixels, but Pillow can.
                 x, y = x % reduced, y % reduced
                 borders = x / reduced, y / reduced, (x + width) / reduced, (y + height) / reduced
                 out[number].copy_(_resize_by_pillow(part, size, interpolation, borders))
@@ -214,7 +214,7 @@ def decode_center(
     except ValueError as error:
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
-    if math.prod(resized) > MAX_PIXELS:  # extreme aspect ratios make the long side huge
+    if math.prod(resized) > MAX_PIXELS:  # an extreme aspect ratio makes the long side huge
         reason = (
             f"{width} x {height} pixels are too elongated: after resizing they would exceed"
             f" {MAX_PIXELS} pixels"
@@ -223,7 +223,7 @@ def decode_center(
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
     across = _plan_line(width, resized[1], size[1], interpolation, can_stop)
-    # Leave pixels outside of `place` uninitialized, because they do not affect the crop.
+    # Pixels outside of `place` stay uninitialized, because they do not affect the crop.
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
     box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
@@ -242,8 +242,7 @@ def decode_center(
 
 
 class _Line(NamedTuple):
-    """The pixels that are needed along one axis (rows or columns), from the stored image to the
-    center crop."""
+    """The pixels along one axis (rows or columns) that the center crop needs."""
 
     start: int
     stop: int

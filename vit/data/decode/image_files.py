@@ -63,8 +63,7 @@ NOT_READ = (
     ".pef",
     ".srw",
 )
-"""The suffixes of image files that cannot be read, such as phone photos, raw camera data and
-drawings."""
+"""The suffixes of unsupported image files, such as phone photos, raw camera data and drawings."""
 READ_MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
     rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
@@ -85,8 +84,8 @@ def how_to_convert(suffix: str) -> str:
 
 
 def is_image(path: str) -> bool:
-    """Return whether a file is a readable image, judged by its suffix or, if it has none, its first
-    bytes."""
+    """Return whether a file is a readable image, judging by its suffix. If the file has no suffix,
+    judge by the first bytes."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix or not os.path.isfile(path):  # opening a pipe would block
         return suffix in EXTENSIONS

@@ -1,10 +1,10 @@
 """Decode encoded images to uint8 pixels.
 
-libjpeg-turbo decodes ordinary JPEGs (8 bits, gray or color), and if possible only the window. The
+libjpeg-turbo decodes ordinary JPEGs (8 bits, gray or color), if possible only the window. The
 decoders are tried in this order: the optional C decoder (`vit.data.decode.native`), simplejpeg on a
 smaller JPEG cut out of the bytes (`vit.data.decode.jpeg_cut`), simplejpeg on the entire image.
-Pillow decodes all other images and JPEGs that simplejpeg rejects. Its list of allowed formats
-excludes formats that are programs, such as EPS. All decoders produce the same pixels.
+Pillow decodes all other images, and JPEGs that simplejpeg rejects, but no formats that are
+programs, such as EPS. All decoders produce the same pixels.
 
 Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transparency is dropped
 without blending, palettes are resolved, CMYK is interpreted like Adobe's, and color profiles are
@@ -102,7 +102,7 @@ def open_image(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings(action="ignore"):
             image = Image.open(io.BytesIO(data), formats=_formats())
-            # libtiff allocates an entire tile, even if the image is smaller than a tile.
+            # libtiff allocates an entire tile, even if the image is smaller.
             tags = getattr(image, "tag_v2", {})
             tile_width, tile_height = (int(tags.get(tag, 0)) for tag in TILE_TAGS)
     except Image.DecompressionBombError:
@@ -201,14 +201,14 @@ def _reasons() -> Iterator[None]:
 def _load(image: Image.Image, mode: str) -> None:
     size = image.size
     if mode == "L" and _is_jpeg(image):
-        image.draft("L", None)  # read the stored luma, like the other decoders
+        image.draft("L", None)  # read the stored luma, as the other decoders do
     image.load()
     if image.size != size:
         raise ValueError(
             f"the image has {image.size[0]} x {image.size[1]} pixels, but its headers say"
             f" {size[0]} x {size[1]}"
         )
-    # Drop transparency, because Pillow would otherwise convert the color that marks transparent
+    # Drop transparency. Otherwise, Pillow would also convert the color that marks transparent
     # pixels.
     image.info.pop("transparency", None)
 
@@ -300,10 +300,9 @@ def decode_box(
 
 
 def span(start: int, length: int, origin: int, reduce: int) -> slice:
-    """Return the slice of a reduced image, beginning at `origin`, that covers [start, start +
-    length).
+    """Return the slice of a reduced image that covers [start, start + length).
 
-    start, length, origin: in pixels of the original image.
+    origin: where the reduced image begins. All arguments are in pixels of the original image.
     """
     first = start // reduce
     stop = math.ceil((start + length) / reduce)
@@ -337,7 +336,7 @@ def _by_pillow(
 ) -> Pixels:
     """Decode the image, or its region `box`, with Pillow.
 
-    problem: the error from simplejpeg, to report if Pillow fails too.
+    problem: the error from simplejpeg, reported if Pillow also fails.
     """
     try:
         image = open_image(data)

@@ -1,11 +1,11 @@
 """Cut a small JPEG out of the bytes of a large one, so that a decoder skips the rest.
 
 A baseline JPEG is a grid of blocks (MCUs), stored line by line in one entropy-coded stream that can
-only be read from the beginning. Restart markers, the bytes 0xFF 0xD0 to 0xFF 0xD7 in turn, divide
+only be read from the beginning. Restart markers, which cycle from 0xFF 0xD0 to 0xFF 0xD7, divide
 the stream into independent segments. If the restart interval divides a line or is a multiple of a
-line, the image is a grid of tiles. The tiles that overlap the window are copied, their markers
-renumbered, and the size in the header changed. The result is a JPEG with exactly the pixels of the
-original:
+line, the image is a grid of tiles. The tiles that overlap the window are copied, their markers are
+renumbered, and the size in the header is changed. The result is a JPEG with exactly the original
+pixels:
 
     +----+----+----+----+
     |    |    |    |    |   file:  head 0 D0 1 D1 2 D2 3 D3 4 D4 5 D5 6 D6 7 D7 8 D0 9 ... 11 EOI
@@ -15,7 +15,7 @@ original:
     |    | :..|..: |    |
     +----+----+----+----+
 
-Without restart markers, the header gets a smaller height, so that the decoder stops below the
+Without restart markers, the height in the header is reduced, so that the decoder stops below the
 window.
 
 Source: ITU-T T.81, annexes B and E.1.4. The margin follows from libjpeg-turbo's "fancy" upsampling
@@ -37,8 +37,8 @@ Window = tuple[int, int, int, int]
 """A window: left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
 MAX_SHARE = 0.95
-"""The maximum fraction of the image for which cutting saves time. Finding the markers takes 1/25 of
-the time for decoding the entire image."""
+"""The maximum fraction of the image for which cutting saves time. Finding the markers takes 1/25 as
+long as decoding the entire image."""
 
 
 class Cut(NamedTuple):
@@ -51,8 +51,8 @@ class Cut(NamedTuple):
     height: int
     """The height of the part. All four numbers are in pixels of the original image."""
     has_rest: bool
-    """True if the data contain lines below the height, in which case libjpeg warns about
-    "extraneous bytes"."""
+    """Whether the data contain lines below `height`. If so, libjpeg warns about "extraneous
+    bytes"."""
 
 
 def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:

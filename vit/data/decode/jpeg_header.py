@@ -49,8 +49,8 @@ class JpegHeader(NamedTuple):
     """The number of samples across and down in a block (MCU), for each component. With 4:2:0, these
     are (2, 2), (1, 1), (1, 1)."""
     is_one_scan: bool
-    """True if the first scan contains all components. Unless the coding is progressive, no other
-    scan follows."""
+    """Whether the first scan contains all components. If so, no other scan follows, unless the
+    coding is progressive."""
 
     @property
     def size(self) -> tuple[int, int]:

@@ -1,10 +1,10 @@
-"""The optional C decoder for JPEG windows. It is built during installation if a C compiler exists.
+"""The optional C decoder for JPEG windows, built during installation if a C compiler exists.
 
-The decoder (`vit/data/decode/c/window.c`) gets the bytes of a JPEG and a window. It reads only the
-data of the window, or all data before the end of the window if there are no restart markers. The
-pixels exactly equal those of simplejpeg (libjpeg-turbo). For a JPEG that it does not support
-(progressive, CMYK, damaged, ...), the decoder returns a status, within microseconds if the headers
-show the reason. The caller then uses simplejpeg. The decoder releases the GIL.
+The decoder (`vit/data/decode/c/window.c`) takes the bytes of a JPEG and a window, and reads only
+the window's data, or all data before the end of the window if there are no restart markers. The
+pixels exactly equal those of simplejpeg (libjpeg-turbo). For an unsupported JPEG (progressive,
+CMYK, damaged, ...), the decoder returns a status, within microseconds if the headers show the
+reason. The caller then uses simplejpeg. The decoder releases the GIL.
 
 `load` rejects a library that has another interface version, was built from different C files, or
 fails on a small JPEG. `VIT_NATIVE=0` in the environment disables the decoder.
@@ -223,7 +223,7 @@ LIBRARY, UNAVAILABLE_REASON = _find()
 """The library (`vit_decode_window`, and `vit_jpeg_transcode` for data_prep), or None and the
 reason.
 
-Both are None with VIT_NATIVE=0.
+The library and the reason are both None with VIT_NATIVE=0.
 """
 AVAILABLE = LIBRARY is not None
-"""True if the library is usable and not disabled."""
+"""Whether the library is usable and not disabled."""

@@ -1,7 +1,7 @@
 """Open a split of a data set. This docstring defines the format of data sets on disk.
 
-Images and labels are stored in tar files ("shards"), two members per sample. An index contains each
-image's position in one row per sample, so reading a sample takes one `pread`.
+Images and labels are stored in tar files ("shards"), two members per sample. An index contains one
+row per sample, with the image's position, so reading a sample takes one `pread`.
 
     <root>/
       _info.json        splits, shard lengths, sizes and sha256, class names, source; written last
@@ -149,8 +149,8 @@ def _open_whole(
         num_classes=num_classes,
         class_names=class_names,
         tars=tars,
-        # Drop the class names, because the split has them and the layout is pickled for each
-        # worker.
+        # The split has the class names, and the layout is pickled for each worker, so drop the
+        # names from the layout.
         layout=replace(layout, class_names=()),
         apply_exif=bool((info.get("options") or {}).get("apply_exif")),
     )
@@ -190,7 +190,7 @@ def _find(
 
 
 def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
-    """Check every shard of a split from this host; return the number of shards and of bytes.
+    """Check every shard of a split from this host, and return the number of shards and of bytes.
 
     Does not write files. Raises ShardError like `open_split`, and also if the index of a folder
     must be built first.
@@ -312,8 +312,8 @@ def _why_rebuild(
 ) -> str:
     """Return the reason why the index does not match the tars, or "" if it matches.
 
-    Raises ShardError if the sha256 of a tar differs from the recorded one. In that case, the tar is
-    wrong, and training with a rebuilt index would use the wrong images.
+    Raises ShardError if the sha256 of a tar differs from the recorded one, because training with a
+    rebuilt index would then use the wrong images.
     """
     mismatch = index_mismatch(index, described.lengths, sizes)
     if mismatch or sizes is None:
@@ -322,7 +322,7 @@ def _why_rebuild(
     replaced = replaced_shards(index, described.lengths, tars)
     if not replaced:
         return ""
-    # Hash only the first tar, because hashing the whole data set can take minutes.
+    # Hashing the whole data set can take minutes, so hash only the first tar.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
         return "outdated (images are at other offsets in their shard)"

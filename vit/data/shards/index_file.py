@@ -1,12 +1,11 @@
-"""The index of a split with one row per sample: save, open, compare with the shards, and rebuild
-it.
+"""Save, open, check and rebuild the index of a split, which has one row per sample.
 
 Rows are sorted by (shard, position), so the rows of a shard are contiguous. Opening an index
 memory-maps the file. All checks work shard by shard, so an index of a billion samples is never
 loaded completely.
 
-Each row contains the CRC-32C of the encoded image, which is verified when the image is read. It is
-0 (unknown) if the row was created without reading the image.
+Each row contains the CRC-32C of the encoded image, which is verified when the image is read. The
+CRC is 0 (unknown) if the row was created without reading the image.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from vit.system.meter import Meter
 from vit.system.tar_walk import TAR_BLOCK
 
 NUM_READERS = 8
-"""The number of shards to read concurrently when rebuilding an index, because network file systems
-serve several files faster than one."""
+"""The number of shards to read concurrently when rebuilding an index. Network file systems serve
+several files faster than one."""
 
 
 def first_samples(lengths: Iterable[int]) -> list[int]:
@@ -85,8 +84,8 @@ def unmapped(index: np.ndarray) -> np.ndarray | Path:
 def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int] | None) -> str:
     """Return the reason why an index does not match its shards, or "" if no mismatch is found.
 
-    lengths: number of samples in each shard. sizes: size of each shard in bytes; None to skip the
-    comparison with sizes.
+    lengths: number of samples in each shard. sizes: size of each shard in bytes, or None to skip
+    the comparison of sizes.
     """
     if sizes is None:
         return ""

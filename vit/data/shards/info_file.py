@@ -149,7 +149,7 @@ def make_info(
     source, options: origin of the data, recorded unchecked.
     class_names: name of each label, or [] if unknown.
     """
-    # Keep the order of keys, because equal data sets must give identical files.
+    # Equal data sets must give identical files, so keep the order of keys.
     described = {}
     for split, names in splits.items():
         lengths = [sidecars[name]["num_samples"] for name in names]
@@ -216,7 +216,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
             f" {shlex.quote(str(root))}`, else repeat the command that writes them"
         )
-    # Suggest another folder, because data_prep refuses to write shards next to the images.
+    # data_prep refuses to write shards next to the images, so suggest another folder.
     command = shlex.join(
         ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
     )
@@ -227,7 +227,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
 
 
 def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
-    """Return `info` unchanged. Raises ShardError, which names `root`, if it is invalid."""
+    """Return `info` unchanged. Raises ShardError, which names `root`, if `info` is invalid."""
     place = f"{root}/_info.json"
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(

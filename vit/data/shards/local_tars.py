@@ -57,8 +57,8 @@ class LocalTars:
     cached = None
     store = None
     read_ahead_batches = 0
-    """How many batches early to call `prefetch`. 0, because the kernel can read ahead while the
-    first image is decoded."""
+    """How many batches in advance to call `prefetch`: 0, because the kernel can read ahead while
+    the first image is decoded."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
         self.root = root
@@ -122,7 +122,7 @@ class LocalTars:
             os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file descriptors; the next read opens them again."""
+        """Close the files. The next read opens them again."""
         _close(self._fds)
 
     def _open(self, shards: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class LocalTars:
             with suppress(OSError):  # the read of the shard raises it again with context
                 self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
 
-        # Use threads, because each open is a round trip on a network file system.
+        # On a network file system, each open is a round trip, so use threads.
         with stages.current.within(Stage.READ), ThreadPoolExecutor(NUM_OPENING) as threads:
             list(threads.map(open_shard, missing))
 
@@ -152,8 +152,8 @@ class LocalTars:
 
     def _keep(self, shard: int, fd: int) -> None:
         if (before := self._fds.get(shard)) is not None:
-            # Replace the file behind the old descriptor, because another thread may be reading
-            # from it.
+            # Another thread may be reading from the old descriptor, so keep the descriptor and
+            # replace the file behind it.
             os.dup2(fd, before, inheritable=False)
         elif len(self._fds) < self._max_open() and self._fds.setdefault(shard, fd) == fd:
             return

@@ -28,12 +28,12 @@ LABEL_WORDS = {"cls", "label", "class", "y"}
 MAX_LABEL_BYTES = 64 << 10
 """The maximum number of bytes in which to search a member for a label."""
 KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
-"""webdataset's rule (tariterators.base_plus_ext): the suffix begins at the first dot after the last
-slash."""
+"""webdataset's rule for suffixes (tariterators.base_plus_ext), which begin at the first dot after
+the last slash."""
 DOTTED_KEY_AND_EXT = re.compile(r"((?:.*/|)[^./][^/]*)[.]([^./]+)")
-"""The rule for keys with dots: the suffix begins at the last dot."""
+"""The rule for keys that contain dots: the suffix begins at the last dot."""
 META = re.compile(r"__[^/]*__($|/)")
-"""Names of webdataset's metadata, which do not belong to a sample."""
+"""Names of webdataset's metadata members, which do not belong to a sample."""
 INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -164,9 +164,9 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
 def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> str:
     """Return advice on a sample that does not match a layout, as the end of a sentence.
 
-    members: content of the sample's members by suffix. If there is one image and one possible
-    label, the advice lists the options that would accept them. Possible labels are members and
-    fields named in LABEL_WORDS, or else integers and class names.
+    members: maps suffixes to the content of the sample's members. If there is one image and one
+    possible label, the advice lists the options that would accept them. Possible labels are
+    members and fields named in LABEL_WORDS, or else integers and class names.
     """
     text = ""
     values: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
         content = json.loads(data)
     except ValueError as error:
         raise InvalidSample(f"has a .{suffix} that is not JSON ({error})") from error
-    # Try a name with dots as one name first, then as a path.
+    # First try a name with dots as a single name, then as a path.
     is_name = isinstance(content, dict) and field in content
     value = content
     for name in [field] if is_name else field.split("."):

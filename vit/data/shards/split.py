@@ -97,8 +97,8 @@ class Split:
         checksum = int(row["crc32c"])
         data, problem = self._read_once(i, shard, offset, size, checksum)
         if problem == FLIPPED:
-            # Drop the bytes from the page cache and the block cache, which may contain a damaged
-            # copy, and read again.
+            # The page cache or the block cache may contain a damaged copy, so drop the bytes from
+            # both, and read again.
             self.tars.forget(i, shard, size, offset)
             data, problem = self._read_once(i, shard, offset, size, checksum)
             if not problem:
@@ -121,7 +121,7 @@ class Split:
         """
         try:
             if checksum:
-                # Do not read the header, because removing it requires a copy of the entire image.
+                # Removing a header would require a copy of the entire image, so do not read it.
                 data = self.tars.pread(i, shard, size, offset)
                 if len(data) == size and crc32c(data) == checksum:
                     return data, ""
@@ -165,18 +165,17 @@ class Split:
 
     @property
     def versions(self) -> list[Version] | None:
-        """The versions of the shards on the server; None for a folder, which each host checks
-        itself."""
+        """The versions of the shards on the server; None for a folder, which each host checks."""
         cached = self.tars.cached
         return None if cached is None or cached.store is None else cached.versions
 
     @property
     def read_ahead_batches(self) -> int:
-        """How many batches early to prefetch a sample; 0 if early prefetching is not needed."""
+        """How many batches in advance to prefetch a sample; 0 if this is not needed."""
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Read or fetch these (n,) samples in the background, because they will be needed soon."""
+        """Read or fetch these (n,) samples in the background before they are needed."""
         self.tars.prefetch(samples, self.index, self._firsts)
 
     def key(self, i: int) -> str:
@@ -219,8 +218,8 @@ class Split:
         return index_sha256(self.index, self.lengths)
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """Return pairs (source, sample numbers in it) for `samples`. A split is its own only
-        source."""
+        """Return pairs (source, sample numbers in it) for `samples`. The only source is this
+        split."""
         return [(self, samples)]
 
     @property

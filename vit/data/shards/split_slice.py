@@ -1,6 +1,6 @@
 """A slice of a split, such as `train[:99%]` for training and `train[99%:]` for evaluation.
 
-The notation is that of TensorFlow Datasets and Hugging Face. Samples are ordered by a hash of their
+TensorFlow Datasets and Hugging Face use the same notation. Samples are ordered by a hash of their
 numbers, not by storage, so a 1 % slice contains about 1 % of each class even if shards are sorted
 by class. Adjacent slices do not overlap and do not omit samples. A `SplitSlice` is used like any
 other split. Its samples are numbered from 0.

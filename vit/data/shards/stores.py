@@ -1,8 +1,8 @@
 """Open shards at a URL, or shards that are read through a cache.
 
-`local_tars` reads shards in a folder, and `vit.data.storage` reads all others. Classes are
-imported by name, so that a process loads `vit.data.storage` only if needed. `CachedTars` has the
-same interface as `LocalTars`.
+`local_tars` reads shards in a folder, and `vit.data.storage` reads all others. The classes are
+imported by name, so a process loads `vit.data.storage` only if it needs this package. `CachedTars`
+has the same interface as `LocalTars`.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 crc32c: Callable[[bytes], int] = google_crc32c.value
-"""The function that computes CRC-32C (Castagnoli). It takes 4 to 7 microseconds per photograph;
-zlib's CRC-32 takes 16."""
+"""The function that computes CRC-32C (Castagnoli), in 4 to 7 microseconds per photograph. zlib's
+CRC-32 takes 16."""
 DEFAULT_LAYOUT = SampleLayout()
 BLANK = re.compile(r"\s")
 HEAD_BYTES = 16384
@@ -62,7 +62,8 @@ class Member(NamedTuple):
 
 
 class ScannedSample(NamedTuple):
-    """A sample in a tar, with all its members in tar order. crc32c: of the image; 0 if unknown."""
+    """A sample in a tar, with its members in tar order. crc32c: checksum of the image, 0 if
+    unknown."""
 
     key: str
     label: int
@@ -74,7 +75,7 @@ class ScannedSample(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A sample that does not match the layout. name, offset: of its first member."""
+    """A sample that does not match the layout, identified by its first member's name and offset."""
 
     key: str
     name: str
@@ -85,7 +86,7 @@ class LeftOut(NamedTuple):
 class Survey(NamedTuple):
     """The content of a tar.
 
-    ignored: counts by kind of members that do not belong to a sample, except folders and
+    ignored: counts the members of each kind that do not belong to a sample, except folders and
     webdataset's metadata.
     """
 
@@ -131,8 +132,8 @@ def scan_sample(
     """Read and check the sample formed by `group` of (key, member, kind). Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
-    # Links are only needed so that an error can name them. Two links with one suffix do not make
-    # the files invalid.
+    # Links are only needed so that an error can name them. Two links with the same suffix do not
+    # make the files invalid.
     links = dict.fromkeys(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )
@@ -158,10 +159,10 @@ def survey_tar(
 ) -> Survey:
     """Read the samples of a tar in order, without decoding images.
 
-    left_out: `LeftOut.offset` of samples to skip, because they were skipped when the shard was
-    indexed. with_checksums: read entire images; otherwise only their headers. Raises ShardError if
-    the tar is damaged or truncated, or if no sample matches `layout`. A tar without an end marker
-    is accepted if its last sample is valid.
+    left_out: `LeftOut.offset` of the samples to skip, as when the shard was indexed.
+    with_checksums: read entire images; otherwise only their headers. Raises ShardError if the tar
+    is damaged or truncated, or if no sample matches `layout`. A tar without an end marker is
+    accepted if its last sample is valid.
     """
     path = Path(path)
     survey = Survey([], [], Counter())
@@ -296,8 +297,7 @@ def idx_name(name: str) -> str:
 def member_size(header: bytes) -> int:
     """Return the size in bytes of the member after a tar header, or -1 if the header is invalid."""
     try:
-        # Parse the size directly, which is 50 times as fast as tarfile. This matters because each
-        # image needs it.
+        # Every image needs its size. Parsing it directly is 50 times as fast as tarfile.
         return int(header[124:136].rstrip(b"\0 "), 8)
     except ValueError:
         try:

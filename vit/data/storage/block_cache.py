@@ -5,8 +5,8 @@ complete block visible. A block ends with one checksum per part, so reading a pa
 calls. When the limit is reached, the least recently read blocks are removed.
 
     <folder>/                 of one user, or of a group if the folder is group-writable
-      used_bytes              size of all blocks, updated before each is written; its lock guards it
-      limit.<bytes>           locked by each process with this limit; the largest live one counts
+      used_bytes              size of all blocks; locked and updated before a block is written
+      limit.<bytes>           locked by each process with this limit; the largest locked one applies
       <data set>/<shard>.<version>.<samples>.block
       <data set>/<...>.part   being fetched by the process that holds its lock
 
@@ -60,14 +60,15 @@ log = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """The bytes of a block. part_ends: the end of each part; None to not store the block."""
+    """The bytes of a block. part_ends: the end of each part, or None if the block must not be
+    stored."""
 
     data: bytes
     part_ends: list[int] | None
 
 
 class BlockCache:
-    """The blocks below `folder`. Threads and processes can share a cache. It can be pickled."""
+    """The blocks below `folder`. A cache can be pickled, and shared by threads and processes."""
 
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
         """folder: by default `default_folder()`.
@@ -128,8 +129,8 @@ class BlockCache:
                 log.warning("%s is damaged and is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
-            # Use `abs`, because a block with a time in the future would look recently used for a
-            # long time.
+            # A block with a time in the future would look recently used for a long time, so use
+            # `abs`.
             if abs(time.time() - status.st_mtime) > TOUCH_AFTER_S:
                 with suppress(OSError):  # the cache may be read-only
                     os.utime(fd)
@@ -156,8 +157,8 @@ class BlockCache:
     def fetch(self, name: str, get: Callable[[], Fetched], may_remove: bool = True) -> bytes | None:
         """Store a block in the cache if it fits and is not cached yet.
 
-        get: fetches the block. may_remove: whether other blocks may be removed to make room.
-        Returns the bytes if this call fetched them, or None if the block is already cached.
+        get: a function that fetches the block. may_remove: whether other blocks may be removed to
+        make room. Returns the bytes if this call fetched them, or None if the block is cached.
         """
         path = self.folder / name
         with ExitStack() as stack:
@@ -209,7 +210,7 @@ class BlockCache:
                 if used + num_bytes > limit:
                     if not may_remove:
                         return False
-                    # Remove slightly more than necessary, because listing all blocks is slow.
+                    # Listing all blocks is slow, so remove slightly more than necessary.
                     used = self._remove_oldest(limit - num_bytes - limit // 16)
             # Overwrite the number in place with constant width, so that readers without the lock
             # never see an empty or truncated file.
@@ -257,13 +258,12 @@ class BlockCache:
         """
         path = self.folder / f"limit.{self.limit_bytes}"
         while True:
-            # Open read-only, because a file open for writing would prevent remounting the disk
-            # read-only.
+            # A file that is open for writing would prevent remounting the disk read-only.
             fd = open_shared(path, os.O_RDONLY)
             fcntl.flock(fd, fcntl.LOCK_SH)
             if is_at(fd, path):
                 return fd
-            os.close(fd)  # removed by another process before it was locked
+            os.close(fd)  # another process removed the file before it was locked
 
     def _largest_limit(self) -> int:
         """Return the largest limit among all processes that currently use this folder.
@@ -284,7 +284,7 @@ def _parse_used(text: bytes) -> int | None:
 
 
 def _warn_once(folder: Path, reason: str | None) -> None:
-    """Warn only once per process, because a full disk causes an error for every block."""
+    """Warn once per process. A full disk causes an error for every block."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         log.warning("%s: cannot be written (%s); blocks are used but not stored", folder, reason)

@@ -44,8 +44,7 @@ READ_AHEAD_BATCHES = 8
 """Blocks are requested this many batches before they are needed. The cache must hold these batches
 and their shuffle windows."""
 ASK_AGAIN_S = 60.0
-"""After a request, a process waits this many seconds before it checks again whether the block is
-cached."""
+"""The time in seconds after a request before a process checks again whether the block is cached."""
 MAX_REQUESTED = 4096
 """The maximum number of requested blocks that a process remembers. A full list is cleared."""
 BEAT_S = 1.0
@@ -139,8 +138,8 @@ class CachedTars:
         self.cache = cache
         self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
-        # Use a power of two, so that a block of 64 samples in the order is one or more whole cache
-        # blocks.
+        # Use a power of two, so that a block of 64 samples in the order consists of one or more
+        # whole cache blocks.
         fitting = max(BLOCK_BYTES * len(self.index) // max(self.stored_bytes, 1), 1)
         most = DEFAULT_BLOCK_SAMPLES if len(self.index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
@@ -163,7 +162,7 @@ class CachedTars:
 
     @property
     def store(self) -> Any:
-        """The store of shards at a URL; None for shards in a mounted folder."""
+        """The store of shards at a URL, or None for shards in a mounted folder."""
         return None if isinstance(self.folder, MountedFolder) else self.folder
 
     def where(self, shard: int) -> str:
@@ -186,7 +185,7 @@ class CachedTars:
             block = self._block(sample, shard)
             data = self._read_cached(block, sample, start, stop)
             if data is None and self.cache.refuses():
-                # Fetch only this sample, because the cache cannot store a block of the usual size.
+                # The cache cannot store a block of the usual size, so fetch only this sample.
                 block = self._make_block(shard, sample, sample + 1)
                 data = self._read_cached(block, sample, start, stop)
             stages.current.count(cache_hits=data is not None, cache_misses=data is None)
@@ -256,7 +255,7 @@ class CachedTars:
             return
         now_s = time.monotonic()
         shards = self._shards_of(samples)
-        # Combine shard and block into one number, because a block never spans two shards.
+        # A block never spans two shards, so combine shard and block into one number.
         numbers, rows = np.unique(
             shards * (1 << 40) + samples // self.block_samples, return_index=True
         )
@@ -335,8 +334,7 @@ class CachedTars:
         return Fetched(data, ends)
 
     def _reset(self) -> None:
-        """Reset the state of threads, because a forked process inherits neither threads nor
-        locks."""
+        """Reset the state of threads. A forked process inherits neither threads nor locks."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._num_threads = 0
@@ -348,8 +346,7 @@ class CachedTars:
     def _request(self, block: CacheBlock, is_urgent: bool = False) -> Future[bytes | None]:
         """Return a future for the block's bytes, or for None if another process has fetched it.
 
-        Requests are served in order, except that urgent blocks, which are being read, are served
-        first.
+        Requests are served in order, but urgent blocks, which are being read, are served first.
         """
         if self._pid != os.getpid():
             self._reset()

@@ -21,8 +21,8 @@ from vit.system import stages
 from vit.system.host import process_state
 
 LOCK_WAIT_S = 120.0
-"""The maximum time in seconds to wait for a lock whose file does not grow; equals the time limit of
-a fetch."""
+"""The maximum time in seconds to wait for a lock whose file does not grow. A fetch has the same
+time limit."""
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 60.0
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def locked_part(
     path: Path, exists: Callable[[Path], bool] = Path.exists
 ) -> Iterator[FileIO | None]:
-    """Open and lock `<path>.part` for the one thread that creates `path`; yield None if `path`
+    """Open and lock `<path>.part` for the one thread that creates `path`, or yield None if `path`
     exists.
 
     The part is removed afterwards unless the caller renames it. Raises OSError only before
@@ -103,7 +103,7 @@ def _wait_for_lock(fd: int, path: Path) -> None:
 
 
 _given_up = set[Path]()
-"""Locks that have timed out. The next attempt to get such a lock fails without waiting."""
+"""Locks that have timed out. The next attempt to lock them fails without waiting."""
 _waited_for = set[Path]()
 """Locks that threads of this process are waiting for."""
 

@@ -1,7 +1,7 @@
 """Read files on the web, and resume a transfer after the connection breaks.
 
 A `WebFile` requests a range of bytes and returns them as they arrive. If the connection ends,
-stalls or takes too long, it requests the rest on a new connection, within the limits of
+stalls or takes too long, the rest is requested on a new connection, within the limits of
 `vit.system.retry`. The first response contains the file's version (size, ETag), and later responses
 must have the same version. Each response is read exactly to the last requested byte, so that the
 connection can be reused.
@@ -35,8 +35,8 @@ ATTEMPT_S = 120.0
 SLOWEST_BYTES_PER_S = 1000
 """The minimum transfer speed. A transfer fails if it is slower than this for the retry limit."""
 RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
-"""Status codes of temporary errors. All 5xx codes except "not implemented" and "version not
-supported" are included, because proxies use their own codes."""
+"""Status codes of temporary errors. Proxies use their own codes, so all 5xx codes except "not
+implemented" and "version not supported" are included."""
 
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
@@ -95,7 +95,7 @@ class WebFile(io.RawIOBase):
         self._while_waiting = while_waiting
         self._response: Any = None
         self._is_whole = False
-        """True if the response contains the entire file, regardless of the requested range."""
+        """Whether the response contains the entire file, regardless of the requested range."""
         self._position = 0
         """The offset in the file of the response's next byte."""
         self._end: int | None = None
@@ -127,7 +127,7 @@ class WebFile(io.RawIOBase):
         while self.at != self.stop:
             began_s = time.monotonic()
             piece = self.retry.call(self._where, lambda: self._next(most), self._while_waiting)
-            # Limit the time, because a longer wait means that this process was suspended.
+            # Limit the measured time: a longer wait means that this process was suspended.
             self._waited_s += min(time.monotonic() - began_s, CONNECT_S + SILENCE_S)
             if not piece:
                 break
@@ -218,13 +218,13 @@ class WebFile(io.RawIOBase):
             self._response = response
 
     def _check_answer(self, response: Any, requested: str) -> int:
-        """Store the position of the response in the file. Return the file's size, -1 if unknown.
+        """Store the response's position in the file, and return the file's size, -1 if unknown.
 
         Raises RetryableError if a retry may help, else another error.
         """
         encoding = response.headers.get("Content-Encoding", "")
-        # Skip this check without `name`: the file is then a stream or an archive, which may be
-        # compressed.
+        # Without `name`, the file is a stream or an archive, which may be compressed, so skip this
+        # check.
         if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
             raise ShardError(
                 f"{self._where}: the server compresses the file (Content-Encoding: {encoding}),"
@@ -285,8 +285,8 @@ class WebFile(io.RawIOBase):
     def _refusal(self, response: Any) -> Exception:
         """Return the error to raise for a response without the file.
 
-        If the file was already read before, the error is temporary, because a token may be being
-        renewed.
+        If the file has been read before, the error is temporary, because a token may just be in the
+        process of being renewed.
         """
         reason = f"the server answers {response.status} {response.reason}"
         retry_after_s = _retry_after_s(response)
@@ -303,8 +303,7 @@ class WebFile(io.RawIOBase):
 
     def _end_answer(self) -> None:
         if self._response is not None and self._response.connection is not None:
-            # Close the response. Its connection cannot be reused, because it was not read to the
-            # end.
+            # A response that was not read to the end prevents its connection from being reused.
             self._response.close()
         self._response = None
 

@@ -36,7 +36,7 @@ def get(
     """Return the response to a GET request after redirects. Its content is not read yet.
 
     Each server receives only its own credentials. url, name: see `address`. was_there: whether the
-    server has responded before; if so, an unknown host is an outage, not a misspelling. connect_s,
+    server has responded before; if so, an unknown host means an outage, not a typo. connect_s,
     silence_s: time limits for connecting and for the next byte. Raises RetryableError or
     ShardError.
     """

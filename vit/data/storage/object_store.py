@@ -1,4 +1,4 @@
-"""Read and write object stores and all other URLs of fsspec: s3://, gs://, hf://, ftp://.
+"""Read and write object stores and all other URLs that fsspec supports: s3://, gs://, hf://, ftp://.
 
 Each call gets its client from fsspec, which caches clients per process. Calls are retried after
 temporary errors (`vit.system.retry`). Errors that a user can fix state the location, the reason and
@@ -91,8 +91,8 @@ class ObjectStore:
     def list_below(self) -> dict[str, Version]:
         """Return all files below the folder, such as `a/b`; "" is the URL itself, if it is a file.
 
-        Returns {} if the folder does not exist. Raises Refused for a name that points outside the
-        folder when used as a path. Keys may be any text, and callers write files with these names.
+        Returns {} if the folder does not exist. Keys may be any text, and callers write files with
+        these names, so a name that points outside the folder raises Refused.
         """
         try:
             versions = self._call("", _list_below)
@@ -122,7 +122,7 @@ class ObjectStore:
         """Return bytes [start, stop) of a file that is in use.
 
         Raises OSError if the version has changed. The check follows the transfer, because the file
-        may be replaced during it.
+        may be replaced during the transfer.
         """
         pieces: list[bytes] = []
         at = start
@@ -134,7 +134,7 @@ class ObjectStore:
                 end = min(at + piece_bytes, stop)
                 try:
                     piece = fs.cat_file(f"{path}/{name}", start=at, end=end, **_timeout(fs))
-                except TimeoutError:  # fsspec raises this too; a smaller piece may succeed
+                except TimeoutError:  # fsspec may raise this error; a smaller piece may succeed
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
@@ -145,8 +145,8 @@ class ObjectStore:
                 pieces.append(piece)
                 at += len(piece)
             now = _version(fs, path, name)
-            # Compare with the listing too, because `version` may come from one, and some stores
-            # list other tags.
+            # Some stores list other tags, and `version` may come from a listing, so also compare
+            # with the listing.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
@@ -160,7 +160,7 @@ class ObjectStore:
         return self._call(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_timeout(fs)))
 
     def try_writing(self, name: str) -> None:
-        """Create and remove an empty file. Raises Refused if, for instance, the bucket does not
+        """Create and remove an empty file. Raises Refused if, for example, the bucket does not
         exist."""
 
         def probe(fs: Any, path: str) -> None:
@@ -258,7 +258,7 @@ class ObjectStore:
         self._call(name, remove, in_use)
 
     def remove_unfinished(self) -> None:
-        """Abort incomplete uploads below the folder, because they are invisible but billed.
+        """Abort incomplete uploads below the folder, which are invisible but billed.
 
         Only S3 keeps incomplete uploads until they are removed. Errors are ignored and not retried,
         because listing uploads needs a rare permission, and not all servers support this request.
@@ -294,8 +294,8 @@ class ObjectStore:
     ) -> T:
         """Call `action` with fsspec's client and the folder's path, and return its result.
 
-        name: file name for messages, or "" for the folder. in_use: whether the file existed before;
-        if so, even a refusal may be temporary.
+        name: file name for messages, or "" for the folder. in_use: whether the file has existed
+        before; if so, even a refusal may be temporary.
         """
         import fsspec  # not needed for shards on a local disk
 
@@ -410,6 +410,6 @@ def _version(fs: Any, path: str, name: str) -> Version:
 
 
 def _version_of(entry: dict[str, Any]) -> Version:
-    # Strip quotes, because some stores, such as Azure's, return one tag with and without quotes.
+    # Some stores, such as Azure's, return the same tag with and without quotes, so strip quotes.
     tags = (str(entry[key]).strip('"') for key in VERSION_TAGS if entry.get(key))
     return Version(int(entry["size"]), next(tags, ""))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vit.layers.drop_path import DropPath
 from vit.system.hashing import fold
 
-# The SplitMix64 constants are signed, because torch's unsigned integers lack most operations.
+# torch's unsigned integers lack most operations, so the SplitMix64 constants are signed.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
 _FACTOR_2 = 0x94D049BB133111EB - 2**64
@@ -36,7 +36,7 @@ def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
     """
     places = torch.arange(num_draws, device=keys.device)
     x = (keys.unsqueeze(1) ^ places) + _INCREMENT
-    # Right-shifting a signed number copies the sign bit, so mask the copies out.
+    # Right-shifting a signed number copies the sign bit, so mask out the copies.
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _FACTOR_1
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _FACTOR_2
     # Omit the last step of the hash, which only changes bits that are shifted out.
@@ -55,7 +55,7 @@ class _BySample(nn.Module):
         super().__init__()
         self.rate = rate
         self.register_buffer("keys", keys, persistent=False)
-        # Use tensors, because torch.compile would compile one graph per Python number.
+        # torch.compile would compile one graph per Python number, so use tensors.
         threshold = torch.tensor(round(rate * 2**_NUM_BITS), device=keys.device)
         self.register_buffer("threshold", threshold, persistent=False)
         scale = torch.tensor(1.0 / (1.0 - rate), device=keys.device)
@@ -138,7 +138,7 @@ def _rate(module: nn.Module) -> float | None:
         return module.p or None  # Do not replace dropout modules with rate 0.
     if isinstance(module, DropPath):
         return module.rate  # Replace even rate 0, so that all blocks share one compiled graph.
-    # Recognize the timm class by its name, because timm may not be installed.
+    # timm may not be installed, so recognize its class by name.
     if type(module).__name__ == "DropPath" and isinstance(rate := module.drop_prob, float):
         return rate
     return None

@@ -30,7 +30,7 @@ KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTI
 
 
 def same_kernels(world: World) -> str:
-    """Fix the number of threads, and return a description of everything that affects a sum's bits.
+    """Fix the number of threads, and describe everything that affects the bits of a sum.
 
     Raises ValueError if OMP_NUM_THREADS is not a number, and on each rank whose description differs
     from rank 0's.
@@ -39,8 +39,9 @@ def same_kernels(world: World) -> str:
     if world.device.type == "cuda":
         own = f"{version} on {torch.cuda.get_device_name(world.device)}"
     else:
-        # A matrix product is split over threads, so its bits depend on their number. torchrun
-        # starts each rank with one thread, but a process without torchrun would use all cores.
+        # A matrix product is split over threads, so its bits depend on the number of threads.
+        # torchrun starts each rank with one thread, but a process without torchrun would use all
+        # cores.
         with world.fail_together():
             torch.set_num_threads(_num_threads())
         capability = torch.backends.cpu.get_cpu_capability()
@@ -60,7 +61,7 @@ def same_kernels(world: World) -> str:
 
 
 def check_leaves(model: nn.Module) -> None:
-    """Raise ValueError if a forward pass changes the model, and therefore the next pass."""
+    """Raise ValueError if a forward pass would change the model, and therefore the next pass."""
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             raise ValueError(
@@ -83,8 +84,8 @@ def _num_threads() -> int:
 class Leaves:
     """The leaves of a rank, in row order: an implementation of `vit.training.reduce.Reduce`.
 
-    This class replaces the dropout modules of `model`. It also reduces the gradients, so the model
-    must not be wrapped by DDP.
+    This class replaces the dropout modules of `model`, and reduces the gradients, so the model must
+    not be wrapped by DDP.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Leaves:
     ):
         self.module = model
         self.world = world
-        # All ranks have the same norm, so use one rank's norm. Averaging would round.
+        # All ranks have the same norm. Averaging would round, so use one rank's norm.
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
@@ -103,7 +104,8 @@ class Leaves:
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
-        # Despite equal seeds, initial weights may differ between hosts with other library versions.
+        # Despite equal seeds, initial weights may differ between hosts with different library
+        # versions.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
     def divisor(self, num_rows: int) -> int:
@@ -138,7 +140,7 @@ class Leaves:
         self.gradients.finish()
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Sum `values` over the ranks in place; set the first two to the loss and weight of the
+        """Sum `values` over the ranks in place, and set the first two to the loss and weight of the
         batch.
 
         values: (n,) float32; all but the first two are integers, or zero on all ranks but one.

@@ -42,8 +42,8 @@ BUCKET_BYTES = 25 * 2**20
 
 ALIGNED_VALUES = 16
 """Each gradient begins at a multiple of this many values (64 bytes). Kernels add the values of an
-unaligned tensor in another order, so a norm would depend on the padding of earlier buckets and
-therefore on the number of ranks."""
+unaligned tensor in a different order, so a norm would depend on the padding of earlier buckets,
+which depends on the number of ranks."""
 
 
 class Node(NamedTuple):
@@ -68,7 +68,7 @@ class Stack:
         self.nodes: list[Node] = []
 
     def push(self, node: Node) -> int:
-        """Append a node. Return how often the caller must add the last two vectors."""
+        """Append a node, and return how often the caller must add the last two vectors."""
         node = self._raised(node)
         additions = 0
         while self.nodes and node.number % 2 and self.nodes[-1] == (node.level, node.number - 1):
@@ -88,7 +88,7 @@ class Stack:
 
 
 def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
-    """Return the nodes that remain on a rank after the rank has added its `leaves`."""
+    """Return the nodes that remain on a rank after it has added its `leaves`."""
     stack = Stack(num_leaves)
     for leaf in leaves:
         stack.push(Node(0, leaf))
@@ -112,7 +112,7 @@ def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Add values (leaves, ...) along the tree; return the sum (...)."""
+    """Add values (leaves, ...) along the tree, and return the sum (...)."""
     while len(values) > 1:
         pairs = len(values) // 2 * 2
         added = values[0:pairs:2] + values[1:pairs:2]
@@ -141,8 +141,8 @@ class TreeSum:
 
     The backward passes of this rank's leaves must run in order, each inside `leaf()`. Then all
     ranks call `finish`, which stores the sum over all leaves of all ranks in the parameters'
-    `grad`. The sum has the same bits on all ranks and for any number of ranks. It is not an
-    average.
+    `grad`. The sum, which is not an average, has the same bits on all ranks and for any number
+    of ranks.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class TreeSum:
 
     @contextmanager
     def leaf(self) -> Iterator[None]:
-        """Zero the gradients before the backward pass of the next leaf; add the gradients after
+        """Zero the gradients before the next leaf's backward pass, and add the gradients after
         it."""
         vector = (
             self._spare.pop() if self._spare else torch.empty(self._num_values, device=self._device)
@@ -250,8 +250,7 @@ class TreeSum:
         if self.world.size == 1:
             return
         piece = bucket.num_padded // self.world.size
-        # Exchange each node separately, because a single exchange would require copying the
-        # vectors.
+        # A single exchange would require copying the vectors, so exchange each node separately.
         for turn in range(max(map(len, self._left))):
             takes_part = [turn < len(nodes) for nodes in self._left]
             own = self._held[turn][part] if takes_part[self.world.rank] else self._held[0][:0]
@@ -293,7 +292,7 @@ class TreeSum:
         self._next_bucket = 0
 
     def _finish_piece(self, received: list[tuple[Tensor, ...]]) -> Tensor:
-        """Add the remaining nodes of all ranks in tree order; return (n,).
+        """Add the remaining nodes of all ranks in tree order, and return the sum (n,).
 
         received: a tuple of (n,) per exchange: the first nodes of all ranks, then the second nodes
         of the ranks that have two, and so on.
