@@ -6,7 +6,6 @@ Faults of the server or the network must have no effect, or raise an error that 
 from __future__ import annotations
 
 import io
-import os
 import signal
 import tarfile
 import threading
@@ -183,9 +182,11 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
     web.away_until_s = time.monotonic() + 600
 
     def interrupt() -> None:
-        while not web.requests:
+        while len(web.requests) < 2 * remote.NUM_CONNECTIONS:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        # Python handles the signal in the main thread, but the system may deliver it to any thread,
+        # and then it does not wake a main thread that waits for a lock.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     began_s = time.monotonic()
     threading.Thread(target=interrupt, daemon=True).start()

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -31,6 +31,8 @@ from vit.system.urls import bare, on_the_web
 
 PIECE_BYTES = 8 << 20
 """The number of bytes per request when fetching an entire file, such as a large index."""
+SIGNAL_S = 0.5
+"""The time after which a wait for requests handles a signal."""
 log = logging.getLogger(__name__)
 
 
@@ -117,7 +119,15 @@ class RemoteFolder:
 
         threads = ThreadPoolExecutor(NUM_CONNECTIONS)
         try:
-            return list(threads.map(version, names))
+            futures = [threads.submit(version, name) for name in names]
+            pending = set(futures)
+            while pending:
+                # The system may deliver a signal to another thread, or just before this thread
+                # waits. Without a time limit, the wait would then outlast the signal.
+                done, pending = wait(pending, SIGNAL_S, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            return [future.result() for future in futures]
         finally:
             # After an error or a signal, do not wait for threads that are pausing before a retry.
             stopped.set()
