@@ -353,7 +353,7 @@ def test_a_design_decision_states_date_reason_cost_and_when_to_reconsider():
         assert len(text.split()) <= 120, heading
         assert re.match(r"\s*20\d\d-\d\d-\d\d", text), heading
         assert "in force" in text or "replaced" in text, heading
-        for mark in ("**Why:** ", "**Cost:** ", "**Would change it:** "):
+        for mark in ("**Why:** ", "**Cost:** ", "**What would change it:** "):
             assert text.count(mark) == 1, f"{heading}: {mark}"
 
 
