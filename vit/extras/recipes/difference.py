@@ -1,4 +1,4 @@
-"""List the settings that differ between two recipes, with the known effect of each setting.
+"""List the settings that differ between two recipes, and the known effect of each setting.
 
 Settings with a published ablation come first, and harmless settings come last
 (`vit.extras.recipes.effects`).
@@ -80,7 +80,9 @@ def compare(first: Config, second: Config) -> list[Difference]:
 
 
 def _implied_values(config: Config) -> dict[str, Any]:
-    """Return the values that the model name and the augmentation imply for null settings."""
+    """Return the values that the model name and the augmentation imply for settings that are
+    null.
+    """
     is_timms = config.augment.randaugment_ops.startswith("timm")
     implied: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
@@ -116,7 +118,7 @@ def change_text(difference: Difference) -> str:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Format a value. For `None`, add the meaning from the schema."""
+    """Format a value. For `None`, add its meaning from the schema."""
     if value is None or value == []:
         section, _, name = key.partition(".")
         # The section has no field for a key such as eval.sets.NAME.split.

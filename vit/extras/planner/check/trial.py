@@ -42,7 +42,7 @@ STEPS = 3
 """The number of training steps. The first step compiles the model and waits for workers. The last
 step is timed."""
 LITTLE_MEMORY = 0.03
-"""The fraction of a GPU's memory that should stay free. With less, fragmentation can cause an
+"""The fraction of GPU memory that should stay free. With less, fragmentation can cause an
 out-of-memory error."""
 GIB = 2**30
 
@@ -70,7 +70,9 @@ class Trial:
     # --- data -----------------------------------------------------------------------------------
 
     def open_data(self) -> dict[str, Any]:
-        """Open the data and make the plan as in training. Return host facts for `judge_data`."""
+        """Open the data and make the plan as in training. Return facts about the host for
+        `judge_data`.
+        """
         config, world = self.config, self.world
         self.data = data = open_data(config, world)
         self._parts = parts_of(config)
@@ -251,7 +253,8 @@ class Trial:
                     pass
                 finally:
                     evaluator.close()
-                # `now_s` waits for the device, so it raises CUDA errors of earlier operations.
+                # `now_s` waits for the device, so errors of earlier CUDA operations are raised
+                # here.
                 taken_s.append(now_s(self.world.device) - began_s)
         return taken_s
 
