@@ -1,5 +1,6 @@
-"""Test images without classes: the shards record that there are no classes, prediction accepts the
-shards, and training rejects them."""
+"""Test images without classes: the shards record the absence of classes, prediction accepts the
+shards, and training rejects them.
+"""
 
 import json
 import tarfile

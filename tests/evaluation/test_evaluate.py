@@ -1,5 +1,6 @@
-"""Test that an evaluation on any number of ranks gives the same counts as a plain loop over the
-images."""
+"""Test that an evaluation on any number of ranks returns the same counts as a plain loop over the
+images.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Test that zip archives are listed as by zipfile, and that corrupt or hostile archives are
-rejected."""
+"""Test that zip archives are listed as zipfile lists them, and that corrupt or hostile archives are
+rejected.
+"""
 
 import io
 import random
