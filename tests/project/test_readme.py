@@ -46,7 +46,7 @@ SCRIPTS = {
 }
 """Maps a batch script to the script that receives its arguments."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
-"""A pattern for the start of a command, which may follow a variable assignment."""
+"""A pattern for the start of a command, possibly after a variable assignment."""
 
 
 def name_of(page: Path) -> str:
@@ -100,13 +100,14 @@ def test_there_are_commands_to_test():
 
 
 class Understood(BaseException):
-    """An exception raised when a command has accepted its arguments."""
+    """A command has accepted its arguments."""
 
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Let the command parse its arguments, but do not run it. If they are invalid, fail with the
-    command's own message."""
+    """Let the command parse its arguments without running it. If they are invalid, fail with the
+    command's message.
+    """
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
         data_prep.command.OneLineParser.parse_args(parser, arguments)
