@@ -1,4 +1,4 @@
-"""Define the contestants of benchmarks/loader.py, which make 224 px batches as their docs show.
+"""Define the contestants of benchmarks/loader.py, which create 224 px batches as their docs show.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
@@ -215,7 +215,7 @@ def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
 
 
 def with_pixels(dataset: type, train: bool) -> type:
-    """Return a data set class that decodes `encoded_samples` with Pillow and transforms them."""
+    """Return a dataset class that decodes `encoded_samples` with Pillow and transforms them."""
     from PIL import Image
 
     transform = transform_v1(train)
@@ -355,7 +355,7 @@ def whole_jpegs(task: Task) -> Batches:
 def windows(task: Task) -> Batches:
     """Yield decoded JPEGs that contain only the blocks of a training window.
 
-    For a decoder like libjpeg-turbo, this is the minimum number of bits to decode.
+    A decoder like libjpeg-turbo must decode at least these bits.
     """
     folder = task.data.made("windows", partial(cut_windows, task.data))
     return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)

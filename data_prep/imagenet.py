@@ -11,9 +11,9 @@ SOURCE is a folder with some of these files, or the files and folders themselves
 
 The layouts of train and val are detected and printed (data_prep/read/imagenet_search.py). A label
 is the position of the image's WordNet ID (WNID) in the sorted list, as in all published weights.
-For a flat val folder, the development kit or LOC_val_solution.csv gives the WNIDs. Keys are image
-names, so all layouts give the same shards. The counts must match ImageNet: 1,281,167 training and
-50,000 validation images in 1,000 classes.
+For a flat val folder, the WNIDs come from the development kit or LOC_val_solution.csv. Keys are
+image names, so all layouts produce the same shards. The counts must match ImageNet: 1,281,167
+training and 50,000 validation images in 1,000 classes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _take(
     labels: Mapping[str, str],
     faults: Faults,
 ) -> list[tuple[int, str, int]]:
-    """Return (row, key, label) for each valid image of a batch, and add others to `faults`."""
+    """Return (row, key, label) for each valid image in a batch, and add all others to `faults`."""
     valid = []
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
@@ -229,7 +229,8 @@ def read(sample: Sample) -> bytes:
 
 
 def check_md5(paths: Sequence[Path]) -> None:
-    """Compare archives with their published md5. Raises a PrepError that names all wrong files."""
+    """Compare archives with their published md5. Raises a PrepError that names all files that
+    differ."""
     official = {path: MD5[path.name] for path in paths if path.name in MD5}
     if not official:
         print(f"md5: none of these files has a published md5; expected {', '.join(MD5)}")

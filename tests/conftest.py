@@ -49,8 +49,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first. pytest-xdist distributes whole files, so a long file that
-    started last would keep only one worker busy.
-    """
+    started last would keep only one worker busy."""
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
@@ -62,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Otherwise, torch loads code that was compiled for a different vector length, and half of the
-    # numbers are uninitialized memory (torch 2.15).
+    # Use one cache per vector length. Otherwise, torch loads code that was compiled for a different
+    # length, and half of the numbers are uninitialized memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)

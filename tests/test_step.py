@@ -330,8 +330,7 @@ def test_dropout_depends_only_on_seed_rank_and_step():
 
 def test_an_update_waits_for_the_copy_of_the_state_and_nothing_before_it_does():
     """The copy runs in parallel with the forward and backward passes. The update must wait for the
-    copy.
-    """
+    copy."""
     step = make_step()
     step.ema = Ema(step.model, 0.9)
     step(make_batch(), 0)

@@ -203,8 +203,7 @@ def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stop
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
     """Slurm does not requeue a run that is preempted before its first step. The project's script
-    requeues the run if the mark exists.
-    """
+    requeues the run if the mark exists."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:
@@ -319,8 +318,7 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
 
 def test_a_resume_repeats_the_random_numbers_of_drop_path_by_subsets(tmp_path, config):
     """The run uses micro-batches and recomputes activations, so dropout must use the same random
-    numbers twice.
-    """
+    numbers twice."""
     settings = [
         "train.steps=6",
         "model.drop_path_form=subset",

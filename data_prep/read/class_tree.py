@@ -32,7 +32,7 @@ FILE_NAME = "file_name"
 
 
 class FolderTree:
-    """A folder on disk that contains class folders. `str` returns its path for messages."""
+    """A folder on disk that contains class folders. `str` returns the path for messages."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
@@ -71,7 +71,7 @@ class FolderTree:
         ignored.count_stray(self.file)
 
     def places(self, paths: Sequence[str]) -> Members:
-        """Return the locations of images, given by their paths below this folder."""
+        """Return the locations of images. Paths are relative to this folder."""
         # Files are read completely, so offsets and sizes are not needed.
         nothing = np.zeros(len(paths), np.int64)
         return Members(list(paths), nothing, nothing)
@@ -250,7 +250,7 @@ def open_tree(path: Path, label_column: str | None = None) -> Tree:
 def open_archive(path: Path) -> ArchiveTree:
     """Return the folder in a zip or tar that contains class folders, or train/ and val/.
 
-    Many archives contain a single outer folder named like the archive. This function returns the
+    Many archives contain a single outer folder with the archive's name. This function returns the
     outermost folder that contains `train`, or images in several subfolders. Raises PrepError for a
     file that is not a zip or tar, is damaged, or has no images in folders.
     """
@@ -298,7 +298,8 @@ def add_images(
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add the images of a class. paths: key -> path below `tree`. shares: split -> list of keys."""
+    """Add the images of a class. paths: maps keys to paths below `tree`. shares: maps splits to
+    keys."""
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])

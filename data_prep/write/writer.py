@@ -62,7 +62,7 @@ from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
 """If some unreadable images are allowed, writing continues up to this number of them, so that the
-final error can list all of them and the fraction to allow."""
+final error can list them and the fraction to allow."""
 Sidecars = dict[str, dict[str, Any]]
 """Maps each shard's name, without .tar, to its sidecar."""
 
@@ -74,7 +74,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     all shards complete writes the index and `_info.json`, even if several calls run in parallel.
 
     Raises PrepError, without overwriting anything, if `out` contains another catalogue or other
-    options. Raises PrepError if too many images are unreadable; complete shards are kept, but
+    options. Raises PrepError if too many images are unreadable. Complete shards are kept, but
     `_info.json` is not written. Raises OSError for a full disk or missing permission. The same
     command resumes.
     """
@@ -89,8 +89,8 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
         if not complete and not _write(source, output, settings, start_s):
             return
     except FileNotFoundError as error:
-        # Another process has completed the data set and removed the spool folder. Any other missing
-        # file is part of the source, so its absence is an error.
+        # Another process has completed the dataset and removed the spool folder. Any other missing
+        # file belongs to the source, so its absence is an error.
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
         print(f"{output}: completed by another process")
@@ -227,7 +227,8 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
 
 def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
-    """Return the sidecars of this plan's complete shards. A sidecar is written last."""
+    """Return the sidecars of this plan's complete shards. The sidecar of a shard is written
+    last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
     jobs = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]
@@ -249,7 +250,7 @@ def _allowed(plan: WritePlan) -> int:
 
 
 def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> None:
-    """Raise PrepError if more than `allowed` images are unreadable. The message names the fraction
+    """Raise PrepError if more than `allowed` images are unreadable. The message states the fraction
     to allow."""
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
     if len(entries) <= allowed:

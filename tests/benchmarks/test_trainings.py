@@ -32,8 +32,7 @@ def module(monkeypatch):
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Simulate the results of two programs that are equally good, averaged over seeds and
-    images.
-    """
+    images."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
     for _ in range(2):

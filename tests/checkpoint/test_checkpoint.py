@@ -51,8 +51,7 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
 
 def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path):
     """In a mounted bucket, renaming a folder copies its files one by one. A killed run can leave
-    only some of them.
-    """
+    only some of them."""
 
     def save(step: int) -> None:
         state = {"step": step, "facts": {}}

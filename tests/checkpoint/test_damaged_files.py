@@ -72,8 +72,7 @@ def cut(content: bytes) -> Iterator[bytes]:
 
 def flipped(content: bytes) -> Iterator[bytes]:
     """Yield copies with one flipped bit in each of the first 16 bytes, and then in every 61st
-    byte.
-    """
+    byte."""
     draw = random.Random(0)
     for place in {*range(16), *range(16, len(content), 61)}:
         if place < len(content):

@@ -48,8 +48,7 @@ class FakeEvent:
 
 class FakeStream:
     """A simulated CUDA stream: a queue of functions and waits that execute in order at arbitrary
-    times.
-    """
+    times."""
 
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
@@ -124,8 +123,7 @@ class FakeCuda(TorchDispatchMode):
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
     """Train a parameter with optimizer state and a buffer for `steps` steps, and copy the state
-    after every second step. Return each copy's step and the values that the thread reads.
-    """
+    after every second step. Return each copy's step and the values that the thread reads."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
     copies = []
@@ -154,8 +152,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
     """Yield orders in which to run the streams: compute first, copies first, and a hundred random
-    orders.
-    """
+    orders."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 

@@ -296,8 +296,7 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable metrics.jsonl. Writing it takes two thirds of the time and does not affect the
-    run.
-    """
+    run."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
         folder.mkdir(parents=True, exist_ok=True)

@@ -55,8 +55,7 @@ def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
     ranks, workers, start, augment, shards, monkeypatch
 ):
     """Workers may prepare batches of two image sizes at the same time, using buffers of one
-    size.
-    """
+    size."""
     monkeypatch.setattr(slots, "PART_ROWS", 5)  # make workers share each batch
     expected = []
     for step in range(start, len(SIZES)):

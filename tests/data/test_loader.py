@@ -78,8 +78,7 @@ def test_waiting_parts_fit_into_the_smallest_pipe():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_held_batch_stays_unchanged(workers):
     """The loop keeps more batches than the loader has buffers, or keeps only views of every fifth
-    batch.
-    """
+    batch."""
     batches = Numbered()
     with Loader(
         batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
@@ -239,8 +238,7 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 @needs_proc
 def test_workers_share_one_index_of_any_length(shards, tmp_path):
     """A worker must need as much private memory for two million samples as for sixty. Copying the
-    index would need more.
-    """
+    index would need more."""
     small = open_split(shards, "train")
     own_bytes = {}
     for repeats in (1, 120_000):

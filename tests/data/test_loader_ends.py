@@ -184,8 +184,7 @@ def test_a_killed_parent_leaves_no_workers():
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     """torchrun, Slurm and terminals signal every process of a job, but the rank must still be able
-    to continue and save. In this test, the rank never closes its loader.
-    """
+    to continue and save. In this test, the rank never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

@@ -78,8 +78,7 @@ def test_an_epoch_of_one_batch_and_one_class_is_measured():
 
 def test_the_buffer_of_webdataset_mixes_class_sorted_shards_worse(tmp_path):
     """The test reads 30 real shards of 50 samples. The buffer holds two shards, a typical size for
-    ImageNet.
-    """
+    ImageNet."""
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)
     theirs = {

@@ -32,8 +32,7 @@ from vit.system.files import ShardError
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
     """Return the samples in pass `number` over a source: its shuffled blocks, cut at the block
-    borders of the endless sequence.
-    """
+    borders of the endless sequence."""
     whole = num_samples // block
     blocks = [
         range(b * block, (b + 1) * block)

@@ -362,8 +362,7 @@ def test_a_status_works_in_any_kind_of_memory():
 
 def test_a_pause_requested_by_a_store_is_not_a_hang():
     """A pause counts as progress, because it may exceed `stall_timeout_s`. The retry is counted
-    when the pause ends.
-    """
+    when the pause ends."""
 
     def attempt() -> None:
         if num_retries() == before:

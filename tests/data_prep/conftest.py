@@ -28,8 +28,7 @@ def no_catalogue_is_left_open() -> Iterator[None]:
 @pytest.fixture
 def foreign(tmp_path) -> Path:
     """Write shards with webdataset's writer and the file names of timm's ImageNet shards. The
-    highest label is 4 in train and 2 in validation.
-    """
+    highest label is 4 in train and 2 in validation."""
     root = tmp_path / "foreign"
     root.mkdir()
     for split, num_shards in (("train", 3), ("validation", 1)):

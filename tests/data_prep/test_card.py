@@ -37,8 +37,7 @@ COLOURS = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """Prepare a dataset of plain-colored images of different sizes with lighter centers. One image
-    is CMYK, and one is truncated.
-    """
+    is CMYK, and one is truncated."""
     folder = tmp_path_factory.mktemp("card")
     for name, colour in COLOURS.items():
         (folder / "images" / name).mkdir(parents=True)

@@ -29,8 +29,7 @@ CLASSES = {
 
 def contents(classes: int) -> dict[str, bytes]:
     """Return all files of a dataset. The images are gradients whose brightness increases with the
-    label.
-    """
+    label."""
     kind = cifar.KINDS[classes]
     y, x = np.mgrid[:32, :32].astype(np.uint8)
     # The original file ends with a blank line.

@@ -98,8 +98,7 @@ def test_class_folders_without_splits_are_split_by_class(flat):
 
 def test_the_choice_of_held_out_images_never_changes(flat):
     """If the choice changed, val would contain images on which a model was trained. The expected
-    choice is that of the first version.
-    """
+    choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
 
@@ -336,8 +335,7 @@ def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path, capsys):
 
 def test_runs_without_torch(flat, tmp_path):
     """Neither the command nor its workers may import torch. Setting `sys.modules["torch"] = None`
-    would break scipy.
-    """
+    would break scipy."""
     (tmp_path / "blocked" / "torch").mkdir(parents=True)
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text(
         "raise ImportError('torch is blocked')"

@@ -101,8 +101,7 @@ def test_the_layout_is_reported(tmp_path, fake, capsys):
 
 def test_labels_equal_those_of_torchvision(tmp_path, fake, monkeypatch):
     """The test reads the same archives and development kit with torchvision. Published weights use
-    torchvision's labels.
-    """
+    torchvision's labels."""
     from torchvision.datasets import ImageNet
     from torchvision.datasets import imagenet as theirs
 

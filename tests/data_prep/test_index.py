@@ -200,8 +200,7 @@ def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(fore
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
     """Write a tar with the given members. If the content is None, write a hard link to the first
-    member with the same suffix.
-    """
+    member with the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)

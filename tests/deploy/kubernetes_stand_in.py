@@ -265,8 +265,7 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
     """Return the action of the first rule in podFailurePolicy that matches a failed pod, or "Count"
-    if no rule matches. If the action fails the Job, also return the Job's message.
-    """
+    if no rule matches. If the action fails the Job, also return the Job's message."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
@@ -292,8 +291,7 @@ def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
 
 def evict(pod: Pod, grace_s: float) -> None:
     """Evict a pod like a drain or a preemption: set the condition, then send the kubelet's
-    signal.
-    """
+    signal."""
     pod.conditions.add("DisruptionTarget")
     pod.terminate(grace_s)
 

@@ -77,8 +77,7 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
 ):
     """The port, names and variables come from the file, but the number of ranks per pod differs.
     One pod is evicted while it waits for the other pod, evicted during training, killed after a new
-    checkpoint, and killed before a new checkpoint. Kubernetes must count only the last failure.
-    """
+    checkpoint, and killed before a new checkpoint. Kubernetes must count only the last failure."""
     cluster = isolated_cluster
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"

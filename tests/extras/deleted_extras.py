@@ -34,8 +34,7 @@ NO_REPORT = ["log.report=false"] if "report" in DELETED else []
 
 def extra_of(path: str) -> str:
     """Return the extra to which a path in the repository or its parent belongs, or an empty
-    string.
-    """
+    string."""
     if match := re.match(r"(?:vit|tests)/extras/(\w+)(?:/|$)", path):
         return match[1] if match[1] in OWN else ""
     return next(

@@ -163,8 +163,7 @@ GUESTS = [
 @dataclass(frozen=True)
 class Data:
     """The files that random settings refer to: shards of 60 images, shards of 24 images of which
-    one cannot be decoded, and a run used as a source of weights or as a teacher.
-    """
+    one cannot be decoded, and a run used as a source of weights or as a teacher."""
 
     shards: Path
     spoiled: Path
@@ -175,8 +174,7 @@ class Data:
 class Kill:
     """A SIGKILL to one rank or all ranks in an attempt with a given number of ranks. The signal is
     sent `delay_s` seconds after the metrics contain `step` (-1: after the start). takes_folder:
-    whether a run at a URL also loses its local folder.
-    """
+    whether a run at a URL also loses its local folder."""
 
     ranks: int
     step: int
@@ -188,8 +186,7 @@ class Kill:
 @dataclass(frozen=True)
 class Combination:
     """The settings of a run, its location ("" for a folder, "file" or "s3"), the number of ranks,
-    and the kills. other_ranks: a second number of ranks that must produce the same bits, or 0.
-    """
+    and the kills. other_ranks: a second number of ranks that must produce the same bits, or 0."""
 
     settings: tuple[str, ...]
     place: str

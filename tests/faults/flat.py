@@ -119,8 +119,7 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
 
 def over_starts(whole: Whole, folder: Path, count: int) -> tuple[str, list[str]]:
     """Start a run `count` times in one process. Each start continues from the checkpoint for three
-    steps. Return a sentence about the process, and the faults.
-    """
+    steps. Return a sentence about the process, and the faults."""
     run_dir = folder / "run"
     code = f"import sys\nsys.path[:0] = {sys.path!r}\n{STARTS}"
     line = [sys.executable, "-c", code, whole.config, run_dir, count]

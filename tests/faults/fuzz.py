@@ -69,7 +69,7 @@ LONGEST_S = 900.0
 
 
 class Refused(Exception):
-    """The program rejected a combination. The message is the reason."""
+    """An exception raised if the program rejects a combination. The message is the reason."""
 
 
 @dataclass
@@ -215,8 +215,7 @@ class Fuzz:
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
     """Return the names of the values that differ between two finished runs, and the values if they
-    are short.
-    """
+    are short."""
     first = {**_contents(whole, steps), **_lines(whole)}
     second = {**_contents(resumed, steps), **_lines(resumed)}
     names = []

@@ -58,8 +58,7 @@ class Whole:
 
     def faults_of(self, run_dir: Path, expected: dict[str, str] | None = None) -> list[str]:
         """Return the faults of a finished run in `run_dir`. If `expected` is given, each difference
-        from `expected` is a fault.
-        """
+        from `expected` is a fault."""
         faults = []
         if expected is not None:
             state = final_state(run_dir, self.steps)
@@ -144,8 +143,7 @@ class _Attempt:
 
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
         """Start the run and send the signal in the given phase. Return the signaled processes, and
-        any faults in the run's end.
-        """
+        any faults in the run's end."""
         scale = 1.0
         for _ in range(TRIES):
             if self.phase == "start" and self.rng.random() < 0.5:
@@ -201,8 +199,7 @@ class _Attempt:
         self, output: str, status: int, number: signal.Signals, victims: str
     ) -> list[str]:
         """Return the faults in the run's end. A run has nothing to save before its first step, and
-        nothing to lose during the report.
-        """
+        nothing to lose during the report."""
         if self.phase == "start":
             return []
         if number == signal.SIGKILL:

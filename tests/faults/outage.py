@@ -57,8 +57,7 @@ def trained_through(
     kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
 ) -> tuple[str, bool]:
     """Train without and with an outage of `away_s` seconds. Return the second run's output, and
-    whether both runs ended in the same state.
-    """
+    whether both runs ended in the same state."""
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):
         train(

@@ -50,7 +50,7 @@ FOUND_WITHIN_S = 240.0
 
 
 class Missed(Exception):
-    """The run ended before it was in the phase at the random moment."""
+    """An exception raised if the run ends before it can be interrupted in the phase."""
 
 
 @dataclass
@@ -126,8 +126,7 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
     """Serve a run's data, and stop sending at some step. The cache has space for half of the data,
-    so the run constantly fetches blocks.
-    """
+    so the run constantly fetches blocks."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
 
@@ -217,8 +216,7 @@ class Watched:
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
         """Stop all ranks during the phase until the block ends, and yield their process ids. scale:
-        multiplies the maximum random delay. Raises Missed.
-        """
+        multiplies the maximum random delay. Raises Missed."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)

@@ -42,8 +42,7 @@ def on_each_number(
 
 def two_at_once(whole: Whole, folder: Path) -> list[str]:
     """Start two training runs at the same time on this node, and a third in a folder that is in
-    use. Return the faults.
-    """
+    use. Return the faults."""
     folders = [folder / "one", folder / "two"]
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)

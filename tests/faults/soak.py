@@ -58,7 +58,7 @@ STOPPED_FOR_S = 60.0
 
 
 class Failed(Exception):
-    """A part failed. The message has one fault per line."""
+    """An exception raised if a part fails. The message has one fault per line."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ class Soak:
 
     def stops(self) -> str:
         """Run all three cases in parallel, because they mostly wait. Each one stops a process with
-        SIGSTOP.
-        """
+        SIGSTOP."""
         self.whole.state(2)  # train the reference run before the threads need it
         with ThreadPoolExecutor(len(stops.TARGETS)) as pool:
             futures = {
@@ -180,8 +179,7 @@ class Soak:
 
     def exits(self) -> str:
         """Run trainings to completion, to trigger a race when an interpreter with gloo threads
-        exits.
-        """
+        exits."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []

@@ -78,8 +78,7 @@ def stopped_and_continued(
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
     """Return the faults in the next `for_s` seconds. During this time, metrics.jsonl must not grow
-    and the run must not end.
-    """
+    and the run must not end."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)

@@ -113,8 +113,7 @@ def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
 
 def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
     """A block whose access time is in the future must not stay in the cache forever. The cache must
-    reset the access time, because otherwise the block would always be evicted last.
-    """
+    reset the access time, because otherwise the block would always be evicted last."""
     cache = BlockCache(tmp_path / "cache", 1.0)
     (tmp_path / "cache" / "set").mkdir()
     assert cache.fetch("set/a.block", lambda: Fetched(b"abcd", [4])) == b"abcd"

@@ -79,8 +79,7 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 class Writer(NamedTuple):
     """A function that writes into a folder. `prepare` creates the files that exist before the
-    write.
-    """
+    write."""
 
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None

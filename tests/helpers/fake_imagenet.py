@@ -78,8 +78,7 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
     """Return one file of each unusual kind in ImageNet. All names end in .JPEG. Only "truncated" is
-    unreadable.
-    """
+    unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()

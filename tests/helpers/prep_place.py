@@ -35,8 +35,7 @@ _catalogues = ExitStack()
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
     """Call `open_catalogue`. Keep a reference to the result, so that the folder exists until the
-    test ends.
-    """
+    test ends."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
 
@@ -46,8 +45,7 @@ def close_catalogues() -> None:
 
 class Place:
     """A folder in which a scenario runs data_prep commands. It stores the last command's output and
-    the files that the command changed.
-    """
+    the files that the command changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -58,8 +56,7 @@ class Place:
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
         """Run `python -m data_prep.<module>`. With `alone` or a prefix, run the command in a
-        separate process.
-        """
+        separate process."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()

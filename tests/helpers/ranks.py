@@ -14,8 +14,7 @@ from vit.distributed.process_group import World
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
     """Run `function` on `size` ranks, which are threads with a shared store. Return each rank's
-    result or exception.
-    """
+    result or exception."""
     # Use a store in memory. Tests with processes use a store behind a socket.
     store = dist.HashStore()
     ended: list[Any] = [None] * size

@@ -424,8 +424,7 @@ class S3Server:
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
         """Use credentials with only the given permissions until the block ends. The server checks
-        them.
-        """
+        them."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {

@@ -99,8 +99,7 @@ def test_counts_the_checkpoints_that_exist_at_the_same_time(config):
 
 def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
     """If all checkpoints and weights to keep already exist, only one more checkpoint needs
-    space.
-    """
+    space."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)

@@ -137,8 +137,7 @@ def test_a_rewind_keeps_the_current_facts_of_the_run():
 
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
     """The loss jumps when the size changes. If the limits for smaller images still applied, the
-    guard would skip every later update.
-    """
+    guard would skip every later update."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
     loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")

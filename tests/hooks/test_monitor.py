@@ -145,8 +145,7 @@ def test_waits_of_all_ranks_are_summed_up():
 )
 def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
     """If all ranks wait for one rank, the remedy must address that rank's slowest part, even if
-    another rank spends more time on a different part.
-    """
+    another rank spends more time on a different part."""
 
     def tally(name: str, seconds: float) -> Tally:
         return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}

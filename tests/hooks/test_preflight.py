@@ -377,8 +377,7 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     """If the CPU emulates bf16, two steps of ViT-B take minutes, which looks like a hang. The test
-    limits torch's instruction set to simulate such a CPU.
-    """
+    limits torch's instruction set to simulate such a CPU."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"

@@ -34,8 +34,7 @@ NAMES = [f"class{label}" for label in range(3)]
 
 class ByColour(nn.Module):
     """A model with 12 classes. Its logits depend only on the image's mean color, so a plain loop
-    can compute them.
-    """
+    can compute them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +118,7 @@ def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(
     shards, model_classes, tmp_path
 ):
     """A plain loop computes the results over the subset of classes, as in the protocol of
-    ImageNet-A, and over all outputs.
-    """
+    ImageNet-A, and over all outputs."""
     logits, labels = logits_of(shards)
     other = renamed(shards, tmp_path / "a", NAMES)
     sets = {"own": {"root": str(other)}, "all": {"root": str(other), "classes": "all"}}

@@ -265,8 +265,7 @@ def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
 
 def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
     """A POSIX lock ends when its process closes any handle of the file, so opening and closing the
-    file again would lose the lock.
-    """
+    file again would lose the lock."""
     record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
     gc.collect()
     trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

@@ -123,8 +123,7 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
 
 def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
     """A finished run is continued. W&B counts logged images as steps, which metrics.jsonl does not
-    contain.
-    """
+    contain."""
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     for restarts, steps in enumerate((range(3), range(3, 6))):
         record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)
@@ -167,8 +166,7 @@ def test_a_rewound_run_is_shown_without_its_discarded_steps(tmp_path):
 @pytest.mark.full
 def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd, server):
     """`wandb sync` uploads the first attempt. Only the service then has a list of the uploaded
-    lines.
-    """
+    lines."""
     folder = tmp_path / "my run"
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     one_run(folder, range(0, 4), setting="offline")

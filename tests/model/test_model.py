@@ -35,8 +35,7 @@ CONFIGURATIONS = {
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
     """Return timm's model with the memory of `weights`. It computes attention with matmul and
-    softmax, but ours uses a fused kernel.
-    """
+    softmax, but ours uses a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)

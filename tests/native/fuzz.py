@@ -44,7 +44,7 @@ MARKERS: tuple[dict[str, Any], ...] = (
 
 
 class NoSanitizer(Exception):
-    """The compilers of this machine cannot build a working program with sanitizers."""
+    """An exception raised if no compiler can build a working program with sanitizers."""
 
 
 def write_seeds(folder: Path) -> Path:

@@ -32,8 +32,7 @@ class Page(HTMLParser):
 
 def find_dead_links(site: Path) -> list[str]:
     """Return `page -> link` for each relative link in `site` that points to a missing file or
-    anchor.
-    """
+    anchor."""
     read = cache(Page)
     dead = []
     for path in sorted(site.rglob("*.html")):

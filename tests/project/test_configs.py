@@ -230,8 +230,7 @@ SMALL = [
 
 def patches(name: str, side: int) -> str:
     """Return the setting that gives images of the recipe `name` a size of `side` x `side`
-    patches.
-    """
+    patches."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 

@@ -43,8 +43,7 @@ def places_of_names() -> dict[str, list[str]]:
 
 def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
     """Return the objects to which `name` may refer. A name without a module is looked up in
-    `places`.
-    """
+    `places`."""
     prefix, _, last = name.rpartition(".")
     if prefix:
         try:

@@ -100,14 +100,13 @@ def test_there_are_commands_to_test():
 
 
 class Understood(BaseException):
-    """A command has accepted its arguments."""
+    """An exception raised when a command has accepted its arguments."""
 
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
     """Let the command parse its arguments without running it. If they are invalid, fail with the
-    command's message.
-    """
+    command's message."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
         data_prep.command.OneLineParser.parse_args(parser, arguments)

@@ -25,7 +25,7 @@ ROWS = rows("Prediction and pictures")
 
 
 class Left(Exception):
-    """The command exited with a status."""
+    """An exception raised when a command exits with a status."""
 
 
 @pytest.fixture(scope="module")

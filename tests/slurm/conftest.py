@@ -168,8 +168,7 @@ class Job:
 
     def facts(self) -> dict[str, str]:
         """Return the output of `scontrol show job` as a dict. For a job array, describe an
-        unfinished task if there is one.
-        """
+        unfinished task if there is one."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -210,8 +209,7 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Start two nodes, n1 and n2, with three partitions: main, grace (30 s of notice before
-    preemption) and urgent. Jobs in urgent preempt jobs in the other partitions.
-    """
+    preemption) and urgent. Jobs in urgent preempt jobs in the other partitions."""
     missing = [
         name
         for name in DAEMONS

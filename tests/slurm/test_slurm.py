@@ -145,8 +145,7 @@ def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards,
 
 def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
     """The test stops a rank to simulate a failed node. Ranks on GPUs would also wait for such a
-    node. SRUN_ARGS is passed to srun.
-    """
+    node. SRUN_ARGS is passed to srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -291,8 +290,7 @@ def limited(cluster, shards, tmp_path_factory):
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
     """Without notice of a preemption, Slurm ends and requeues the job. With notice, only the script
-    can requeue it.
-    """
+    can requeue it."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()

@@ -86,8 +86,7 @@ def test_every_gpu_is_found_by_its_own_name():
 
 def test_time_per_byte_and_per_operation_are_consistent():
     """If a peak, memory size or bandwidth is wrong by a factor of ten, the ratio is outside the
-    allowed range.
-    """
+    allowed range."""
     for gpu in GPUS:
         assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gbs < 550, gpu.name
         assert 0.5 < gpu.memory_gib / gpu.bandwidth_gbs * 40 < 3.1, gpu.name

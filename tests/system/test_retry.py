@@ -29,8 +29,7 @@ def no_outage():
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     """Replace the clock used for retries with a fake clock that advances only during their sleeps,
-    and by a microsecond per read. Threads left over from other tests use the real clock.
-    """
+    and by a microsecond per read. Threads left over from other tests use the real clock."""
     now = SimpleNamespace(strftime=time.strftime, localtime=time.localtime, passed_s=0.0)
     ours = threading.current_thread()
 

@@ -75,8 +75,7 @@ class Says(nn.Module):
 
 def blended(student, teacher, **distill):
     """Return the loss and gradient of a teacher's `blend` method. student: logits of one or two
-    heads.
-    """
+    heads."""
     heads = [logits.clone().requires_grad_() for logits in student]
     ours = Teacher(Says(teacher), settings(), settings(teacher="x", **distill))
     task = F.cross_entropy(heads[0], LABELS, reduction="none")

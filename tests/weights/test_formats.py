@@ -204,8 +204,7 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
     tmp_path, recwarn
 ):
     """A plain pickle, a TorchScript program and a zip of photos are intact, so the error must not
-    tell users to copy the file again.
-    """
+    tell users to copy the file again."""
     bird = tmp_path / "ran"
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:

@@ -90,8 +90,7 @@ def logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, depth: int) -> None:
     """Allow one float32 rounding error per block, because the programs' kernels sum values in
-    different orders.
-    """
+    different orders."""
     scale = theirs.abs().max()
     assert scale > 0.1
     torch.testing.assert_close(ours, theirs, rtol=0, atol=float(scale) * 2**-20 * max(depth, 8))

@@ -209,8 +209,7 @@ def test_boxes_of_normalized_images_are_erased(mode, channels):
 
 def test_a_compiled_erasing_graph_computes_nothing_on_the_host():
     """If the graph computed a table on the host, the GPU would wait in each step for the table to
-    be copied.
-    """
+    be copied."""
     operators = []
 
     def note(graph, inputs):
@@ -358,8 +357,7 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
 def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
     """timm mixes row i with row B - 1 - i. In a group of two rows, our rotation mixes the same
     rows, even in the modes `batch` and `elem`. Each group is passed to timm as a batch, with our
-    random numbers.
-    """
+    random numbers."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),

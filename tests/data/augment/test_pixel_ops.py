@@ -41,8 +41,7 @@ def assert_equal_levels(
     on_border: float = 0.0,
 ) -> None:
     """Assert that at most a fraction `share` of all levels differ, and that at most a fraction
-    `on_border` of each image differs by more than `largest`.
-    """
+    `on_border` of each image differs by more than `largest`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
     assert further.max() <= on_border, (
@@ -141,8 +140,7 @@ TORCHVISION_SPACES = {
 
 def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> np.ndarray:
     """Apply a torchvision operation. The strength is a signed index into the operation's
-    magnitudes.
-    """
+    magnitudes."""
     name, (magnitudes, is_signed) = list(TORCHVISION_SPACES[op_set](SMALL).items())[op]
     magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
     signed = -magnitude if is_signed and strength < 0 else magnitude
@@ -190,8 +188,7 @@ def test_operations_equal_big_vision(op):
     run on two images with TensorFlow 2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces
     tensorflow_addons, which does not support TensorFlow 2.21. Cutouts are centered at 0.8 of the
     width and 0.3 of the height. TensorFlow sums numbers in a different order, so one level in a
-    hundred may differ by one, or by two for sharpness.
-    """
+    hundred may differ by one, or by two for sharpness."""
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
     cases = [case for case in BIG_VISION.files if case.split()[0].lower() == name]

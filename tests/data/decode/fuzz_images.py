@@ -116,8 +116,7 @@ def at_frame(data: bytes) -> int:
 
 def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     """Return JPEGs of nearly all kinds. JPEGs with declared samplings have only approximately this
-    size.
-    """
+    size."""
     rgb = picture(width, height)
     grey = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
@@ -361,8 +360,7 @@ class Comparison:
 
     def _judge(self, part: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
         """Require the full image's pixels, or a rejection. If no decoder reads the corrupt codes,
-        the result may differ from a full decode, but all decoders must agree with each other.
-        """
+        the result may differ from a full decode, but all decoders must agree with each other."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -496,8 +494,7 @@ def _lie(data: bytearray, rng: random.Random) -> None:
 
 def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
     """Fuzz until the time is up. Return the counts, and the differences with the files that cause
-    them.
-    """
+    them."""
     rng = random.Random(seed)
     counts = Counter[str]()
     differences = []

@@ -81,8 +81,7 @@ BAD = {
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
     """Write `images` to a shard and index them. Then overwrite some with `stored`, truncated or
-    zero-padded to the original size.
-    """
+    zero-padded to the original size."""
     root.mkdir()
     path = root / "train-00000.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -182,8 +181,7 @@ LYING = {
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
 def test_wrong_restart_markers_give_the_same_pixels_as_pillow(data, tmp_path, decoder):
     """Pillow decodes images with wrong restart markers, and published results are based on
-    Pillow.
-    """
+    Pillow."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})

@@ -73,8 +73,7 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels):
     """For such a window, simplejpeg reports a warning about bytes below the window before it has
-    written any pixels.
-    """
+    written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]

@@ -132,8 +132,7 @@ def handmade(
     rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
 ) -> bytes:
     """Return a grayscale JPEG with random AC symbols and values. Symbol k has a code of lengths[k]
-    bits (ascending), and the DC code is a single 0 bit.
-    """
+    bits (ascending), and the DC code is a single 0 bit."""
     codes = {}
     code = 0
     before = lengths[0]
@@ -188,8 +187,7 @@ def test_images_with_random_huffman_codes_equal_simplejpeg(long):
 
 def test_samplings_that_no_encoder_writes_equal_simplejpeg():
     """The header declares a different layout for the four luma blocks of a 4:2:0 MCU, for example a
-    column. The pixels then differ from the original image, but both decoders must agree.
-    """
+    column. The pixels then differ from the original image, but both decoders must agree."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
     for factors, width, height in (
@@ -428,8 +426,7 @@ def test_only_the_segments_of_the_window_are_read():
 
 def test_a_truncated_file_is_refused_for_every_window():
     """If the C decoder rejected a file only for some windows, the crop would determine whether the
-    image is readable.
-    """
+    image is readable."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},

@@ -42,8 +42,7 @@ def blocks(folder: Path) -> int:
 
 def other_process(code: str, *arguments: object) -> subprocess.Popen:
     """Run `code` in another Python process, and wait until it prints a line to signal that it is
-    ready.
-    """
+    ready."""
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -71,8 +70,7 @@ else:
 
 def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
     """Logging is slow in this test, so all threads arrive while the first one is logging its
-    message.
-    """
+    message."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
@@ -291,8 +289,7 @@ def test_a_world_writable_folder_is_refused(folder):
 
 def mounts(root: Path, **kinds: str) -> Path:
     """Return a root folder whose `proc` lists a mount of the given file system type for each
-    folder. `all`: the type for all other folders.
-    """
+    folder. `all`: the type for all other folders."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
     lines = [

@@ -148,8 +148,7 @@ def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
 
 def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
     """The test is a scaled-down transfer of 8 MB at less than 70 kB/s with a timeout of 120 s per
-    attempt. Each attempt receives a part of the file, and all received bytes must be used.
-    """
+    attempt. Each attempt receives a part of the file, and all received bytes must be used."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA

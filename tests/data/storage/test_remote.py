@@ -119,8 +119,7 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
 
 class KeptFtp(FTPFileSystem):
     """A file system that keeps one connection per thread until the process exits, like fsspec's
-    sftp and smb clients.
-    """
+    sftp and smb clients."""
 
     protocol = "keptftp"
     cachable = True
@@ -144,8 +143,7 @@ def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
 
 def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch):
     """Rank 0 requests information about each shard and sends it to the other ranks. All ranks must
-    read the same samples.
-    """
+    read the same samples."""
     monkeypatch.setattr("vit.distributed.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),

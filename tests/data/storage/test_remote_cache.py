@@ -236,8 +236,7 @@ def _fill(folder, process):
 def test_processes_never_read_a_half_written_count(cache):
     """A process that read a partial count would have to count all blocks, which takes minutes in a
     large cache. The test starts with a count of one million but no blocks, so a recount would
-    change the number.
-    """
+    change the number."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")
     processes = [multiprocessing.Process(target=_fill, args=(cache, number)) for number in range(4)]

@@ -45,8 +45,7 @@ def impatient(monkeypatch):
 )
 def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, cache):
     """The ETag reveals the new shard. Old and new bytes must not be mixed, and cached blocks of the
-    old shard must remain usable.
-    """
+    old shard must remain usable."""
     split = open_split(url, "train", cache)
     sample = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
@@ -143,8 +142,7 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
 class Growing(dict):
     """The files on a server that replaces all files whose names end with `ending` after each
-    request.
-    """
+    request."""
 
     ending = ""
 

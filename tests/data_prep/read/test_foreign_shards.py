@@ -382,8 +382,7 @@ def test_sidecars_take_precedence_over_the_info_of_another_tool(tmp_path):
 
 def test_another_layout_replaces_an_earlier_one(tmp_path):
     """Sidecars from an earlier layout may remain if a command was interrupted or moved `_info.json`
-    away.
-    """
+    away."""
     root = tmp_path / "root"
     root.mkdir()
     write_tar(

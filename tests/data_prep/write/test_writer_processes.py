@@ -25,8 +25,7 @@ BEHIND_US = ["nice", "-n", "5"]
 @pytest.fixture(scope="module")
 def prepare(tmp_path_factory) -> list[str]:
     """Return a command, without --out, that writes 120 and 30 images into 12 and 3 shards. Each
-    image takes some milliseconds.
-    """
+    image takes some milliseconds."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 12), ("val", 3)):
         for label in range(10):
@@ -148,8 +147,7 @@ def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
     """The signal is sent while the workers start. It is sent only to the parent, as by a batch
-    system, or to all processes, as by a terminal.
-    """
+    system, or to all processes, as by a terminal."""
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],

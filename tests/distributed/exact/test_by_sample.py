@@ -50,8 +50,7 @@ def test_drop_path_keeps_or_drops_a_whole_sample():
 
 def test_windows_of_a_sample_use_the_key_of_the_sample():
     """In Swin, the rows are windows, with shape (rows * windows, ...). A position tensor may have
-    one row that all samples share.
-    """
+    one row that all samples share."""
     keys = torch.from_numpy(fold(2, np.arange(2)).view(np.int64))
     windows = DropoutBySample(0.5, keys)(torch.ones(6, 4, 5))
     assert torch.equal(windows.view(2, 12, 5), DropoutBySample(0.5, keys)(torch.ones(2, 12, 5)))

@@ -35,8 +35,7 @@ def by_recursion(leaves: list[Tensor]) -> Tensor:
 
 def random_leaves(count: int, size: int = 50) -> Tensor:
     """Return leaves whose magnitudes differ so much that any other order of addition changes the
-    bits.
-    """
+    bits."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.randint(-8, 8, (count, size), generator=generator)
     return torch.randn(count, size, generator=generator) * 2.0**scale

@@ -266,8 +266,7 @@ def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path
 
 def test_unused_classes_get_names_in_the_export(tmp_path):
     """Other libraries use the number of names as the number of classes. With only 3 names, these
-    libraries could not load a head with 5 classes.
-    """
+    libraries could not load a head with 5 classes."""
     subject = replace(subject_of(), num_classes=5)
     subject.model.head = torch.nn.Linear(48, 5)
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
@@ -292,8 +291,7 @@ def test_a_view_survives_the_export_to_transformers(model, tmp_path):
 
 def test_a_grid_that_is_not_square_survives_the_export(tmp_path):
     """15 patches and a class token make 16 positions, as many as a 4x4 grid. Only the config
-    distinguishes the two.
-    """
+    distinguishes the two."""
     for program in ("timm", "huggingface"):
         config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
         subject = subject_of({"image_size": [24, 40]}, **config)

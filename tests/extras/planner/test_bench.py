@@ -90,8 +90,7 @@ def test_two_ranks_share_gradients(config):
 
 def test_reduces_a_batch_that_takes_too_long(no_data):
     """A limit of one microsecond is too short even for two images, the smallest group that can be
-    mixed.
-    """
+    mixed."""
     done = bench(no_data, "--seconds", 1e-6, "--json", "data.global_batch_size=24")
     [row] = json.loads(done.stdout)["training"]
     assert (row["rank_batch_size"], row["micro_batch_size"], row["num_steps"]) == (2, 2, 3)

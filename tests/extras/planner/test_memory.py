@@ -164,8 +164,7 @@ def test_checkpointed_activations_are_not_counted():
 
 def test_gradients_count_only_if_they_exist_at_the_peak():
     """On one GPU, gradients are created while activations are freed. With DDP, buckets always
-    contain all gradients.
-    """
+    contain all gradients."""
     config = config_of(model=SMALL)
     alone = count(config, 1000, 16, 16, world_size=1)
     in_ddp = count(config, 1000, 16, 16, world_size=2)

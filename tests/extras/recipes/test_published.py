@@ -321,8 +321,7 @@ def test_the_counts_of_the_report_equal_those_of_the_findings(imported):
 @pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
 def test_the_learning_rate_of_a_recipe_equals_ours(name, imported):
     """tests/extras/recipes/test_rates.py compares these functions for other programs' rates with
-    timm and torch.
-    """
+    timm and torch."""
     names = {f for finding in imported(name).reading.findings for f in finding.theirs}
     (schedule,) = {
         "warmup_epochs",

@@ -290,8 +290,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
     """Train small versions of the stages from which a recipe starts, then of the recipe for three
-    steps. Return its run folder.
-    """
+    steps. Return its run folder."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:

@@ -142,8 +142,7 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
     """Return a fault that suspends PUT request `number` to paths that contain `at`. All matching
-    paths are appended to `sent`.
-    """
+    paths are appended to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
         if method == "PUT" and at in path:

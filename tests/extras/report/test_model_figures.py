@@ -351,8 +351,7 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
 
 def test_weights_of_other_programs_have_no_images():
     """The config of such weights does not name a dataset, and the current folder must not be used
-    instead.
-    """
+    instead."""
     foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
     with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on unknown images.*--data"):
         samples_of_split(foreign, 4)

@@ -351,8 +351,7 @@ def test_the_most_confused_pairs_equal_brute_force(matrix, num):
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
 def test_confusion_pictures_show_the_places_of_mistakes(tmp_path, num_classes):
     """If a mistake moves from near the diagonal to the left edge, the cell in the true class's row
-    must be marked.
-    """
+    must be marked."""
     true = int(0.9 * num_classes)
     far = int(0.1 * num_classes)
     near = int(0.9 * num_classes) - 1

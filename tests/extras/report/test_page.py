@@ -76,8 +76,7 @@ class Page(HTMLParser):
 
 def check_self_contained(page: Page) -> list[Image.Image]:
     """Assert that the page loads no external resources and runs only its own script. Return the
-    images.
-    """
+    images."""
     pictures = []
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "base", "form", "audio", "video"), (

@@ -58,8 +58,7 @@ def tars(shards: Path) -> str:
 @pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (3, 1), (2, 2)])
 def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
     """One or three readers divide the three shards. With four readers, each one reads every fourth
-    sample.
-    """
+    sample."""
     seen = Counter()
     for rank in range(ranks):
         for batch in read(

@@ -169,8 +169,7 @@ _PARTS_OF_VIT5 = {
 
 def table_for(command: Command) -> Table:
     """Return the argument table of the script in `command`. The main.py scripts of three projects
-    are supported.
-    """
+    are supported."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT

@@ -315,8 +315,7 @@ def map_clipping(reading: Reading) -> None:
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
     """Map layer-wise learning rates. With the form `beit`, the last norm has the head's learning
-    rate.
-    """
+    rate."""
     if factor is None or factor == 1:
         reading.same(argument)
     else:

@@ -50,7 +50,7 @@ CLOCK_STEP_S = 2.0
 
 
 class LeaseLost(ValueError):
-    """Another job took over the run, or the run was removed."""
+    """The error raised if another job took over the run, or if the run was removed."""
 
 
 class Lease:
@@ -127,8 +127,7 @@ class Lease:
 
     def _take(self, replaces: bool, looked_s: float) -> bool:
         """Write the lease, and return whether this job holds it. looked_s: the time of the last
-        read.
-        """
+        read."""
         settle_s = min(SETTLE_S, self._lease_s / 10)
         if replaces and time.monotonic() - looked_s < settle_s:
             self._store.remove(LEASE_FILE)

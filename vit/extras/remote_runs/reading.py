@@ -108,8 +108,7 @@ def newest_info(url: str) -> Path:
 
 def is_in_use(url: str) -> bool | None:
     """Return False if no lease exists. Otherwise, return None, because the lease holder may be
-    dead.
-    """
+    dead."""
     store = store_at(url, PATIENCE_S, "")
     try:
         store.stat(LEASE_FILE)

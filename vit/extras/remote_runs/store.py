@@ -77,7 +77,7 @@ all other files."""
 
 
 class UploadError(ValueError):
-    """A store refused a request or did not answer."""
+    """The error raised if a store refuses a request or does not answer."""
 
 
 class RunStore(Place):

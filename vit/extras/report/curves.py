@@ -128,8 +128,7 @@ def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArr
 
 def _line(axes: Axes, lines: list[dict[str, Any]], name: str, *, style: str, **look: Any) -> None:
     """Plot `name` against the step. style, look: format string and keyword arguments of
-    matplotlib's `plot`.
-    """
+    matplotlib's `plot`."""
     steps, values = _points(lines, name)
     if len(steps):
         # A line through a single point is invisible.

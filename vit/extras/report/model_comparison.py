@@ -64,8 +64,7 @@ def compare(
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Compared:
     """Compare two models. Raises ValueError if their classes differ or the images have no
-    labels.
-    """
+    labels."""
     first, second = models
     if first.class_names != second.class_names:
         raise ValueError(

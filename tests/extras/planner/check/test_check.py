@@ -158,8 +158,7 @@ SECONDS = ("model.image_size=224", "model.depth=12", "loader.num_workers=1")
 
 def has_workers(pid: int) -> bool:
     """Return whether a rank has started its steps. Child processes started by imports exit
-    sooner.
-    """
+    sooner."""
     before = children(pid)
     time.sleep(0.5)
     return any(child in before for child in children(pid))

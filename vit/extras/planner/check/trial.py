@@ -71,8 +71,7 @@ class Trial:
 
     def open_data(self) -> dict[str, Any]:
         """Open the data and make the plan as in training. Return facts about the host for
-        `judge_data`.
-        """
+        `judge_data`."""
         config, world = self.config, self.world
         self.data = data = open_data(config, world)
         self._parts = parts_of(config)

@@ -74,8 +74,7 @@ class SampleCurves:
     @property
     def suspects(self) -> NDArray[np.int64]:
         """The images that were seen, sorted by mean margin, so that probable label errors come
-        first.
-        """
+        first."""
         seen = np.flatnonzero(self.num_seen > 0)
         return seen[np.argsort(self.mean_margin[seen], kind="stable")]
 
@@ -133,8 +132,7 @@ def read_curves(
 
 def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]:
     """Return the weights, weighted losses and weighted margins of each image in an epoch, (3,
-    N).
-    """
+    N)."""
     order = source.order
     augment = source.config.augment
     steps = order.steps_per_epoch
