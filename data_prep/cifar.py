@@ -85,8 +85,7 @@ KINDS = {
 
 
 def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
-    """Find the data set in `source`. Return its kind and the folder or archive that contains its
-    files.
+    """Find the data set in `source`. Return its kind, and the folder or archive with its files.
 
     Extracted files are preferred over an archive. classes: 10 or 100, if `source` may contain both
     data sets. Raises PrepError unless exactly one data set matches.

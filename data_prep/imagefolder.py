@@ -292,8 +292,7 @@ def _add_split(
     fractions: Mapping[str, float],
     ignored: Ignored,
 ) -> None:
-    """Add the images of the given classes. fractions: maps each split to its fraction of a
-    class."""
+    """Add the images of the given classes. fractions: maps splits to fractions of a class."""
     file = builder.file(tree.file)
     if "" not in labels:
         tree.count_stray(ignored)

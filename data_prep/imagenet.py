@@ -229,8 +229,7 @@ def read(sample: Sample) -> bytes:
 
 
 def check_md5(paths: Sequence[Path]) -> None:
-    """Compare archives with their published md5. Raises a PrepError that names all files that
-    differ."""
+    """Compare archives with their published md5. Raises a PrepError that names all wrong files."""
     official = {path: MD5[path.name] for path in paths if path.name in MD5}
     if not official:
         print(f"md5: none of these files has a published md5; expected {', '.join(MD5)}")

@@ -85,8 +85,7 @@ class Report:
 
 
 def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Report:
-    """Check the data set at `place`. num_sampled: the number of images in a quick check, or None to
-    check all.
+    """Check the data set at `place`. num_sampled: images in a quick check, or None to check all.
 
     Raises PrepError or ShardError if the data set cannot be checked.
     """
@@ -154,8 +153,7 @@ def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0)
 
 
 def print_report(report: Report) -> None:
-    """Print problems and notes grouped by subject, a table of splits, the checks and the
-    verdict."""
+    """Print problems and notes by subject, a table of splits, the checks and the verdict."""
     for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail only with --strict)")):
         if report.count(fails):
             print(f"\n{heading}")

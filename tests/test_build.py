@@ -1,6 +1,5 @@
 """Test the files of a run that is stopped during setup, and the errors for weights that do not
-fit.
-"""
+fit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Kill, stop and resume training runs in real processes over gloo, and compare the results bit by
-bit.
-"""
+bit."""
 
 from __future__ import annotations
 

@@ -205,8 +205,7 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
 
 
 def _find_devices(device: str) -> dict[str, Any]:
-    """Return the name and number of the GPUs. Raises ValueError if `device` requires a missing
-    GPU."""
+    """Return the GPUs' name and number. Raises ValueError if `device` requires a missing GPU."""
 
     def look() -> Iterator[Line]:
         devices = find_devices()

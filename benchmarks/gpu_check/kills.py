@@ -218,8 +218,7 @@ def _batch(rows: int, ranks: int) -> tuple[str, str]:
 
 
 def one_and_two_ranks(rows: int, *overrides: str) -> Iterator[Line]:
-    """Measure the speedup with two ranks, and the share of the all-reduce that overlaps with
-    backward."""
+    """Measure the speedup with two ranks, and the overlap of the all-reduce with backward."""
     results = [bench(3.0, *overrides, *_batch(rows, ranks), ranks=ranks) for ranks in (1, 2)]
     one, two = (result["training"][-1] for result in results)
     factor = two["images_per_s"] / one["images_per_s"]

@@ -285,8 +285,7 @@ def read_zip_member(sample: Sample) -> bytes:
 
 
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
-    """Decompress and return at most `size` + 1 bytes. Also return the first bytes after the
-    data."""
+    """Return at most `size` + 1 decompressed bytes, and the first bytes after the data."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     position = sample.offset + max(len(head), start)
     compressed = head[start:]

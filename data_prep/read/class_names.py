@@ -1,5 +1,4 @@
-"""Choose the sample layout for `data_prep.index` from flags, a file of class names and
-`_info.json`.
+"""Choose the sample layout for `data_prep.index` from flags, class names and `_info.json`.
 
 Flags and the file define a layout (vit/data/shards/members.py). An existing `_info.json` records
 the layout of its folder, which is reused without flags. Different flags are an error, because they

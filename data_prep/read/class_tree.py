@@ -298,8 +298,7 @@ def add_images(
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add the images of a class. paths: maps keys to paths below `tree`. shares: maps splits to
-    keys."""
+    """Add a class's images. paths: maps keys to paths below `tree`. shares: maps splits to keys."""
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])

@@ -1,5 +1,4 @@
-"""List the images in a tree of folders, and count all other files, so that none is skipped
-silently.
+"""List the images in a tree of folders, and count all other files.
 
 An image is recognized by its suffix, or by its first bytes if the file has no suffix. All other
 files are counted by suffix. Images in unsupported formats are counted separately. Links are

@@ -70,8 +70,7 @@ class ImagePolicy:
         return options
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) after applying `resize_short_side`, rounded as in torchvision's
-        Resize."""
+        """Return (width, height) after `resize_short_side`, rounded as in torchvision's Resize."""
         short = self.resize_short_side
         if short is None or min(width, height) <= short:
             return width, height

@@ -140,8 +140,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 def read_infos(
     source: Output | WebShards, output: Output, listed: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the `_info.json` next to the shards and the one in the output, which may be the same
-    file.
+    """Return the `_info.json` next to the shards and the one in the output (maybe the same file).
 
     listed: whether the shards were listed one by one. If so, the first file is skipped.
     """
@@ -187,8 +186,7 @@ def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError if shards are missing. Shards on the web are not checked, to avoid one
-    request each."""
+    """Raise PrepError if shards are missing. Shards on the web are not checked."""
     if isinstance(source, Output):
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
@@ -320,8 +318,7 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
 
 
 def _indexed_before(shard: Shard) -> Indexed | None:
-    """Return the records that an earlier command wrote, provided that the shard's size is
-    unchanged."""
+    """Return the records that an earlier command wrote, if the shard's size is unchanged."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:

@@ -230,8 +230,7 @@ def write_shard(work: Work) -> dict[str, Any]:
 
 
 def _announce(sample: Sample) -> None:
-    """Tell the kernel to read a sample ahead. Errors are ignored, because the later read raises
-    them."""
+    """Tell the kernel to read a sample ahead. Errors are left to the later read."""
     if HAS_ADVICE:
         with suppress(OSError):  # The file may be a folder.
             os.posix_fadvise(

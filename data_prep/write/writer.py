@@ -227,8 +227,7 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
 
 def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
-    """Return the sidecars of this plan's complete shards. The sidecar of a shard is written
-    last."""
+    """Return the sidecars of this plan's complete shards. Each sidecar is written last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
     jobs = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]

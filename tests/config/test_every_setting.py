@@ -84,8 +84,7 @@ SEVERAL = {
     "train.seed": {"batches", "step"},
     "train.precision": {"step", "evaluators"},
 }
-"""Maps each setting that affects several parts of a run to these parts, all of which must
-differ."""
+"""Maps settings that affect several parts of a run to these parts, which must all differ."""
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
@@ -295,8 +294,7 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable metrics.jsonl. Writing it takes two thirds of the time and does not affect the
-    run."""
+    """Disable metrics.jsonl, because writing it takes two thirds of the time."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """Test that the dataset card's numbers match the images, its contact sheet shows them, and
-rewriting the card produces the same bytes.
-"""
+rewriting the card produces the same bytes."""
 
 from __future__ import annotations
 

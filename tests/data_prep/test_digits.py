@@ -1,6 +1,5 @@
 """Test that the digits are real and legible, that each original is in a single split, and that the
-bytes are reproducible.
-"""
+bytes are reproducible."""
 
 import io
 import json

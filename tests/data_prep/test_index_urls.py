@@ -1,6 +1,5 @@
 """Test the index of shards at a URL: on a web server, in an object store, and in read-only
-places.
-"""
+places."""
 
 import hashlib
 import json

@@ -1,6 +1,5 @@
 """Test images without classes: the shards record the absence of classes, prediction accepts the
-shards, and training rejects them.
-"""
+shards, and training rejects them."""
 
 import json
 import tarfile

@@ -1,6 +1,5 @@
 """Test that an evaluation on any number of ranks returns the same counts as a plain loop over the
-images.
-"""
+images."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ class _Attempt:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
                 continue
             if self.phase != "upload" or number != signal.SIGKILL or victims == "one rank":
-                # Release the requests to the server, because waiting for them could block the
-                # signal.
+                # Release the requests to the server, because they could block the signal.
                 self.place.let_go()
             return victims, self._wrong_with(run.end(), run.process.returncode, number, victims)
         raise AssertionError(f"{self.phase}: missed {TRIES} times")

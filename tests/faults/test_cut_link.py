@@ -1,6 +1,5 @@
 """Test two hosts, one of which is cut off, switched off or slow. The real torchrun runs in
-namespaces on this machine.
-"""
+namespaces on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that a process's memory, descriptors and threads do not grow over steps and starts, and that
-the check detects a leak.
-"""
+the check detects a leak."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that augmentation with any setting computes the model's inputs and targets without waiting
-for the GPU.
-"""
+for the GPU."""
 
 from __future__ import annotations
 

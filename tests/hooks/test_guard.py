@@ -1,6 +1,5 @@
 """Test that the guard reacts to a batch with wrong labels: it skips the update, stops the run, or
-rewinds the run and skips the batch.
-"""
+rewinds the run and skips the batch."""
 
 from __future__ import annotations
 

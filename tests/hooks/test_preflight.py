@@ -1,6 +1,5 @@
 """Test the memory sizes and core counts that are read from copies of the kernel's files, and the
-printed notes.
-"""
+printed notes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that `launch/predict.py` predicts each image like `vit.load`, in the order of the arguments,
-and names unreadable files.
-"""
+and names unreadable files."""
 
 from __future__ import annotations
 

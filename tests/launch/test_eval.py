@@ -1,6 +1,5 @@
 """Test `launch/eval.py` in this process, with a run's path and with data that has different
-classes.
-"""
+classes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that metrics.jsonl contains only complete lines, that a restart replaces repeated lines, and
-that only one process writes.
-"""
+that only one process writes."""
 
 import gc
 import json

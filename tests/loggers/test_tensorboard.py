@@ -1,6 +1,5 @@
 """Test that TensorBoard reads each step once, even after a kill, and that its errors are reported
-in one line.
-"""
+in one line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test model parts that are not in the ViT paper. With the same weights, they must match timm's.
-They must be initialized, decayed and counted correctly.
-"""
+They must be initialized, decayed and counted correctly."""
 
 from __future__ import annotations
 

@@ -175,8 +175,7 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
 
 @pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
 def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
-    """On a CPU, timm uses a different branch to update tensors. Two of the six updates are
-    skipped."""
+    """On a CPU, timm takes a different branch. Two of the six updates are skipped."""
     models = [small_model(), small_model()]
     one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)
     num_taken = 0

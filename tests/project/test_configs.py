@@ -1,6 +1,5 @@
 """Test that every recipe fits the schema, names its source, uses the source's values, and runs its
-first steps.
-"""
+first steps."""
 
 from __future__ import annotations
 

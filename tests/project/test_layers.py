@@ -1,6 +1,5 @@
 """Test that each package imports only packages in lower layers, and that no file imports too many
-modules.
-"""
+modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that commands do not leak logins. Each test uses one kind of login, and searches for it in
-all files and output.
-"""
+all files and output."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that the table in seeds.md contains each row of the five projects once, and that each
-command runs at the small size described on the page.
-"""
+command runs at the small size described on the page."""
 
 from __future__ import annotations
 

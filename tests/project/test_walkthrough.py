@@ -1,6 +1,5 @@
 """Test docs/walkthrough.ipynb, which contains the code from docs/model.md, a training run, and
-plots of the trained model.
-"""
+plots of the trained model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that each mistake on a command line of launch/ prints one line that suggests the intended
-argument.
-"""
+argument."""
 
 from __future__ import annotations
 

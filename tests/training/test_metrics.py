@@ -1,6 +1,5 @@
 """Compare accuracy with torch's top-k and manual counts. Results must be bit-identical for any
-order and partition of the samples.
-"""
+order and partition of the samples."""
 
 import math
 import random

@@ -1,6 +1,5 @@
 """Test that the command in docs/weights.md for a user's own photos trains a model that `vit.load`
-can load and that beats chance.
-"""
+can load and that beats chance."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Compare augmentation parameters with golden values, and with the distributions of torchvision,
-timm and the papers.
-"""
+timm and the papers."""
 
 import itertools
 import json

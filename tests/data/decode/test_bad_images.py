@@ -1,6 +1,5 @@
 """Test that unusual images are decoded, and that unreadable images are skipped and counted, or
-raise an error with their key.
-"""
+raise an error with their key."""
 
 import io
 import os

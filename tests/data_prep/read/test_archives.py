@@ -1,6 +1,5 @@
 """Test that archives are listed as by tarfile and zipfile, and that truncated, corrupt or hostile
-archives raise a clear error.
-"""
+archives raise a clear error."""
 
 import io
 import os

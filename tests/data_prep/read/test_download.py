@@ -1,6 +1,5 @@
 """Test that downloads from a real HTTP server continue after interruptions, are verified, and raise
-clear errors.
-"""
+clear errors."""
 
 import hashlib
 import random

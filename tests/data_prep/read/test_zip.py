@@ -1,6 +1,5 @@
 """Test that zip archives are listed as zipfile lists them, and that corrupt or hostile archives are
-rejected.
-"""
+rejected."""
 
 import io
 import random

@@ -1,6 +1,5 @@
 """Test that each sample's random numbers match a reference hash, have the right frequencies, and
-depend only on the sample's key.
-"""
+depend only on the sample's key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Test that the launcher in a command determines the number of GPUs, and thus the batch size and
-learning rate.
-"""
+learning rate."""
 
 from __future__ import annotations
 

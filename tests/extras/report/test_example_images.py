@@ -1,6 +1,5 @@
 """Test that the statistics of each training image match a manual count, and that the page and files
-show them.
-"""
+show them."""
 
 from __future__ import annotations
 

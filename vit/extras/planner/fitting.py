@@ -98,8 +98,7 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
 
 
 def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:
-    """Return the advice to checkpoint activations, or "" if the step would still not fit in
-    memory."""
+    """Return the advice to checkpoint activations, or "" if that would not suffice."""
     if config.train.activation_checkpointing != "none":
         return ""
     train = config.train.model_copy(update={"activation_checkpointing": "block"})

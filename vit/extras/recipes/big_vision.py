@@ -82,8 +82,7 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
-    """Parse `variant=B/16,aug=light1` as big_vision does, using the defaults and types in
-    `spec`."""
+    """Parse `variant=B/16,aug=light1` like big_vision, with the defaults and types in `spec`."""
     values = {k: v[0] if isinstance(v, tuple) else v for k, v in spec.items()}
     for part in filter(None, (arg or "").split(",")):
         name, equals, value = part.partition("=")

@@ -168,8 +168,7 @@ _PARTS_OF_VIT5 = {
 
 
 def table_for(command: Command) -> Table:
-    """Return the argument table of the script in `command`. The main.py scripts of three projects
-    are supported."""
+    """Return the argument table of the main.py that `command` runs. Three projects have one."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT

@@ -75,8 +75,7 @@ class Header(Section):
 
 
 class Value(NamedTuple):
-    """A metric of the reference at one point of the schedule. Combines all runs of the
-    reference."""
+    """A metric at one point of the schedule, over all runs of the reference."""
 
     mean: float
     low: float
@@ -381,8 +380,7 @@ class ReferenceCurve(Hook):
             )
 
     def _unlike(self, run: Run) -> list[str]:
-        """Return the settings that differ from the recipe. Includes the number of images if it
-        differs."""
+        """Return the settings, and possibly the number of images, that differ from the recipe."""
         header = self._comparison.reference.header
         unlike = deviations(run.config, header.recipe, header.settings)
         num_images = run.plan.steps_per_epoch * run.plan.global_batch_size

@@ -1,6 +1,4 @@
-"""Map arguments that several projects share, such as those for batch size, augmentation and
-optimizer.
-"""
+"""Map arguments that several projects share: batch size, augmentation, optimizer and others."""
 
 from __future__ import annotations
 
@@ -314,8 +312,7 @@ def map_clipping(reading: Reading) -> None:
 
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
-    """Map layer-wise learning rates. With the form `beit`, the last norm has the head's learning
-    rate."""
+    """Map layer-wise learning rates. With form `beit`, the last norm has the head's rate."""
     if factor is None or factor == 1:
         reading.same(argument)
     else:

@@ -157,8 +157,7 @@ def files_below(folder: Path) -> list[str]:
 def bring(
     store: ObjectStore, versions: Mapping[str, Version], copy: Copy, label: str, into: str = ""
 ) -> None:
-    """Download the files in `versions` that are missing from `copy`. Partial files are never
-    visible.
+    """Download the files in `versions` that are missing from `copy`, without partial files.
 
     label: the name of the source in the progress line. into: the target folder, if it differs from
     the files' own folder. Raises ValueError if the store fails, FileNotFoundError if a file was
@@ -213,7 +212,7 @@ def bring_checkpoint(
     copy: Copy,
     on_damage: Callable[[str, str], None],
 ) -> str | None:
-    """Download the newest checkpoint whose sha256 matches. Partial checkpoints are never visible.
+    """Download the newest checkpoint whose sha256 matches, completely or not at all.
 
     on_damage: called with the folder of a damaged checkpoint and the problem. Returns the name of
     the folder that was downloaded or already exists locally, or None. Raises the same exceptions as

@@ -126,8 +126,7 @@ class Lease:
         self._thread.start()
 
     def _take(self, replaces: bool, looked_s: float) -> bool:
-        """Write the lease, and return whether this job holds it. looked_s: the time of the last
-        read."""
+        """Write the lease, and return whether this job holds it. looked_s: time of the read."""
         settle_s = min(SETTLE_S, self._lease_s / 10)
         if replaces and time.monotonic() - looked_s < settle_s:
             self._store.remove(LEASE_FILE)

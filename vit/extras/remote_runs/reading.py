@@ -107,8 +107,7 @@ def newest_info(url: str) -> Path:
 
 
 def is_in_use(url: str) -> bool | None:
-    """Return False if no lease exists. Otherwise, return None, because the lease holder may be
-    dead."""
+    """Return False if no lease exists, or None otherwise, because the lease holder may be dead."""
     store = store_at(url, PATIENCE_S, "")
     try:
         store.stat(LEASE_FILE)

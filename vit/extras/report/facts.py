@@ -123,8 +123,7 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
 def evaluation_rows(
     history: History, plan: dict[str, Any], best_by: str = VAL
 ) -> list[dict[str, Any]]:
-    """Return a row for each evaluation, with results for the weights and the averaged weights
-    (`_ema`).
+    """Return a row for each evaluation, with results for weights and averaged weights (`_ema`).
 
     `by_top1` and `by_loss` are the results on the set `best_by`, which determines the best weights.
     """

@@ -63,8 +63,7 @@ def compare(
     samples: Samples,
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Compared:
-    """Compare two models. Raises ValueError if their classes differ or the images have no
-    labels."""
+    """Compare two models. Raises ValueError if the classes differ or images have no labels."""
     first, second = models
     if first.class_names != second.class_names:
         raise ValueError(

@@ -172,8 +172,7 @@ class CheckStages:
     def _decide(
         self, part: CheckStage, key: str, limit_s: float, deadline: float, own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Wait for the answers of all ranks, merge their findings, and return the common
-        decision."""
+        """Wait for all ranks' answers, merge the findings, and return the common decision."""
         answers = self._gather(key, deadline, own)
         missing = [r for r in range(self.world.size) if r not in answers and r not in self._lost]
         late = [rank for rank, answer in answers.items() if "late" in answer]

@@ -70,8 +70,7 @@ class Trial:
     # --- data -----------------------------------------------------------------------------------
 
     def open_data(self) -> dict[str, Any]:
-        """Open the data and make the plan as in training. Return facts about the host for
-        `judge_data`."""
+        """Open the data and make the plan as in training. Return host facts for `judge_data`."""
         config, world = self.config, self.world
         self.data = data = open_data(config, world)
         self._parts = parts_of(config)

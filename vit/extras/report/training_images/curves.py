@@ -131,8 +131,7 @@ def read_curves(
 
 
 def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]:
-    """Return the weights, weighted losses and weighted margins of each image in an epoch, (3,
-    N)."""
+    """Return each image's weight, weighted loss and weighted margin in an epoch, (3, N)."""
     order = source.order
     augment = source.config.augment
     steps = order.steps_per_epoch

@@ -189,8 +189,7 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
 
 
 def whiten_(features: Tensor) -> None:
-    """Whiten `features` (N, D) in place along the principal axes, and scale each row to length
-    1."""
+    """Whiten `features` (N, D) in place along principal axes, and scale each row to length 1."""
     mean = features.mean(0, dtype=torch.float64)
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64)
     for rows in features.split(BLOCK):
