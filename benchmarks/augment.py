@@ -111,7 +111,7 @@ def serve() -> None:
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """Extract the package of `commit` to a subfolder of `folder`; return the subfolder."""
+    """Extract the package of `commit` to a subfolder of `folder`. Return the subfolder."""
     git = ["git", "-C", str(ROOT)]
     number = subprocess.check_output([*git, "rev-parse", "--short", commit], text=True).strip()
     tree = folder / number

@@ -208,7 +208,7 @@ def gemm_images_per_s(device: torch.device, precision: str, flops: int) -> float
 def measure_cell(
     contestants: dict[str, Contestant], images: torch.Tensor, cell: tuple[str, str, str], args: Any
 ) -> Result:
-    """Measure all contestants; return a table with their ratios to the peers and the limit."""
+    """Measure all contestants. Return a table with their ratios to the peers and the limit."""
     mode, precision, work = cell
     flops = PASSES[work] * flops_per_image(contestants[OURS].model)
     turns: dict[str, Callable[[], float]] = {

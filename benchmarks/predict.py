@@ -108,7 +108,7 @@ def predict_all(trained: Trained, places: list[Place], batch_size: int, workers:
 def measured(
     title: str, contestants: Mapping[str, Callable[[], None]], num_images: int, rounds: int
 ) -> list[Result]:
-    """Run contestants alternately; return their images per second and per CPU second."""
+    """Run contestants alternately. Return their images per second and per CPU second."""
     per_s: dict[str, list[float]] = {name: [] for name in contestants}
     per_cpu_s: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):

@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 
 def span(function: Callable[[Any], tuple[float, float]], parts: Sequence[Any]) -> float:
-    """Run one worker process per part; return the seconds for all parts, without startup.
+    """Run one worker process per part. Return the seconds for all parts, without startup.
 
     function: called with (part, begin time). Returns the start and end on a clock that all
     processes share.

@@ -134,7 +134,7 @@ def distance(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def equals_the_cpu(device: torch.device) -> Iterator[Line]:
-    """Check that fp32 training, augmentation and evaluation give the same results as on a CPU."""
+    """Check that fp32 training, augmentation and evaluation produce a CPU's results."""
     config = recipe(*SMALL, *EXACT)
     cpu = torch.device("cpu")
     reference, batches = make_step(config, cpu)

@@ -116,7 +116,7 @@ class Shard(NamedTuple):
 class Checked(NamedTuple):
     findings: list[Finding]
     seen: np.ndarray = np.empty(0, SEEN_DTYPE)
-    """(num_samples,) SEEN_DTYPE in tar order; empty if the tar could not be read completely."""
+    """(num_samples,) SEEN_DTYPE in tar order, or empty if the tar could not be read."""
     num_checked: int = 0
     hashed: bool = False
     """True if the shard's sha256 was compared with a recorded value."""

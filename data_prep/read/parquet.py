@@ -47,7 +47,7 @@ class Spooled(NamedTuple):
     parquet: Path
     file: Path
     names: list[str]
-    """The image names; "" for images without a path."""
+    """The image names, or "" for images without a path."""
     labels: list[Any]
     offsets: np.ndarray
     sizes: np.ndarray

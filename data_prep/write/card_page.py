@@ -29,7 +29,7 @@ from vit.system.files import replacing, sha256_of
 SHEET_CELLS = 60
 COLUMNS = 10
 CELL = 128
-"""The side of a contact-sheet cell in pixels. The next three constants are in pixels too."""
+"""The side of a contact-sheet cell in pixels. The next three constants are also in pixels."""
 GAP = 10
 TEXT_HEIGHT = 22
 MARGIN = 16

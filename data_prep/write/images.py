@@ -90,7 +90,7 @@ class Prepared(NamedTuple):
     width: int
     height: int
     change: str | None
-    """Changes and notes, such as "PNG (RGBA), resized"; None if the bytes are unchanged."""
+    """Changes and notes, such as "PNG (RGBA), resized", or None if the bytes are unchanged."""
     exif_oriented: bool = False
     """True if the EXIF orientation is not upright, and was not applied."""
 

@@ -125,7 +125,7 @@ def test_labels_equal_those_of_torchvision(tmp_path, fake, monkeypatch):
 
 
 def test_the_ids_of_the_kit_are_not_the_labels(tmp_path, fake):
-    """ILSVRC2012_ID - 1 looks like a label, but gives an accuracy of 0.1 %."""
+    """ILSVRC2012_ID - 1 looks like a label, but leads to an accuracy of 0.1 %."""
     samples = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
     by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
     assert sorted(set(by_id.values())) == list(range(12))

@@ -162,8 +162,8 @@ GUESTS = [
 
 @dataclass(frozen=True)
 class Data:
-    """The files that random settings refer to: shards of 60 images, shards of 24 images of which
-    one cannot be decoded, and a run used as a source of weights or as a teacher."""
+    """The files to which random settings refer: shards with 60 images, shards with 24 images (one
+    cannot be decoded), and a run whose weights are used for initialization or as a teacher."""
 
     shards: Path
     spoiled: Path

@@ -363,7 +363,7 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a weights file without its hash, as another program would write it."""
+    """Return a weights file's metadata without its hash, as written by another program."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 

@@ -170,8 +170,8 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
 
 
 def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
-    """ImageNet-V2's folders are named 0, 1, 2, ... 11. Sorting these names as text gives a
-    different order."""
+    """ImageNet-V2's folders are named 0, 1, 2, ... 11. Sorting these names as text
+    leads to a different order."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
     names = sorted(f"class{label}" for label in range(12))  # same labels as in the shards
     for label, name in enumerate(names):

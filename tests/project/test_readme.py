@@ -325,8 +325,7 @@ def test_the_readme_is_short_and_its_measured_numbers_are_in_results_files():
 
 
 def anchors(page: Path) -> set[str]:
-    """Return all possible link targets in a Markdown page: the anchors that GitHub and the site
-    give to its headings."""
+    """Return the anchors that GitHub and the site assign to the headings of a Markdown page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

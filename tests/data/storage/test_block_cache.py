@@ -96,7 +96,7 @@ def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatc
 def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     locked, folder, caplog, monkeypatch
 ):
-    """A process that holds a lock may be suspended by Slurm, or may hang on an unavailable mount.
+    """A process with a lock may be suspended by Slurm, or may hang on an unavailable mount.
     Other processes must then fetch the block without storing it, and log one message."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)

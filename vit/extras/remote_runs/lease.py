@@ -43,8 +43,7 @@ LEASE_FILE = "lease.json"
 RENEWALS = 4
 """The number of renewals per `lease_s` seconds."""
 SETTLE_S = 2.0
-"""The maximum duration of writing a lease, and the maximum pause before a job that wrote a lease
-holds it."""
+"""The maximum time to write a lease, and the maximum pause until the job then holds the lease."""
 CLOCK_STEP_S = 2.0
 """This time is subtracted from the age of a lease, because stores report whole seconds."""
 
