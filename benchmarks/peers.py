@@ -215,7 +215,7 @@ def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
 
 
 def with_pixels(dataset: type, train: bool) -> type:
-    """Return a dataset class that decodes `encoded_samples` with Pillow and transforms them."""
+    """Return a data set class that decodes `encoded_samples` with Pillow and transforms them."""
     from PIL import Image
 
     transform = transform_v1(train)

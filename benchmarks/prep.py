@@ -130,7 +130,7 @@ def timed(function: Callable[[Path], object], out: Path) -> float:
 
 
 def our_command(data: Data, workers: int, out: Path) -> None:
-    """Run the complete command, from the start of Python to the dataset card."""
+    """Run the complete command, from the start of Python to the data set card."""
     options = f"--partial --check headers --workers {workers} --num-shards {NUM_SHARDS}".split()
     command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out)]
     subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)

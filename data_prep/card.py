@@ -1,4 +1,4 @@
-"""Write a dataset card, which describes a dataset in numbers, text and pictures.
+"""Write a data set card, which describes a data set in numbers, text and pictures.
 
     python -m data_prep.card ROOT
 

@@ -59,7 +59,7 @@ MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
 }
 
 
-# ---- filling the catalogue -----------------------------------------------------------------------
+# ---- filling the catalog -------------------------------------------------------------------------
 
 
 FAULTS = {
@@ -113,7 +113,7 @@ def _take(
 def _add_split(
     builder: Builder, layout: Layout, label_of: Mapping[str, int], labels: Mapping[str, str]
 ) -> Faults:
-    """Add the images of a split to the catalogue."""
+    """Add the images of a split to the catalog."""
     faults = Faults(list)
     files = dict[Path, int]()
     done = 0
@@ -158,7 +158,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 
 
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
-    """Add all images to the catalogue. Raises a single PrepError that lists all problems."""
+    """Add all images to the catalog. Raises a single PrepError that lists all problems."""
     labels = read_all(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
     all_wnids = set(labels.values()).union(*wnids.values())

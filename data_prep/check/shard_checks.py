@@ -43,7 +43,7 @@ from vit.system.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes per sample
-        # The catalog's hash. One in 3,000 datasets with 100 million samples has a collision.
+        # The catalog's hash. One in 3,000 data sets with 100 million samples has a collision.
         ("key", "<u8"),
         ("image", "<u8"),  # first 8 bytes of the encoded image's BLAKE2 hash
         ("label", "<i4"),

@@ -1,7 +1,7 @@
 """Read archives in place: list their members with byte positions.
 
 A tar is read from header to header, skipping the data. A tar inside a tar is a byte range of the
-outer tar. A zip has a central directory at its end. The catalogue stores names, offsets and sizes,
+outer tar. A zip has a central directory at its end. The catalog stores names, offsets and sizes,
 which `read_zip_member` and `read_range` later use to read single images. Archives that contain
 absolute names, `..` or links are rejected, because official archives contain none.
 """

@@ -1,7 +1,7 @@
 """Read class folders from disk, or in place from a zip or tar.
 
-`data_prep.imagefolder` lists the folders and images of a tree, and adds the images to a catalogue.
-An image is a file or a byte range of an archive. The tree provides each image's location and the
+`data_prep.imagefolder` lists the folders and images of a tree, and adds the images to a catalog. An
+image is a file or a byte range of an archive. The tree provides each image's location and the
 function that reads the image.
 """
 
@@ -268,7 +268,7 @@ def open_archive(path: Path) -> ArchiveTree:
         tree = inner
 
 
-# ---- adding images to a catalogue ----------------------------------------------------------------
+# ---- adding images to a catalog ------------------------------------------------------------------
 
 
 def split_by_hash(

@@ -24,7 +24,7 @@ class Records(NamedTuple):
 
     split: str
     file: int
-    """The index of the file in the catalogue."""
+    """The index of the file in the catalog."""
     labels: np.ndarray
     labels_from: object
     """The path of the label file, used in messages."""

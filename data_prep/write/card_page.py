@@ -1,8 +1,8 @@
-"""Write a dataset card: dataset.md, a contact sheet, and a README.md for Hugging Face.
+"""Write a data set card: dataset.md, a contact sheet, and a README.md for Hugging Face.
 
 A hash selects up to 1,000 images from all parts of the training split, which are decoded to compute
 the mean and standard deviation of colors. The contact sheet shows one image from each of up to 60
-classes. Equal datasets produce equal bytes with the same version of Pillow.
+classes. Equal data sets produce equal bytes with the same version of Pillow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the Markdown text of a dataset card from the dataset's records, index and some images."""
+"""Write the Markdown text of a data set card from the data set's records, index and some images."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Classes:
 
     @property
     def recorded_classes(self) -> int | None:
-        """The number of classes, 0 if the dataset has no labels, or None if the number is
+        """The number of classes, 0 if the data set has no labels, or None if the number is
         unknown."""
         return len(self.class_names) or self.info.get("num_classes")
 

@@ -60,7 +60,7 @@ class Source:
     read: Callable[[Sample], bytes]
     """A worker function that returns a sample's encoded image. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
-    """The archives whose paths, sizes and modification times show whether a dataset is up to date.
+    """The archives whose paths, sizes and modification times show whether a data set is up to date.
     None if the check requires listing the source."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
@@ -77,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue, memory-mapped by each process. Its folder is deleted on exit."""
+    """A finished catalog, memory-mapped by each process. Its folder is deleted on exit."""
 
     folder: Path
     class_names: list[str]
@@ -111,9 +111,9 @@ def open_catalogue(
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
 ) -> Catalogue:
-    """Create a catalogue of `source` in `root` under a temporary name.
+    """Create a catalog of `source` in `root` under a temporary name.
 
-    `finish` is called after `source.fill`. Catalogues of killed processes are removed.
+    `finish` is called after `source.fill`. Catalogs of killed processes are removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
@@ -137,7 +137,7 @@ def open_catalogue(
 
 
 class Builder:
-    """A catalogue under construction, passed to a source's `fill`."""
+    """A catalog under construction, passed to a source's `fill`."""
 
     def __init__(self, folder: Path, seed: int, workers: int, spool: Path, dry: bool = False):
         self.folder = folder
@@ -163,7 +163,7 @@ class Builder:
     def spool(self) -> Path:
         """The folder for large intermediate files, such as the images in a parquet file.
 
-        Processes that build the same catalogue share the folder, so write with `replacing` and keep
+        Processes that build the same catalog share the folder, so write with `replacing` and keep
         existing files. The folder is removed when the shards are complete.
         """
         self._spool.mkdir(parents=True, exist_ok=True)

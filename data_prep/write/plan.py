@@ -143,7 +143,7 @@ class WritePlan:
 
 
 def fingerprint(recorded: Mapping[str, Any]) -> str:
-    """Return the sha256 of a plan's source, options and catalogue, which each sidecar records."""
+    """Return the sha256 of a plan's source, options and catalog, which each sidecar records."""
     plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
@@ -164,7 +164,7 @@ def make_plan(
 ) -> Iterator[WritePlan]:
     """List the source and choose the shards. The catalog is removed when the block ends.
 
-    dry: create the catalogue in a temporary folder, and write nothing to `out`. If `out` contains
+    dry: create the catalog in a temporary folder, and write nothing to `out`. If `out` contains
     another data set, raises PrepError without changing anything.
     """
     output = Output(out)

@@ -99,7 +99,7 @@ def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
 
 
 class Table:
-    """The samples of one split in catalogue order. All arrays are memory-mapped."""
+    """The samples of one split in catalog order. All arrays are memory-mapped."""
 
     def __init__(self, folder: Path, split: str, files: Sequence[str], ordered: bool = True):
         self.split = split
@@ -121,12 +121,12 @@ class Table:
         return key, name
 
     def dealt(self, places: slice | np.ndarray) -> np.ndarray:
-        """Return the rows (ROW) at the given positions in catalogue order."""
+        """Return the rows (ROW) at the given positions in catalog order."""
         assert self._order is not None, "the catalogue is not sorted yet"
         return self.rows[self._order[places]]
 
     def samples(self, places: Sequence[int] | np.ndarray) -> list[Sample]:
-        """Return the samples at the given positions in catalogue order."""
+        """Return the samples at the given positions in catalog order."""
         rows = self.dealt(np.asarray(places, np.int64))
         columns = ("label", "file", "offset", "size", "text", "text_size")
         samples = []

@@ -1,6 +1,6 @@
 """Write one shard in a worker process: a tar with its index and sidecar.
 
-The shard's samples are looked up in the catalogue. Each image is read from the source, checked and,
+The shard's samples are looked up in the catalog. Each image is read from the source, checked and,
 if needed, converted. Images and tar headers are written to disk a few MiB at a time while a thread
 hashes the bytes. The sidecar lists unreadable images. `.idx` and the sidecar are written last, and
 the sidecar marks the shard as complete.

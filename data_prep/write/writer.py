@@ -1,6 +1,6 @@
 """Write a data set of shards from any source.
 
-1. List the samples in a catalogue (write/catalogue.py).
+1. List the samples in a catalog (write/catalogue.py).
 2. Assign the samples to a fixed number of shards by a hash of (seed, key). Shard lengths differ by
    at most one sample.
 3. Write one shard at a time in each worker process (write/shard.py).
@@ -17,7 +17,7 @@
       train.index.npy  quarantine.jsonl  _info.json           written last
       dataset.md  contact_sheet.png                           drawn from all other files
 
-Shard k is a pure function of (catalogue, options, k), so the bytes do not depend on the number of
+Shard k is a pure function of (catalog, options, k), so the bytes do not depend on the number of
 workers or their timing. If a command is killed, the same command writes only the missing shards.
 Several machines can divide the work with `--shards`. The machine that finds all shards complete
 writes the remaining files.
@@ -73,7 +73,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     Prints progress. With `settings.part`, only the selected shards are written. The call that finds
     all shards complete writes the index and `_info.json`, even if several calls run in parallel.
 
-    Raises PrepError, without overwriting anything, if `out` contains another catalogue or other
+    Raises PrepError, without overwriting anything, if `out` contains another catalog or other
     options. Raises PrepError if too many images are unreadable. Complete shards are kept, but
     `_info.json` is not written. Raises OSError for a full disk or missing permission. The same
     command resumes.
@@ -89,7 +89,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
         if not complete and not _write(source, output, settings, start_s):
             return
     except FileNotFoundError as error:
-        # Another process has completed the dataset and removed the spool folder. Any other missing
+        # Another process has completed the data set and removed the spool folder. Any other missing
         # file belongs to the source, so its absence is an error.
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
