@@ -4,8 +4,8 @@
     python benchmarks/augment.py --against v1.2  compare with any other commit
 
 Each version runs in a separate process with one thread, and the versions take turns. A figure is
-images per second of CPU time, which other programs disturb least. Both versions must give identical
-bits. Requires git, and a commit whose augmentation has the same interface.
+images per second of CPU time, which other programs disturb least. Both versions must produce
+identical bits. Requires git, and a commit whose augmentation has the same interface.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def serve() -> None:
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """Extract the package of `commit` to a subfolder of `folder`; return the subfolder."""
+    """Extract the package of `commit` to a subfolder of `folder`. Return the subfolder."""
     git = ["git", "-C", str(ROOT)]
     number = subprocess.check_output([*git, "rev-parse", "--short", commit], text=True).strip()
     tree = folder / number

@@ -4,10 +4,10 @@
     python benchmarks/loader.py --only ours "torchvision v1" FFCV     only these contestants
     python benchmarks/loader.py [--rounds N] [--data FOLDER] [--workers N ...] [--out FILE.json]
 
-JPEGs of ImageNet's sizes are made once and kept in FOLDER (benchmarks/inputs/loader_data.py). Each
-contestant (benchmarks/peers.py) runs in separate processes, which are stopped (SIGSTOP) between
-turns so that no contestant prepares batches during another's turn. The report lists peers that are
-not installed. FILE.json contains every round, FILE.md tables, and FILE.png bars.
+JPEGs with ImageNet's sizes are created once and kept in FOLDER (benchmarks/inputs/loader_data.py).
+Each contestant (benchmarks/peers.py) runs in separate processes, which are stopped (SIGSTOP)
+between turns so that no contestant prepares batches during another's turn. The report lists peers
+that are not installed. FILE.json contains every round, FILE.md tables, and FILE.png bars.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Server:
             workers,
             batch_size,
         ]
-        # Use one thread per process, as in a worker. If this process dies, the kernel continues and
-        # ends a stopped process group, but not a session.
+        # Use one thread per process, as in a worker, and a process group instead of a session. If
+        # this process dies, the kernel resumes and ends a stopped process group, but not a session.
         environment = (
             os.environ
             | {"OMP_NUM_THREADS": "1"}
@@ -120,7 +120,7 @@ class Server:
         """Return the CPU time of all processes, including finished children."""
         total_s = 0.0
         for folder, stat in self.processes():
-            # The clock of clock_getcpuclockid(3) has nanosecond resolution, while `stat` counts
+            # The clock of clock_getcpuclockid(3) has nanosecond resolution, but `stat` counts
             # hundredths of a second.
             clock = (~int(folder.name) << 3) | 2
             total_s += time.clock_gettime(clock) + sum(map(int, stat[13:15])) / TICKS_PER_S
@@ -233,8 +233,7 @@ class Benchmark:
         return [as_result(title, CPU, cpu, bases), as_result(title, WALL, wall, bases)]
 
     def measure_scaling(self, name: str) -> list[Result]:
-        """Compare one of `CORES` independent processes, like the ranks on a host, with a single
-        process.
+        """Compare one of `CORES` concurrent, independent processes with a single process.
 
         Returns [] if a process failed.
         """
@@ -263,7 +262,7 @@ class Benchmark:
 def rows_of_both(
     cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str]]
 ) -> list[list[str]]:
-    """Merge both results into one table, with CPU time first, because other programs disturb it
+    """Merge both results into one table. CPU time comes first, because other programs disturb it
     least."""
     short = {V1: "x v1", FFCV: "x FFCV", WHOLE: "x limit"}
     rows = [

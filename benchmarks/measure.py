@@ -2,7 +2,7 @@
 
 In each round, all contestants run one after the other, so that other load on the machine affects
 all of them. Each figure is the median over rounds, and each ratio is the median of the ratios
-within rounds. FILE.json contains every round, and FILE.md the tables.
+within rounds. FILE.json contains every round, and FILE.md contains the tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def take_turns(
     bases: Sequence[str] = (),
 ) -> Result:
     """Return each contestant's values, usually rates. The first round is a warm-up and is
-    dropped."""
+    discarded."""
     values_by_name: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         print(f"{title}: round {turn} of {rounds}", file=sys.stderr, flush=True)

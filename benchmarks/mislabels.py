@@ -3,13 +3,13 @@
     python -m data_prep.digits --out data/digits
     python benchmarks/mislabels.py --data data/digits --work build/mislabels [--rates 0.01 0.03 0.1]
 
-Wrong labels are planted in the demo's digits. A fraction of the *originals* gets another class with
-all of its renderings, so that correct renderings of an original do not reveal the error. One
-training gives the losses and margins that `launch/samples.py` ranks by. Confident learning
-(Northcutt et al. 2021; cleanlab's `get_label_quality_scores` and `find_label_issues`) needs
-predictions for images that the model has not seen, so `--folds` further trainings are split by
-original. For comparison, it also gets the predictions of the first training's last weights, which
-cost nothing. Run the same command again to resume an interrupted benchmark.
+Wrong labels are planted in the demo's digits. A fraction of the *originals* is given another class,
+together with all renderings, so that correct renderings of an original do not reveal the error. One
+training run produces the losses and margins by which `launch/samples.py` ranks images. Confident
+learning (Northcutt et al. 2021; cleanlab's `get_label_quality_scores` and `find_label_issues`)
+needs predictions for images that the model has not seen, so `--folds` further runs are split by
+original. For comparison, it also uses the predictions of the first run's last weights, which need
+no extra training. Run the same command again to resume an interrupted benchmark.
 
 For each fraction, the benchmark prints the area under the ROC curve, and the precision of the k
 top-ranked images, where k is the number of planted labels.
@@ -70,7 +70,7 @@ def train(root: Path, run_dir: Path, overrides: list[str]) -> None:
 
 @torch.no_grad()
 def probabilities(run_dir: Path) -> NDArray[np.float64]:
-    """Evaluate the run's training split, and return the class probabilities (N, classes)."""
+    """Evaluate a run on its training split, and return the class probabilities (N, classes)."""
     source = ReportSource(run_dir, CPU)
     split = open_split(source.config.data.root, source.config.data.train_split)
     batches = []
@@ -107,7 +107,7 @@ def measure(wrong: NDArray[np.bool_], suspicion: NDArray[np.float64]) -> dict[st
 def compare(
     data: Path, work: Path, rate: float, folds: int, overrides: list[str], score: bool
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of each method for one fraction of wrong labels."""
+    """Return each method's figures for one fraction of wrong labels."""
     root = work / f"data_{rate:g}"
     wrong = plant(data, root, rate, seed=0)
     run_dir = work / f"run_{rate:g}"

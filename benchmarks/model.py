@@ -5,9 +5,9 @@
 All models have the same sizes, number format and images, and take turns. A cell is a training step
 (forward, loss, backward, fused AdamW) or inference, in fp32 or bf16 autocast, eager or compiled per
 block as in `train.compile`. *limit: matrix products* is the rate of a model that consists only of
-square matrix products, which are measured in the same round. On a CPU, one thread computes, and
-figures are images per second of its CPU time, which other programs disturb least. On a GPU, figures
-are images per second.
+square matrix products, measured in the same round. On a CPU, one thread computes, and figures are
+images per second of its CPU time, which other programs disturb least. On a GPU, figures are images
+per second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vit.training.model_summary import count_parameters, flops_per_image
 
 NUM_CLASSES = 1000
 PASSES = {"training": 3, "inference": 1}
-"""The number of operations in a training step and in inference, relative to a forward pass."""
+"""The number of operations in training and inference, relative to a forward pass."""
 GEMM_SIDE = {"cpu": 1024, "cuda": 8192}
 OURS = "ours"
 LIMIT = "limit: matrix products"
@@ -193,7 +193,7 @@ def images_per_s(
 
 
 def gemm_images_per_s(device: torch.device, precision: str, flops: int) -> float:
-    """Return the rate of images that cost `flops` operations each at the speed of a matrix
+    """Return the images per second at `flops` operations per image and the speed of a matrix
     product."""
     side = GEMM_SIDE[device.type]
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
@@ -208,7 +208,7 @@ def gemm_images_per_s(device: torch.device, precision: str, flops: int) -> float
 def measure_cell(
     contestants: dict[str, Contestant], images: torch.Tensor, cell: tuple[str, str, str], args: Any
 ) -> Result:
-    """Measure all contestants; return a table with their ratios to the peers and the limit."""
+    """Measure all contestants. Return a table with their ratios to the peers and the limit."""
     mode, precision, work = cell
     flops = PASSES[work] * flops_per_image(contestants[OURS].model)
     turns: dict[str, Callable[[], float]] = {
@@ -239,7 +239,7 @@ def compile_all(contestants: dict[str, Contestant]) -> None:
 
 
 def overview(results: list[Result]) -> list[list[str]]:
-    """Return one row per cell: this model, the best peer, and both as fractions of the limit."""
+    """Return one row per cell: this model, the best peer, and both as a fraction of the limit."""
     rows = [["", "ours", "best peer", "", "ours / best", "ours / limit", "best / limit"]]
     for result in results:
         ours = result["rows"][OURS]

@@ -41,7 +41,7 @@ CONFIGS: dict[str, OptimConfig] = {
 def milliseconds(
     optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None, updates: int
 ) -> float:
-    """Return the mean time per update, over `updates`, in milliseconds."""
+    """Return the mean time per update in milliseconds, over `updates` updates."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     on_gpu = optimizer.param_groups[0]["params"][0].is_cuda

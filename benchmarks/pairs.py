@@ -58,13 +58,13 @@ SETTINGS = (
 TUNING_SEED = 1000
 """The seed for tuning. It differs from the seeds of the comparison, which start at 0."""
 TUNING_PART = 5
-"""For tuning, one of this many training originals is held out."""
+"""For tuning, one in this many training originals is held out."""
 
 
 class Arm(NamedTuple):
     settings: tuple[str, ...]
     lrs: tuple[float, ...] = ()
-    """The learning rates to try. Without any, the arm uses the rate of `like`."""
+    """The learning rates to try. If empty, the arm uses the learning rate of `like`."""
     like: str = ""
 
 
@@ -80,7 +80,7 @@ ARMS = {
     "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     # The bias to which the sigmoids of ten classes converge, like big_vision's bias for a thousand
-    # classes. Without it, such short runs learn little else.
+    # classes. Without this bias, such short runs learn little else.
     "LAMB + BCE": Arm(
         ("optim.name=lamb", "loss.name=bce", "model.init_head_bias=-2.2"), (1e-2, 2e-2, 4e-2, 8e-2)
     ),
@@ -119,7 +119,7 @@ class Bench:
         return done
 
     def tune(self) -> dict[str, dict[float, float]]:
-        """Return the top-1 accuracy on held-out originals, by arm and learning rate."""
+        """Return the top-1 accuracy on held-out originals for each arm and learning rate."""
         split = open_split(self.data, "train")
         held_out = originals(self.data, "train") % TUNING_PART == 0
         keys = [split.key(int(i)) for i in np.flatnonzero(held_out)]
@@ -138,7 +138,7 @@ class Bench:
     def compare(
         self, chosen: Mapping[str, float], num_seeds: int
     ) -> tuple[dict[str, list[Training]], list[Difference]]:
-        """Return the trainings of each arm, and the difference for each pair."""
+        """Return each arm's training results, and the difference for each pair."""
         done: dict[str, list[Training]] = {name: [] for name in ARMS}
         for seed in range(num_seeds):
             for name in ARMS:
@@ -215,7 +215,7 @@ def tables(
 
 
 def draw(gaps: Sequence[Difference], picture: Path) -> None:
-    """Draw the difference for each pair: seeds as dots, mean and interval as a bar."""
+    """Draw each pair's difference: seeds as dots, and mean and interval as a bar."""
     with drawing(picture, 1.1 + 0.5 * len(gaps), layout="constrained") as figure:
         axes = figure.subplots()
         axes.axvline(0, color=GREY, linewidth=1)

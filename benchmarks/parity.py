@@ -3,10 +3,9 @@
     python benchmarks/parity.py                     B/16, L/16 and H/14 at 224 px, 1,000 classes
     python benchmarks/parity.py --models vit_b16 --programs timm npz
 
-The model of each program gets this project's random weights under the program's names, loaded
-strictly, and sees the same images. The names are then converted back. "logits" is the largest
-difference relative to the largest logit. Kernels that sum in another order differ in float32's last
-digits.
+Each program's model strictly loads this project's random weights under the program's names, and
+sees the same images. The names are then converted back. "logits" is the largest difference relative
+to the largest logit. Kernels that sum values in different orders differ in float32's last digits.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def send(program: str, model: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
-    """Create the model of `program`, and load `weights` by its own function."""
+    """Create the model of `program`, and load `weights` with the program's own function."""
     block = model.blocks[0]
     size, patch = model.image_size[0], model.patch_size[0]
     heads, hidden = block.attn.num_heads, block.mlp.fc1.out_features

@@ -1,4 +1,4 @@
-"""Define the contestants of benchmarks/loader.py, which make 224 px batches as their docs show.
+"""Define the contestants of benchmarks/loader.py, which create 224 px batches as their docs show.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
@@ -355,7 +355,7 @@ def whole_jpegs(task: Task) -> Batches:
 def windows(task: Task) -> Batches:
     """Yield decoded JPEGs that contain only the blocks of a training window.
 
-    For a decoder like libjpeg-turbo, this is the minimum number of bits to decode.
+    A decoder like libjpeg-turbo must decode at least these bits.
     """
     folder = task.data.made("windows", partial(cut_windows, task.data))
     return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)

@@ -1,4 +1,4 @@
-"""Compare fine-tuning by configs/photos.yaml with training from scratch, on crops of a few photos.
+"""Compare fine-tuning with configs/photos.yaml to training from scratch, on crops of a few photos.
 
     pip install scikit-image
     python benchmarks/photos_pair.py --work build/photos_pair [--seeds 3]
@@ -7,10 +7,11 @@ Eighteen pictures that are part of scikit-image and scikit-learn are converted t
 is pre-trained to classify crops of ten of them. Crops of the other eight represent a user's own
 photos, with one class per picture. Training crops come from the left three fifths of a picture, and
 validation crops from the rest, so they share no pixel. Training from scratch uses the learning rate
-of the pre-training, equal for all layers.
+of the pre-training for all layers.
 
-For each side, the benchmark prints the mean and range of the accuracy over seeds on the same
-images, and the CPU seconds of a training including startup. Run the same command again to resume.
+For each side, the benchmark prints the mean and range of the accuracy over seeds, on the same
+images, and the CPU seconds of a training run including startup. Run the same command again to
+resume.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def prepared(names: tuple[str, ...], folder: Path, num_train: int, num_val: int)
 
 
 def train(folder: Path, settings: dict[str, object]) -> dict[str, float]:
-    """Train by configs/photos.yaml with `settings`; return top-1 in percent and CPU seconds."""
+    """Train with configs/photos.yaml and `settings`. Return top-1 in percent and CPU seconds."""
     file = folder / "found.json"
     if not file.exists():
         words = [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]

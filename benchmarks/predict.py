@@ -1,4 +1,5 @@
-"""Compare prediction of many files with its two limits: only the loader and only the model.
+"""Compare the speed of predicting many files with its two limits: the loader alone and the model
+alone.
 
     python benchmarks/predict.py [--rounds 5] [--images 1000] [--workers N] [--quick]
 
@@ -8,10 +9,10 @@ The files are the JPEGs of `loader.py`, in the page cache. Contestants take turn
     model alone    the same number of forward passes on one batch in memory
     predict        the loop of `launch/predict.py`, including its CSV
 
-If loader and model compute on the same cores, prediction cannot reach either limit, because their
-CPU times add up. Each model therefore has two tables. The first gives images per second, limited on
-a GPU by the slower of both. The second gives images per CPU second, including workers, limited on a
-CPU by 1 / (1 / loader + 1 / model), in the last line.
+If the loader and the model compute on the same cores, prediction cannot reach either limit, because
+their CPU times add up. Each model therefore has two tables. The first contains images per second,
+limited on a GPU by the slower of the two. The second contains images per CPU second, including
+workers. On a CPU, they are limited by 1 / (1 / loader + 1 / model), which is in the last line.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def predict_all(trained: Trained, places: list[Place], batch_size: int, workers:
 def measured(
     title: str, contestants: Mapping[str, Callable[[], None]], num_images: int, rounds: int
 ) -> list[Result]:
-    """Run contestants alternately; return their images per second and per CPU second."""
+    """Run contestants alternately. Return their images per second and per CPU second."""
     per_s: dict[str, list[float]] = {name: [] for name in contestants}
     per_cpu_s: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):

@@ -4,9 +4,9 @@
     python benchmarks/prep.py --rows 1281167 100000000      100 million: minutes, 8 GB of disk
     python benchmarks/prep.py [--rounds N] [--data FOLDER] [--out FILE.json]
 
-Grainy photos of ImageNet's sizes are made once and kept in FOLDER, as class folders and as a tar of
-100 tars like ILSVRC2012_img_train.tar. Contestants take turns (benchmarks/measure.py). FILE.json
-contains every round, and FILE.md the tables.
+Grainy photos with ImageNet's sizes are created once and kept in FOLDER, as class folders and as a
+tar of 100 tars like ILSVRC2012_img_train.tar. Contestants take turns (benchmarks/measure.py).
+FILE.json contains every round, and FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def quiet() -> Iterator[None]:
 
 
 def span(function: Callable[[Any], tuple[float, float]], parts: Sequence[Any]) -> float:
-    """Run one worker process per part; return the seconds for all parts, without startup.
+    """Run one worker process per part. Return the seconds for all parts, without startup.
 
-    function: called with (part, begin time). It returns the start and end on a clock that all
+    function: called with (part, begin time). Returns the start and end on a clock that all
     processes share.
     """
     begin_at = time.monotonic() + STARTING_S
@@ -85,7 +85,7 @@ def warm_memory(num_bytes: int) -> None:
     """Allocate and free `num_bytes`, so that the next contestant does not wait for memory.
 
     A virtual machine returns free memory to its host within seconds. The next use then waits for
-    each page. This wait takes several times longer than writing, and depends on the previous
+    each page. The wait is several times longer than writing, and depends on the previous
     contestant.
     """
     np.ones(num_bytes, np.uint8)
@@ -117,7 +117,7 @@ def planned(data: Data, workers: int, check: str, out: Path) -> Iterator[WritePl
 
 
 def ours(data: Data, workers: int, check: str, out: Path) -> float:
-    """Return the seconds from archive and catalogue to shards and index, without startup."""
+    """Return the seconds to write shards and index from archive and catalog, without startup."""
     with planned(data, workers, check, out) as plan:
         work = plan.work()
         return span(write_some, [work[worker::workers] for worker in range(workers)])
@@ -130,7 +130,7 @@ def timed(function: Callable[[Path], object], out: Path) -> float:
 
 
 def our_command(data: Data, workers: int, out: Path) -> None:
-    """Run the complete command, from the start of Python to the data set's card."""
+    """Run the complete command, from the start of Python to the data set card."""
     options = f"--partial --check headers --workers {workers} --num-shards {NUM_SHARDS}".split()
     command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out)]
     subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
@@ -238,7 +238,7 @@ def drop_from_cache(path: Path) -> None:
 
 
 def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
-    """Measure writing shards: page cache to memory, page cache to disk, and disk to disk."""
+    """Measure the writing of shards: page cache to memory, page cache to disk, and disk to disk."""
     num_images = len(data.files)
     contestants: dict[str, Callable[[Path], float]] = {
         DD: partial(timed, partial(dd, data)),
@@ -289,7 +289,7 @@ def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
 
 
 def measure_command(data: Data, place: Path, rounds: int) -> Result:
-    """Measure the seconds of the complete command, and of its parts before writing."""
+    """Measure the seconds that the complete command takes, and its parts before writing."""
 
     def in_empty_folder(function: Callable[[Path], object]) -> float:
         with empty_folder(place) as out:
@@ -314,7 +314,7 @@ def measure_command(data: Data, place: Path, rounds: int) -> Result:
 
 
 def measure_decoding(data: Data, rounds: int) -> Result:
-    """Measure images decoded per second on all cores."""
+    """Measure the images decoded per second on all cores."""
 
     def bare(decoder: str) -> float:
         return len(data.files) / span(
@@ -335,7 +335,7 @@ def measure_decoding(data: Data, rounds: int) -> Result:
 
 
 def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
-    """Measure archive members listed per second."""
+    """Measure the archive members listed per second."""
 
     def listed() -> float:
         with empty_folder(place) as out:
@@ -355,7 +355,7 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
 
 
 def memory_of(job: tuple[int, Path]) -> dict[str, float]:
-    """Return the time and memory for creating a catalogue of this many rows, in a new process."""
+    """Return the time and memory for creating a catalog of this many rows in a new process."""
     num_rows, place = job
     filled_at = 0.0
     own_mb = list[float]()

@@ -1,4 +1,4 @@
-"""Measure the time until a killed run trains again, by part.
+"""Measure how long a killed run takes to resume training, and how long each stage takes.
 
     python benchmarks/recovery.py [--config configs/vit_b16.yaml] [--ranks 2] [--rounds 5]
         [section.key=value ...]
@@ -14,7 +14,7 @@ the first step are:
     first step    until metrics.jsonl has the next step
 
 Images have 32 px to make steps short, but the state has its full size. "Ours" is the time without
-launch, import and first step. FILE.json contains every round, and FILE.md the table.
+launch, import and first step. FILE.json contains every round, and FILE.md contains the table.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The models are the demo's, and a ViT-Ti/16 at 64 px with 1,000 classes, on one thread. One process
 alternates between the real step, whose losses and margins go to `SampleLosses`, and a step without
-margins that returns only sums. The command prints medians over rounds, and of the ratios.
+margins that returns only sums. The command prints medians over rounds, and medians of the ratios.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES = {
 
 @contextmanager
 def without_losses() -> Iterator[None]:
-    """Make steps return only sums, without the losses of single images."""
+    """Make steps return only sums, without the losses of individual images."""
     plain = StepResult.__init__
 
     def sums_only(result: StepResult, sums, norm, size=1, rows=()) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Measure how long a save stops training, compared with a copy in memory and a blocking write.
+"""Measure how long a save interrupts training, compared with a copy in memory and a blocking write.
 
     python benchmarks/save.py [--config configs/vit_b16.yaml] [--rounds 5] [section.key=value]
 

@@ -3,9 +3,9 @@
     python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]   three minutes; a table
 
 Tar shards of --per-class samples each, with labels but no images, are written twice: sorted by
-class, like a listed folder of images, and shuffled, like data_prep's shards. webdataset reads them
-from beginning to end. This project reads some batches, as at the start of training. Everything runs
-in one process, because each of several webdataset processes would mix only its own shards.
+class, like a folder of images, and shuffled, like data_prep's shards. webdataset reads them from
+beginning to end. This project reads some batches, as at the start of training. Everything runs in
+one process, because each of several webdataset processes would mix only its own shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUFFERS = (1000, 5000)
 
 
 def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> list[str]:
-    """Write shards whose samples are named by their storage position; return the paths."""
+    """Write shards whose samples are named by storage position. Return the paths."""
     folder.mkdir()
     paths = []
     for first in range(0, len(labels), per_shard):

@@ -4,7 +4,7 @@
          -> timm's optimizer and schedule; after each epoch all images are evaluated
 
 The loop combines timm's parts like timm's train.py on a CPU (`--no-prefetcher`, schedule by
-updates), with the config's values. It uses none of this project's code for computation. Settings
+updates), with the config's values. None of this project's code is used for computation. Settings
 that the loop does not support must have their defaults.
 """
 

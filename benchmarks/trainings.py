@@ -6,7 +6,7 @@
 
 If a folder contains both files, its training is finished, and a repeated command skips it. An
 interrupted training resumes from its checkpoint, or restarts if there is none. Its CPU seconds are
-then incomplete, so median times exclude it.
+then incomplete and are excluded from median times.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def ours(config: Config) -> Outcome:
     world = join_world(config.train.device)
     run = build_run(config, world)
     if train(run) != "finished":
-        raise SystemExit(1)  # A signal stopped the run; the same command resumes it.
+        raise SystemExit(1)  # A signal stopped the run. The same command resumes it.
     results = run.evaluators[0].evaluate(run.models())["val"]
     run.evaluators[0].close()
     labels = np.load(run.folder / "predictions.npz")["labels"]
@@ -120,8 +120,8 @@ def trained(
     if not (folder / RIGHT_FILE).exists():
         config = load_config(config_file, overrides)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Import before the fork, because imports take seconds and a training only a minute.
-        # Otherwise each process would import these two modules when it creates an optimizer.
+        # Import before the fork, because imports take seconds and training only a minute.
+        # Otherwise, each process imports these two modules when it creates an optimizer.
         importlib.import_module("torch._dynamo")
         importlib.import_module("timm.optim")
         process = multiprocessing.get_context("fork").Process(
@@ -179,9 +179,9 @@ def difference(
     """Compare two sides over seeds and images. first, second: (S, N) masks of correct images.
 
     groups: (N,) the original of each image. Seeds and originals are both random samples, because
-    other seeds and other digits would give another mean. The differences form a table of seeds by
-    originals with two random effects (Cornfield & Tukey 1956, Annals of Mathematical Statistics 27,
-    907-949). The mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O), with
+    the mean would change with other seeds and other digits. The differences form a table of seeds
+    by originals with two random effects (Cornfield & Tukey 1956, Annals of Mathematical Statistics
+    27, 907-949). The mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O), with
     Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2, 110-114). This estimate can be
     below the variance of seeds or of originals. The largest of the three is used.
     """

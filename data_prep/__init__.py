@@ -1,4 +1,4 @@
-"""Prepare data sets: one command per image source, and a common shard writer."""
+"""Prepare data sets, with one command per image source and a common shard writer."""
 
 import importlib.util
 import sys

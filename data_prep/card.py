@@ -1,8 +1,8 @@
-"""Write a data set's card, which describes it in numbers, text and pictures.
+"""Write a data set card, which describes a data set in numbers, text and pictures.
 
     python -m data_prep.card ROOT
 
-Every source command writes the card last. This command rewrites it for an existing data set.
+Every source command writes the card last. This command rewrites the card of an existing data set.
 
     <root>/
       dataset.md            splits, image sizes, colors, conversions, source, options, all classes

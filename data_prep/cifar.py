@@ -10,7 +10,7 @@ the 100 fine classes. --download first fetches the archive into SOURCE and check
 Each 32x32 RGB image becomes a JPEG of quality 100 without chroma subsampling. On photos shrunk to
 this size, the JPEG differs from the original by at most 4 of 255 levels (51 dB). Quality 95 differs
 by 19 levels (41 dB), and the usual subsampling gives 37 dB at any quality. Extracted files are read
-in place. Files in an archive are unpacked temporarily.
+in place. Archived files are unpacked temporarily.
 
 The Python version (cifar-10-python.tar.gz) is not supported, because it consists of pickles and
 loading a pickle can run arbitrary code.
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
     num_classes: int
     class_names: str
     label_bytes: int
-    """The number of label bytes before each record's pixels. The last of these is the label."""
+    """The number of label bytes before each record's pixels. The last one is the label."""
     files: Mapping[str, tuple[str, int]]
     """The split and the number of records for each file."""
 
@@ -85,7 +85,7 @@ KINDS = {
 
 
 def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
-    """Find the data set in `source`. Return it and the folder or archive that contains its files.
+    """Find the data set in `source`. Return its kind, and the folder or archive with its files.
 
     Extracted files are preferred over an archive. classes: 10 or 100, if `source` may contain both
     data sets. Raises PrepError unless exactly one data set matches.

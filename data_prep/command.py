@@ -34,7 +34,7 @@ Flags = Mapping[str, Mapping[str, Any]]
 Main = Callable[..., int]
 """A function that runs a command line, by default `sys.argv`, and returns the exit status."""
 VAL_FRACTION = 0.1
-"""The default fraction of each class that becomes val if the source has no validation split."""
+"""The default fraction of each class to use as val if the source has no validation split."""
 
 
 class Parser(OneLineParser):
@@ -333,7 +333,7 @@ def run(
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # Ignore a second signal, which would interrupt the cleanup.
+        # Ignore further signals, which would interrupt the cleanup.
         signal.signal(number, signal.SIG_IGN)
         raise _Terminated
 

@@ -4,10 +4,10 @@
                                [--val-renderings 5]
 
 scikit-learn contains 1,797 handwritten digits (8x8 gray, UCI optdigits). A fifth of the originals
-of each class becomes val, so no original is in both splits. A writer may be in both, because the
-data set does not record writers. Each original is rendered several times. A rendering is enlarged
-smoothly, slightly rotated, scaled and shifted, and drawn in a random color on a much darker
-texture. A ViT of 128 dimensions learns the data set in minutes on a CPU.
+of each class becomes val, so no original is in both splits. A person's handwriting may be in both
+splits, because the data set does not record the writers. Each original is rendered several times. A
+rendering is enlarged smoothly, slightly rotated, scaled and shifted, and drawn in a random color on
+a much darker texture. A ViT of 128 dimensions learns the data set in minutes on a CPU.
 
 Random numbers come from a hash of (seed, original, rendering), so every image is independent of the
 others. Bytes are reproducible only with the same version of Pillow.
@@ -74,8 +74,8 @@ def _resize(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
-    """Draw a smooth pattern, (size, size) float in [0, 1], whose details are a tenth of the image
-    wide."""
+    """Draw a smooth pattern, (size, size) float in [0, 1], with details a tenth as wide as the
+    image."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
@@ -96,7 +96,7 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
-    """Return a color, (3,) RGB in [0, 1], of the given hue, saturation and Rec. 709 luminance."""
+    """Return a color, (3,) RGB in [0, 1], with the given hue, saturation and Rec. 709 luminance."""
     rgb = np.array(colorsys.hsv_to_rgb(hue, saturation, 1.0))
     bright = float(rgb @ LUMINANCE)
     if luminance < bright:
@@ -131,7 +131,7 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than its background."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    # Digits are always lighter than the background. With darker digits as well, a small ViT needs
+    # Digits are always lighter than the background. If some were darker, a small ViT would need
     # twice as many epochs, too many for a first example.
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
@@ -148,7 +148,7 @@ def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def read(sample: Sample, image_size: int, seed: int) -> bytes:
-    """Render one JPEG. `sample.name` is the original, and the key ends with the rendering
+    """Render one JPEG. `sample.name` is the original's name. The key ends with the rendering
     number."""
     digit = np.frombuffer(read_range(sample), np.uint8).reshape(SIDE, SIDE)
     uniform = Uniform(stable_hash(seed, sample.name, int(sample.key.rpartition("_")[2])))
@@ -165,7 +165,7 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
 def source(
     image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0
 ) -> Source:
-    """Return the source of digits. (val_)renderings: renderings per original in each split."""
+    """Return a `Source` of digits. (val_)renderings: the number of renderings per original."""
     options = {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings}
     fill = partial(_fill, {"train": renderings, "val": val_renderings}, seed)
     return Source("digits", options, fill, partial(read, image_size=image_size, seed=seed))

@@ -18,7 +18,7 @@ class PrepError(ValueError):
 def readable(
     path: Path, damage: tuple[type[Exception], ...] = (), problem: str = ""
 ) -> Iterator[None]:
-    """Convert an OSError about `path`, or an exception in `damage`, to a PrepError."""
+    """Convert an OSError about `path`, or one of the exceptions in `damage`, to a PrepError."""
     try:
         yield
     except damage as error:
@@ -39,5 +39,5 @@ def some(items: Sequence[str], most: int = 5, between: str = ", ") -> str:
 
 
 def share_to_allow(part: int, total: int) -> float:
-    """Return the --max-unreadable value that allows `part` of `total` images to be skipped."""
+    """Return the value of --max-unreadable that allows `part` of `total` images to be skipped."""
     return min(0.999, math.ceil(1000 * part / total) / 1000)

@@ -9,12 +9,12 @@ subfolders of their class. A label is the position of the class in the sorted na
 classes. A key is the path below the split, without extension, in safe characters. A metadata.csv or
 metadata.jsonl in Hugging Face's form (file_name and a label in each row) replaces class folders.
 With --no-classes, images have no labels. All other files are counted and reported
-(data_prep/read/image_tree.py). The command fails if more images than --max-unreadable allows are in
-unsupported formats.
+(data_prep/read/image_tree.py). The command fails if more images are in unsupported formats than
+--max-unreadable allows.
 
 Folders are listed one class at a time, so memory depends on the largest class. Links are followed,
-but a link to a parent folder is an error. A zip or tar is read in place and gives the same shards
-as its unpacked folder, even if one outer folder contains everything. A .tar.gz is first
+but a link to a parent folder is an error. A zip or tar is read in place and produces the same
+shards as its unpacked folder, even if one outer folder contains everything. A .tar.gz is first
 decompressed next to the original. --download fetches the archive into FOLDER and resumes after a
 lost connection.
 """
@@ -66,7 +66,7 @@ class Flags:
     class_order: str | None = None
     """One of CLASS_ORDERS. Required only if the class names are numbers whose order is unclear."""
     label_column: str | None = None
-    """The metadata.csv column with the class names, if several columns are possible."""
+    """The metadata.csv column with the class names, needed if several columns are possible."""
     no_classes: bool = False
     """Whether to use all images without labels."""
     max_unreadable: float = Settings().max_unreadable
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
     train: Tree
     """The training images: `root` itself if `root` contains the class folders."""
     val: Tree | None
-    """The validation images, or None to split val off from train."""
+    """The validation images, or None if val is split off from train."""
 
 
 def source(path: Path, flags: Flags | None = None, out: Path | None = None) -> Source:
@@ -292,7 +292,7 @@ def _add_split(
     fractions: Mapping[str, float],
     ignored: Ignored,
 ) -> None:
-    """Add the images of the given classes. fractions: maps splits to their fraction of a class."""
+    """Add the images of the given classes. fractions: maps splits to fractions of a class."""
     file = builder.file(tree.file)
     if "" not in labels:
         tree.count_stray(ignored)

@@ -11,9 +11,9 @@ SOURCE is a folder with some of these files, or the files and folders themselves
 
 The layouts of train and val are detected and printed (data_prep/read/imagenet_search.py). A label
 is the position of the image's WordNet ID (WNID) in the sorted list, as in all published weights.
-For a flat val folder, the development kit or LOC_val_solution.csv gives the WNIDs. Keys are image
-names, so all layouts give the same shards. The counts must match ImageNet: 1,281,167 training and
-50,000 validation images in 1,000 classes.
+For a flat val folder, the WNIDs come from the development kit or LOC_val_solution.csv. Keys are
+image names, so all layouts produce the same shards. The counts must match ImageNet: 1,281,167
+training and 50,000 validation images in 1,000 classes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
 }
 
 
-# ---- filling the catalogue -----------------------------------------------------------------------
+# ---- filling the catalog -------------------------------------------------------------------------
 
 
 FAULTS = {
@@ -83,7 +83,7 @@ def _take(
     labels: Mapping[str, str],
     faults: Faults,
 ) -> list[tuple[int, str, int]]:
-    """Return (row, key, label) for each valid image of a batch, and add others to `faults`."""
+    """Return (row, key, label) for each valid image in a batch, and add all others to `faults`."""
     valid = []
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
@@ -113,7 +113,7 @@ def _take(
 def _add_split(
     builder: Builder, layout: Layout, label_of: Mapping[str, int], labels: Mapping[str, str]
 ) -> Faults:
-    """Add the images of a split to the catalogue."""
+    """Add the images of a split to the catalog."""
     faults = Faults(list)
     files = dict[Path, int]()
     done = 0
@@ -158,7 +158,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 
 
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
-    """Add all images to the catalogue. Raises a single PrepError that lists all problems."""
+    """Add all images to the catalog. Raises a single PrepError that lists all problems."""
     labels = read_all(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
     all_wnids = set(labels.values()).union(*wnids.values())

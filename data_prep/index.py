@@ -22,9 +22,9 @@ these flags, and later runs of the command use them.
 Shards at a URL are fetched one at a time into the temporary folder (TMPDIR) and then removed. ROOT
 may be a folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds) or a web
 address. On the web, name the shards with braces, as in webdataset, unless the folder has an
-`_info.json`. Files are written next to the shards if possible, otherwise to FOLDER. There,
+`_info.json`. Files are written next to the shards if possible, and otherwise to FOLDER. In FOLDER,
 "shards_at" in `_info.json` records the location of the shards. An interrupted command resumes after
-the last shard it read. Until all shards are read, `<shard>.rows.npy` stores their index rows.
+the last shard it read. Until all shards are read, `<shard>.rows.npy` stores a shard's index rows.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _describe(entry: dict[str, Any]) -> str:
 def _refuse_invalid(
     sidecars: dict[str, dict[str, Any]], invalid: list[dict[str, Any]], max_unreadable: float
 ) -> None:
-    """Raise PrepError if too many samples are invalid. The message names the fraction to allow."""
+    """Raise PrepError if too many samples are invalid. The message states the fraction to allow."""
     total = sum(sidecar["num_samples"] for sidecar in sidecars.values()) + len(invalid)
     allowed = allowed_unreadable(max_unreadable, total)
     if len(invalid) <= allowed:

@@ -9,7 +9,7 @@ train-00000. --download first fetches the files into SOURCE and checks their md5
 
 Each 28x28 gray image becomes a gray JPEG of quality 100. On MNIST's t10k, the JPEG differs from the
 original by at most 2 of 255 levels (63 dB). Quality 95 differs by 10 levels (47 dB). Its files are
-a quarter smaller, but tar padding cancels this. Uncompressed files are read in place.
+a quarter smaller, but tar padding removes this advantage. Uncompressed files are read in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28
 PARTS = {"train": ("train", 60_000), "val": ("t10k", 10_000)}
-"""The file name prefix and the number of images of each split."""
+"""Maps each split to its file name prefix and its number of images."""
 HEADER_BYTES = {"images": 16, "labels": 8}
 
 
@@ -177,7 +177,7 @@ def source(folder: Path, variant: str = "mnist") -> Source:
     """
     files = find_files(folder, variant)
     for name, path in files.items():
-        # Only the md5 of the official compressed files distinguishes the variants.
+        # Only the md5 hashes of the official compressed files distinguish the variants.
         variants = {other.md5[name]: key for key, other in VARIANTS.items()}
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
         if (owner := variants.get(md5, variant)) != variant:

@@ -1,12 +1,13 @@
-"""Write shards from images in parquet files, as Hugging Face's hub and `datasets` write them.
+"""Write shards from images in parquet files like those of the Hugging Face Hub and `datasets`.
 
     python -m data_prep.parquet SOURCE --out ROOT [--val-fraction F] [--partial]
     python -m data_prep.parquet SOURCE --out ROOT --image-column img --label-column fine_label
 
 SOURCE is a folder of files such as `train-00000-of-00003.parquet`, or one file. The names of files
-or of their folders (`train/0000.parquet`) give the splits. `validation`, `val` or `dev` becomes
-val. Without one, `test` becomes val. If neither exists, a tenth of each training class becomes val.
-An evaluation split is skipped if none of its images has a label (all are null or -1).
+or of their folders (`train/0000.parquet`) determine the splits. `validation`, `val` or `dev`
+becomes val. Without any of these, `test` becomes val. Without `test`, a tenth of each training
+class becomes val. An evaluation split is skipped if none of its images has a label (all are null or
+-1).
 
 The schema of the files or `dataset_info` in README.md names the image column, the label column and
 the classes. Otherwise the image is the column of bytes, and the sorted numbers or texts of the
@@ -100,7 +101,7 @@ def _split_of(path: Path, source: Path) -> str | None:
 
 
 def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str | None) -> Columns:
-    """Choose the columns by a file's schema. image, label: column names given by the user.
+    """Choose the columns from a file's schema. image, label: column names given by the user.
 
     Raises PrepError.
     """
@@ -164,10 +165,10 @@ def source(
 ) -> Source:
     """Return a `Source` for parquet files.
 
-    image, label: columns, if several are possible. val_fraction: the fraction of each class to use
-    as val, allowed only if there is no val split. allow_partial: accept missing files and classes
-    without images. Raises PrepError for missing files and ambiguous columns. Listing the images
-    raises PrepError for missing or unknown labels.
+    image, label: column names, needed if several are possible. val_fraction: the fraction of each
+    class to use as val, allowed only if there is no val split. allow_partial: accept missing files
+    and classes without images. Raises PrepError for missing files and ambiguous columns. Listing
+    the images raises PrepError for missing or unknown labels.
     """
     files = find_files(path)
     refuse_val_fraction(val_fraction, *files.get("val", ()))

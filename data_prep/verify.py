@@ -10,15 +10,15 @@ images, repeated keys and equal images. Class names, keys and labels are compare
 was computed before any shard was written. Shards at a URL are fetched one at a time into the
 temporary folder. Nothing is written or repaired.
 
-A problem contradicts the records or prevents training, and the exit status is 1. A note may have
-its cause in the source, such as the same image under two labels or in both splits, or concerns a
-harmless file. Notes fail only with --strict. The exit status is 2 if the check could not run.
+A problem contradicts the records or prevents training, and leads to exit status 1. A note concerns
+a harmless file, or a property of the source, such as the same image under two labels or in both
+splits. Notes fail only with --strict. The exit status is 2 if the check could not run.
 
 --quick does not read whole shards. It checks sizes, index rows and some images of every shard (at a
 URL with range requests), and finally lists the checks that it skipped.
 
-Memory is about 30 bytes per image in the main process (40 MB for ImageNet-1k), and one shard's
-headers in each worker.
+The main process needs about 30 bytes per image (40 MB for ImageNet-1k). Each worker stores one
+shard's headers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Report:
 
 
 def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Report:
-    """Check the data set at `place`. num_sampled: images in a quick check, None to check all.
+    """Check the data set at `place`. num_sampled: images in a quick check, or None to check all.
 
     Raises PrepError or ShardError if the data set cannot be checked.
     """
@@ -198,7 +198,7 @@ COMPLETE = (
 
 
 def _compared(report: Report, images: str) -> list[str]:
-    """Describe what was compared and, after a quick check, what was not."""
+    """Describe the comparisons and, after a quick check, the skipped comparisons."""
     if report.quick:
         return [images, RECORDS, *QUICK]
     data = report.data

@@ -49,7 +49,7 @@ def main() -> World:
         overrides.append(f"data.root={json.dumps(args.data)}")
     config = load_config(args.config, overrides)
     if config.train.exact_over_ranks:
-        # Exact sums require a fixed micro-batch size, but this benchmark measures several sizes.
+        # Exact sums require a fixed micro-batch size, but the benchmark measures several sizes.
         config = with_settings(config, {"train.exact_over_ranks": False})
         if process_group.is_main_process():
             print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)

@@ -148,7 +148,7 @@ class _Subject(NamedTuple):
     published: KnownModel | None
     """The published model of these weights, known only on rank 0."""
     problem: str
-    """The reason why there is no config, which is an error unless fine-tuning."""
+    """The reason why there is no config. Without --finetune, a missing config is an error."""
 
 
 def _read(
@@ -178,8 +178,7 @@ def _read(
         except ValueError as error:
             if not args.finetune:
                 raise
-            # Weights without a head can be fine-tuned, but they have no accuracy before
-            # fine-tuning.
+            # Weights without a head can be fine-tuned, but have no accuracy before fine-tuning.
             problem = str(error)
         return loaded
 
@@ -291,7 +290,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
     parser = _create_parser()
     args = parser.parse_intermixed_args(arguments)
     positionals = [*args.words, *args.checkpoint]
-    # An argument with "=" is a setting unless a file of that name exists.
+    # An argument with "=" is a setting, unless a file with that name exists.
     args.checkpoints = [word for word in positionals if "=" not in word or Path(word).exists()]
     args.overrides = [word for word in positionals if word not in args.checkpoints]
     named = " and ".join(args.checkpoints)
@@ -315,7 +314,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
 
 
 def _read_probes(args: argparse.Namespace, parser: Parser) -> ProbeFlags | None:
-    """Return the probes that the flags request, or None. Exits if a flag is invalid."""
+    """Return the probes that the flags request, or None. Exit if a flag is invalid."""
     problems = []
     flags = [
         flag for flag, is_on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if is_on
@@ -341,7 +340,7 @@ def _read_probes(args: argparse.Namespace, parser: Parser) -> ProbeFlags | None:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the flags change: dotted key -> value."""
+    """Return the settings that the flags change, as a dict from dotted keys to values."""
     flags = {
         "data.root": args.data,
         "data.val_split": args.split,
@@ -353,7 +352,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in flags.items() if value is not None}
     if args.finetune:
         return settings
-    if args.data or args.split:  # The run's sets may apply only to the run's own data.
+    if args.data or args.split:  # The run's evaluation sets may apply only to the run's own data.
         settings |= {"eval.sets": {}, "eval.best_by": VAL}
     return settings | config_io.read_overrides(args.overrides)
 

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def matching(word: str) -> list[Setting]:
-    """Return the setting `word`, else all settings of section `word`, else all keys containing
+    """Return the setting `word`, all settings in section `word`, or all keys that contain
     `word`."""
     every = settings()
     if word in every:
@@ -70,7 +70,7 @@ def explain(setting: Setting, is_alone: bool) -> str:
 
 
 def recipe_lines(key: str) -> Sequence[str]:
-    """Return the values that recipes give to `key`, each with the names of these recipes."""
+    """Return the values of `key` in recipes, each with the names of the recipes."""
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for name, values in recipes().items():
         if key in values:

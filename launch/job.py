@@ -86,15 +86,15 @@ class Torchrun:
         """Run launch/train.py with `arguments` and return torchrun's exit status.
 
         `outcome_file` exists after the ranks on all hosts finish. torchrun then waits for torchrun
-        on other hosts. If SIGTERM ended one of them, this wait takes five minutes and ignores
-        SIGTERM, so torchrun is killed after `LEAVE_S`.
+        on other hosts. If SIGTERM ended torchrun on another host, this wait takes five minutes and
+        ignores SIGTERM, so torchrun is killed after `LEAVE_S`.
         """
         # torchrun starts its ranks with this Python.
         python = environment.get("PYTHON_EXEC", sys.executable)
         launcher = [python, "-m", "torch.distributed.run", "--max-restarts=0"]
         script = str(Path(__file__).with_name("train.py"))
         self._process = subprocess.Popen([*launcher, script, *arguments], env=environment)
-        self._forward()  # Handle a signal that arrived before the process started.
+        self._forward()  # Forward a signal that arrived before the process started.
         done_s: float | None = None
         while True:
             try:
@@ -144,8 +144,8 @@ def judge(
     """Return the exit status for an attempt, and the reason.
 
     outcome: the outcome written by the ranks. signal_name: the received signal, or "". before,
-    after: the newest checkpoint at the start and at the end; "" if there is none, None if the store
-    is unreachable.
+    after: the newest checkpoint at the start and at the end, "" if there is none, or None if the
+    store is unreachable.
     """
     checkpoint = "the store is unreachable" if after is None else after or "no checkpoint"
     if outcome == "finished":
@@ -153,7 +153,7 @@ def judge(
     if outcome == "stopped":
         return AGAIN, f"stopped and saved ({checkpoint})"
     if after is None or before is None:
-        # Ranks report an unreachable store as a user's mistake, which would prevent a retry.
+        # Ranks report an unreachable store as a user mistake, which would prevent a retry.
         text = "the store does not show whether a newer checkpoint exists"
         if signal_name:
             return AGAIN, f"ended by {signal_name}; {text}"
@@ -180,7 +180,7 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
     """Return the name of the newest checkpoint in a run folder or URL, or "".
 
     Returns None if the store is unreachable. may_refuse: also return None if the store refuses
-    access, for example because of expired keys. Otherwise raise that error.
+    access, for example because of expired keys. Otherwise, raise that error.
     """
     if is_url(run_dir):
         needed_for = f"run.dir={run_dir}"

@@ -48,7 +48,7 @@ def main() -> World | None:
 def import_(args: Namespace) -> None:
     """Write another program's recipe as YAML, and print the mapping of each setting."""
     imported = import_recipe(args.recipe, args.program, args.gpus)
-    imported.config()  # raises before writing a file if the settings are invalid
+    imported.config()  # raises an error before writing a file if settings are invalid
     text = yaml_text(imported, args.out)
     if args.out is None:
         print(account(imported), file=sys.stderr)

@@ -28,7 +28,7 @@ NOT_COMPARED = ("run.dir",)
 
 
 class Row(NamedTuple):
-    """One run of the sweep: its settings, by full name, and its metrics."""
+    """A run in the sweep, with its settings by full name and its metrics."""
 
     name: str
     settings: dict[str, Any]
@@ -85,7 +85,7 @@ def read_run(folder: Path) -> Row:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the table, followed by the means over seeds, as lines."""
+    """Return the lines of the table, followed by the means over seeds."""
     every_key = dict.fromkeys(key for row in rows for key in row.settings)
     differ = [key for key in every_key if len({repr(row.settings.get(key)) for row in rows}) > 1]
     header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]
@@ -108,7 +108,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:
-    """Return the mean and standard deviation of top-1 over seeds, for each combination of
+    """Return the mean and standard deviation of top-1 over seeds for each combination of
     `differ`."""
     groups: dict[str, list[float]] = {}
     for row in rows:

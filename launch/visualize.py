@@ -57,7 +57,7 @@ class Command(NamedTuple):
     flags: tuple[str, ...]
     """The arguments that the subcommand accepts, from `FLAGS`."""
     runs: dict[str, Any]
-    """The number and the help of its runs or files, or {} if it accepts none."""
+    """The number and the help text of the runs or files, or {} if the subcommand accepts none."""
     num_samples: int | None = None
     """The default number of images, or None if the subcommand uses no images."""
 
@@ -348,7 +348,7 @@ COMMANDS = {
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the settings that the flags change: dotted key -> value."""
+    """Return the settings that the flags change, as a dict from dotted keys to values."""
     size = args.image_size
     if size and len(size) == 1:
         size = size[0]
@@ -356,7 +356,8 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the subcommand and its flags. `augment` accepts settings too. Raises ValueError."""
+    """Parse the subcommand and its flags. `augment` also accepts settings. Raises ValueError for
+    mistakes."""
     remaining = list(sys.argv[1:] if arguments is None else arguments)
     if not remaining or remaining[0] not in COMMANDS:
         listed = [f"  {name:10} {command.description}" for name, command in COMMANDS.items()]
@@ -381,7 +382,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def _check(args: Namespace) -> None:
-    """Raise ValueError for a wrong size or count, or an unknown format."""
+    """Raise ValueError for a wrong size, a wrong count or an unknown format."""
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         raise ValueError("--image-size takes a side, or height and width, in pixels")
     if args.command == "augment":

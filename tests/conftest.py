@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 60 training and 23 validation images from 3 classes into 3 shards."""
+    """Write 60 training images and 23 validation images from 3 classes into 3 shards."""
     return make_shards(tmp_path_factory.mktemp("data"))
 
 
@@ -49,7 +49,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first. pytest-xdist distributes whole files, so a long file that
-    started last would run alone."""
+    started last would keep only one worker busy."""
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
@@ -61,13 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # torch would load code that was compiled for CPUs with a different vector length, and half of
-    # the numbers would be uninitialized memory (torch 2.15).
+    # Use one cache per vector length. Otherwise, torch loads code that was compiled for a different
+    # length, and half of the numbers are uninitialized memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # Two threads sum in a different order than one thread. The processes that tests start use one
-    # thread, too (`processes.environment`), because several multithreaded processes slow each other
+    # Two threads sum numbers in a different order than one thread. Processes started by tests also
+    # use one thread (`processes.environment`), because multithreaded processes slow each other
     # down.
     torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

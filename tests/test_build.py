@@ -1,5 +1,5 @@
-"""Test the files of a run that is stopped while it is being set up, and the errors for weights that
-do not fit."""
+"""Test the files of a run that is stopped during setup, and the errors for weights that do not
+fit."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 12
-"""More blocks than 8, Dynamo's limit on graphs per function."""
+"""A depth above 8, which is Dynamo's limit on graphs per function."""
 
 
 class Counter:
@@ -90,8 +90,8 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])
 def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
-    """The drop rates grow with depth. The number of rows in the first block needs one graph, and
-    all other numbers share a second graph."""
+    """The drop rates grow with depth. The first block's number of rows needs one graph, and all
+    other numbers share a second graph."""
     fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
     model = small_vit(16, DEPTH, **fields, **VIT5)
     compile_blocks(model, backend=graphs)
@@ -194,7 +194,7 @@ def test_keeps_one_graph_for_each_image_size(graphs):
 
 
 def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group):
-    """With 3 MB per block and 1 MB per bucket, the ratio is about that of ViT-L (50 MB and 25
+    """With 3 MB per block and 1 MB per bucket, the ratio resembles that of ViT-L (50 MB and 25
     MB)."""
     model = small_vit(256, 2, drop_path_rate=0.1)
     compile_blocks(model, backend=graphs)

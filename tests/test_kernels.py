@@ -41,7 +41,7 @@ CORE = [
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_timm_file_gives_timms_logits_and_predictions[resnet10t]",
 ]
-"""Tests that compare one case of each kind. They take several seconds per set of kernels."""
+"""Tests that compare one case of each kind, in several seconds per set of kernels."""
 
 
 def passed_with_kernels(capability: str, *tests: str) -> int:

@@ -38,7 +38,7 @@ CONFIG = AugmentConfig(hflip_prob=0.0)
 EPS = 1e-5
 """The epsilon of AdamW. The exact gradient of the key biases is zero, but rounding makes it 1e-10
 to 1e-9 with a random sign. With the default epsilon of 1e-8, AdamW would turn this gradient into up
-to a tenth of a step, which would differ between CPU kernels."""
+to a tenth of a step, and CPU kernels would differ."""
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -329,8 +329,8 @@ def test_dropout_depends_only_on_seed_rank_and_step():
 
 
 def test_an_update_waits_for_the_copy_of_the_state_and_nothing_before_it_does():
-    """The copy runs in parallel with the forward and backward passes. The update must wait until
-    the copy has finished."""
+    """The copy runs in parallel with the forward and backward passes. The update must wait for the
+    copy."""
     step = make_step()
     step.ema = Ema(step.model, 0.9)
     step(make_batch(), 0)

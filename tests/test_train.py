@@ -1,4 +1,4 @@
-"""Kill, stop and resume trainings in real processes over gloo, and compare the results bit by
+"""Kill, stop and resume training runs in real processes over gloo, and compare the results bit by
 bit."""
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stop
 
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
-    """If a run is preempted before its first step, Slurm does not requeue it. The project's script
+    """Slurm does not requeue a run that is preempted before its first step. The project's script
     requeues the run if the mark exists."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
@@ -316,8 +316,8 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
 
 
 def test_a_resume_repeats_the_random_numbers_of_drop_path_by_subsets(tmp_path, config):
-    """The run uses micro-batches and recomputes activations, for which dropout must use the same
-    random numbers twice."""
+    """The run uses micro-batches and recomputes activations, so dropout must use the same random
+    numbers twice."""
     settings = [
         "train.steps=6",
         "model.drop_path_form=subset",

@@ -6,8 +6,8 @@
 
 On a GPU, the check takes at most ten minutes (`--minutes`) and writes `<date>-gpu-<name>.json` and
 `.md` to benchmarks/results. Please send us your results. If a part fails or exceeds its time limit,
-the check reports it and continues. Exit status: 0; 1 if a guarantee is broken; 2 without a GPU, or
-after a user mistake.
+the check reports this and continues. Exit status: 0; 1 if a guarantee is broken; 2 without a GPU,
+or after a user mistake.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def _find_devices(device: str) -> dict[str, Any]:
         name = torch.cuda.get_device_name() if devices.gpus else ""
         yield Line("devices", True, devices.reason, {"gpus": devices.gpus, "name": name})
 
-    # Query in a child process: if this process initialized CUDA, forked parts could not use CUDA.
+    # Query in a child process, because forked parts cannot use CUDA once this process has
+    # initialized it.
     [line] = run_part("devices", look, 120.0)
     if device == "cpu":
         return {"gpus": 0, "name": f"{cpu_name()} ({torch.get_num_threads()} thread(s))"}

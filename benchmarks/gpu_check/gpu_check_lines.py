@@ -25,7 +25,7 @@ class Line:
 
     what: str
     passed: bool | None
-    """Whether the check passed; None for a measurement without a limit, or a check that cannot
+    """Whether the check passed. None for a measurement without a limit, or a check that cannot
     run."""
     text: str
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -48,8 +48,8 @@ def run_part(
     """Run `part` for at most `budget_s` seconds and return its lines.
 
     An error or an exceeded budget becomes a failed line. `on_line` is called with each line as soon
-    as it arrives. The caller must not have initialized CUDA. Otherwise the forked process could not
-    use CUDA.
+    as it arrives. The caller must not have initialized CUDA, because the forked process could not
+    use it.
     """
     lines: list[Line] = []
 
@@ -81,7 +81,7 @@ def run_part(
 
 def _serve(part: Callable[[], Iterable[Line]], receiver: Connection, sender: Connection) -> None:
     """Send the lines of `part`, or its error message. Runs in the child process."""
-    os.setsid()  # Then the process and its children can be killed as a group.
+    os.setsid()  # so that the process and its children can be killed as a group
     receiver.close()
     try:
         for line in part():

@@ -42,7 +42,7 @@ SMALL = (
     "data.micro_batch_size=16",
     "optim.clip_grad_norm=1.0",
 )
-"""The settings that shrink a recipe. Augmentation, mixing and weight averaging are kept."""
+"""The settings that shrink a recipe. Augmentation, mixing and weight averaging are unchanged."""
 EXACT = (
     "train.precision=fp32",
     "model.drop_path_rate=0.0",
@@ -56,8 +56,8 @@ EXACT = (
     "train.compile=false",
 )
 """The settings with which a GPU and a CPU compute equal numbers. The device draws no random
-numbers. AdamW would scale up rounding noise in the zero gradients of key biases. The large eps
-prevents that."""
+numbers. The large eps keeps AdamW from scaling up rounding noise in the zero gradients of key
+biases."""
 STEPS = 20
 WEIGHTS_TOLERANCE = 1e-3
 """The maximum distance between weights, as a fraction of their change in training. On CPUs, kernels
@@ -134,7 +134,7 @@ def distance(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def equals_the_cpu(device: torch.device) -> Iterator[Line]:
-    """Check that fp32 training, augmentation and evaluation give the same results as on a CPU."""
+    """Check that fp32 training, augmentation and evaluation produce a CPU's results."""
     config = recipe(*SMALL, *EXACT)
     cpu = torch.device("cpu")
     reference, batches = make_step(config, cpu)
@@ -157,7 +157,7 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
     yield from _equal_levels(device)
     reference.model.eval()
     images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    # Initialize the head, which starts at zero, because otherwise all logits would be nearly equal.
+    # Initialize the head. It starts at zero, so all logits would otherwise be nearly equal.
     nn.init.normal_(reference.model.get_parameter("head.weight"), std=0.1)
     tried.model.load_state_dict(reference.model.state_dict())
     tried.model.eval()
@@ -221,7 +221,7 @@ def no_waits(device: torch.device) -> Iterator[Line]:
 
 @contextmanager
 def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Make torch raise an error for any operation that makes the host wait for the GPU."""
+    """Make torch raise an error for any operation for which the host waits for the GPU."""
     if device.type != "cuda":
         yield
         return
@@ -293,7 +293,7 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     measured = peak - before
     counted = step_memory(config, plan, CLASSES).in_turn
     off = measured / counted - 1
-    # On a CPU, most memory of the process is not used by the tensors of this small step.
+    # On a CPU, the tensors of this small step use only a small part of the process's memory.
     on_gpu = device.type == "cuda"
     limit = f"at most {MEMORY_TOLERANCE:.0%}" if on_gpu else "of the whole process, no promise"
     yield Line(

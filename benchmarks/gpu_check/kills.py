@@ -146,7 +146,7 @@ def _different_tensors(first: Path, second: Path) -> list[str]:
 
 
 def pauses(place: Place, *overrides: str) -> Iterator[Line]:
-    """Measure by how many seconds a checkpoint and an evaluation delay training."""
+    """Measure how many seconds a checkpoint and an evaluation delay training."""
     for event, every in (("a save", "checkpoint"), ("an evaluation", "eval")):
         other = {"checkpoint": "eval", "eval": "checkpoint"}[every]
         run_dir = place.folder / f"paused_by_{every}"
@@ -183,7 +183,7 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
             noticed_s = time.monotonic() - began_s
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun then stops its ranks.
+                process.terminate()  # torchrun then stops its remaining ranks.
     shutil.rmtree(run_dir)
     yield Line(
         f"a killed rank ends the {ranks - 1} other(s)",
@@ -218,7 +218,7 @@ def _batch(rows: int, ranks: int) -> tuple[str, str]:
 
 
 def one_and_two_ranks(rows: int, *overrides: str) -> Iterator[Line]:
-    """Measure the speedup of two ranks, and how much of the all-reduce overlaps with backward."""
+    """Measure the speedup with two ranks, and the overlap of the all-reduce with backward."""
     results = [bench(3.0, *overrides, *_batch(rows, ranks), ranks=ranks) for ranks in (1, 2)]
     one, two = (result["training"][-1] for result in results)
     factor = two["images_per_s"] / one["images_per_s"]

@@ -1,6 +1,6 @@
 """Create ImageNet-like JPEGs and shards of them for benchmarks/loader.py.
 
-Windows cut from two scikit-learn photos get ImageNet's sizes, JPEG qualities and chroma
+Windows cut from two scikit-learn photos have ImageNet's sizes, JPEG qualities and chroma
 subsampling. Because decoding cost depends on the number of bits, grain is added up to 5 bits per
 pixel. (ILSVRC 2012 has 110 kB per image, about 469 x 387 pixels and 4.9 bits per pixel.) The
 data_prep commands write two sets of shards, without and with restart markers. Everything is created
@@ -37,7 +37,8 @@ NUM_SHARDS = 8
 GRAIN = 15.0
 SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
 SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
-"""The probabilities of the sizes. The last is for all other sizes, a tenth of which are large."""
+"""The probabilities of the image sizes. The last is for all other sizes, a tenth of which are
+large."""
 QUALITIES = ((75, 80, 85, 90, 92, 94, 95, 96), (0.12, 0.08, 0.12, 0.15, 0.10, 0.13, 0.15, 0.15))
 """The JPEG qualities and their probabilities."""
 NUM_WINDOWS = 320
@@ -89,7 +90,7 @@ def make_data(place: Path, num_images: int) -> Data:
 
 
 def make_shards(folder: Path, out: Path, markers: str) -> None:
-    """Write shards of the class folders by the public command. markers: off or auto."""
+    """Write shards of the class folders with the public command. markers: off or auto."""
     options = [
         "--out",
         str(out),
@@ -170,7 +171,7 @@ def _size(rng: np.random.Generator) -> tuple[int, int]:
 
 
 def cut_windows(data: Data, out: Path) -> None:
-    """Cut one random training window out of each of the first images.
+    """Losslessly cut one random training window out of each of the first images.
 
     jpegtran cuts at block boundaries.
     """

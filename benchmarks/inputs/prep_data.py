@@ -1,6 +1,7 @@
 """Create ImageNet-like images and archives for benchmarks/prep.py.
 
-Windows cut from two scikit-learn photos get ImageNet's sizes, and grain until JPEGs average 110 kB.
+Windows cut from two scikit-learn photos have ImageNet's sizes, and enough grain that JPEGs average
+110 kB.
 
     <place>/
       images-3000/<wnid>/<wnid>_<number>.JPEG     class folders
@@ -25,7 +26,7 @@ GRAIN = 20.5
 
 
 def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
-    """Return a JPEG of a grainy photo window, which is 500 x 375 in half of all cases."""
+    """Return a JPEG of a grainy photo window. Half of all windows have 500 x 375 pixels."""
     rng = np.random.default_rng(number)
     odd = (int(rng.integers(200, 520)), int(rng.integers(180, 460)))
     width, height = ((500, 375), (375, 500), (500, 333), (640, 480), odd)[

@@ -115,7 +115,7 @@ class DataSet(Classes):
 
     @property
     def seed(self) -> int:
-        """The seed of the catalogue's hashes."""
+        """The seed of the catalog's hashes."""
         return int((self.info.get("options") or {}).get("seed", 0)) if self.ours else 0
 
     @property

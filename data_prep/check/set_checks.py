@@ -100,7 +100,7 @@ def _check_sealed(data: DataSet) -> Iterator[Finding]:
 
 
 def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
-    """Check the hash and plan of a split's sidecars, and how many images they list."""
+    """Check the hash, the plan and the image counts of a split's sidecars."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
         return  # already reported
@@ -143,7 +143,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
 def _check_recorded(
     data: DataSet, part: SplitFiles, number: int, size: int | str
 ) -> Iterator[Finding]:
-    """Compare the size and sidecar of one shard with `_info.json`."""
+    """Compare a shard's size and sidecar with `_info.json`."""
     name = part.filenames[number]
     recorded: dict[str, Any] = {"filename": name, "num_samples": part.lengths[number]}
     for key in ("bytes", "sha256"):

@@ -3,7 +3,7 @@
 A worker process receives the name of a shard and its record in `_info.json`. A shard at a URL is
 downloaded first. The worker reads the file once to compute its sha256, then reads the headers from
 the page cache and decodes every image completely. The worker also compares `.idx` and the index
-rows with new ones computed from the tar. The result holds error messages and three numbers per
+rows with new ones computed from the tar. The result contains error messages and three numbers per
 sample. The main process uses these numbers to compare keys, images and labels across all shards.
 """
 
@@ -43,7 +43,7 @@ from vit.system.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes per sample
-        # The catalogue's hash. One in 3,000 data sets with 100 million samples has a collision.
+        # The catalog's hash. One in 3,000 data sets with 100 million samples has a collision.
         ("key", "<u8"),
         ("image", "<u8"),  # first 8 bytes of the encoded image's BLAKE2 hash
         ("label", "<i4"),
@@ -52,7 +52,7 @@ SEEN_DTYPE = np.dtype(
 WRITE_AGAIN = "copy it again, or delete it and repeat the command that wrote it"
 UNCLEAR_WHEN_QUICK = "shard or index is wrong: run without --quick to find out which"
 MOST_LINES = 10
-"""The maximum number of lines to print per subject and shard. Other lines are only counted."""
+"""The maximum number of lines to print per subject and shard. Further lines are only counted."""
 
 
 class Finding(NamedTuple):
@@ -116,7 +116,7 @@ class Shard(NamedTuple):
 class Checked(NamedTuple):
     findings: list[Finding]
     seen: np.ndarray = np.empty(0, SEEN_DTYPE)
-    """(num_samples,) SEEN_DTYPE in tar order; empty if the tar could not be read completely."""
+    """(num_samples,) SEEN_DTYPE in tar order, or empty if the tar could not be read."""
     num_checked: int = 0
     hashed: bool = False
     """True if the shard's sha256 was compared with a recorded value."""
@@ -192,7 +192,8 @@ def _local(shard: Shard) -> Iterator[Path]:
 def _check_idx(
     shard: Shard, samples: list[ScannedSample], numbers: Iterable[int] | None = None
 ) -> Iterator[Finding]:
-    """Compare `.idx` with lines computed from the tar. numbers: the samples to compare, or None."""
+    """Compare `.idx` with lines computed from the tar. numbers: the samples to compare, or None for
+    all."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
         remedy = f"run `python -m data_prep.index {quote(shard.shown)}` to write it"
@@ -380,7 +381,7 @@ def _check_rows(
 def _sample_around(
     shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
-    """Return the sample for a row, read from the members between its neighboring images.
+    """Return a row's sample, read from the members between the neighboring images.
 
     Raises TarDamaged and InvalidSample.
     """

@@ -1,7 +1,7 @@
-"""Read archives in place: list their members and the byte positions of the members.
+"""Read archives in place: list their members with byte positions.
 
 A tar is read from header to header, skipping the data. A tar inside a tar is a byte range of the
-outer tar. A zip has a central directory at its end. The catalogue stores names, offsets and sizes,
+outer tar. A zip has a central directory at its end. The catalog stores names, offsets and sizes,
 which `read_zip_member` and `read_range` later use to read single images. Archives that contain
 absolute names, `..` or links are rejected, because official archives contain none.
 """
@@ -174,8 +174,8 @@ def small_members(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield (bare name, content) for each file of a tar or tar.gz; b"" for files not in `needed`.
 
-    Raises PrepError for a damaged archive, and if members are more numerous or larger than in the
-    `expected` archive, such as "a CIFAR archive".
+    Raises PrepError for a damaged archive, and for more or larger members than in the `expected`
+    archive, such as "a CIFAR archive".
     """
     kind = describe_content(_head(path))
     problem = "not a tar or tar.gz, damaged or cut off"
@@ -255,7 +255,7 @@ def read_zip_member(sample: Sample) -> bytes:
             f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are allowed for an image"
         )
     fd = descriptor(sample.file)
-    # This guess is enough for most members: deflate adds fewer bytes, and most extra fields are
+    # This estimate suffices for most members: deflate adds fewer bytes, and most extra fields are
     # short.
     guess = 30 + len(sample.name) + 64 + sample.size + sample.size // 1000 + 256
     head = os.pread(fd, guess, sample.offset)
@@ -285,7 +285,7 @@ def read_zip_member(sample: Sample) -> bytes:
 
 
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
-    """Decompress at most `size` + 1 bytes. Return them and the first bytes after the data."""
+    """Return at most `size` + 1 decompressed bytes, and the first bytes after the data."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     position = sample.offset + max(len(head), start)
     compressed = head[start:]

@@ -1,7 +1,7 @@
 """Read class folders from disk, or in place from a zip or tar.
 
-`data_prep.imagefolder` lists the folders and images of a tree, and adds the images to a catalogue.
-An image is a file or a byte range of an archive. The tree provides each image's location and the
+`data_prep.imagefolder` lists the folders and images of a tree, and adds the images to a catalog. An
+image is a file or a byte range of an archive. The tree provides each image's location and the
 function that reads the image.
 """
 
@@ -32,7 +32,7 @@ FILE_NAME = "file_name"
 
 
 class FolderTree:
-    """A folder on disk that contains class folders. `str` returns its path for messages."""
+    """A folder on disk that contains class folders. `str` returns the path for messages."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
@@ -71,7 +71,7 @@ class FolderTree:
         ignored.count_stray(self.file)
 
     def places(self, paths: Sequence[str]) -> Members:
-        """Return the locations of images, given by their paths below this folder."""
+        """Return the locations of images. Paths are relative to this folder."""
         # Files are read completely, so offsets and sizes are not needed.
         nothing = np.zeros(len(paths), np.int64)
         return Members(list(paths), nothing, nothing)
@@ -250,7 +250,7 @@ def open_tree(path: Path, label_column: str | None = None) -> Tree:
 def open_archive(path: Path) -> ArchiveTree:
     """Return the folder in a zip or tar that contains class folders, or train/ and val/.
 
-    Many archives contain a single outer folder named like the archive. This function returns the
+    Many archives contain a single outer folder with the archive's name. This function returns the
     outermost folder that contains `train`, or images in several subfolders. Raises PrepError for a
     file that is not a zip or tar, is damaged, or has no images in folders.
     """
@@ -268,7 +268,7 @@ def open_archive(path: Path) -> ArchiveTree:
         tree = inner
 
 
-# ---- adding images to a catalogue ----------------------------------------------------------------
+# ---- adding images to a catalog ------------------------------------------------------------------
 
 
 def split_by_hash(
@@ -298,7 +298,7 @@ def add_images(
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add the images of a class. paths: key -> path below `tree`. shares: split -> list of keys."""
+    """Add a class's images. paths: maps keys to paths below `tree`. shares: maps splits to keys."""
     for split, keys in shares.items():
         if keys:
             places = tree.places([paths[key] for key in keys])

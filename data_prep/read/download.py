@@ -1,4 +1,4 @@
-"""Download files completely, verify them, and resume after an interruption.
+"""Download complete files, verify them, and resume after an interruption.
 
 Bytes are written to `<name>.part`. If a connection is lost, `vit.data.storage.http` requests the
 rest. The file is renamed only after it has been verified: by its checksum, or, for an archive
@@ -47,7 +47,7 @@ def download(
     kind = "sha256" if len(checksum) == 64 else "md5"
     with open(part, "a+b") as file:
         try:
-            with suppress(OSError):  # for file systems without locks
+            with suppress(OSError):  # needed on file systems without locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # Only one process downloads the file.
             if path.exists():
                 if checksum and (actual := checksum_of(path, kind)) != checksum:
@@ -181,14 +181,15 @@ class WebShards(WebFolder):
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file; None if missing. Raises ShardError if not JSON."""
+        """Return the object in a JSON file, or None if it is missing. Raises ShardError if not
+        JSON."""
         try:
             with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None
         except Refused as error:
-            # Object stores answer 403 for a missing file if the user may not list files.
+            # Object stores return 403 for a missing file if the user may not list files.
             if error.status == 403:
                 return None
             raise

@@ -22,7 +22,7 @@ USUAL_NAMES = ("image", "img", "label", "labels", "class", "class_name", "catego
 
 @dataclass
 class Features:
-    """The columns recorded for a data set; empty if nothing is recorded."""
+    """The columns recorded for a data set, or empty if none are recorded."""
 
     images: list[str] = field(default_factory=list)
     class_names: dict[str, list[str]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
 def choose_column(
     place: object, flag: str, name: str | None, candidates: Sequence[str], columns: Sequence[str]
 ) -> str:
-    """Return the column `name`, else the only candidate, else the only one with a usual name.
+    """Return the column `name`, the only candidate, or the only candidate with a usual name.
 
     name: the value of `flag`, if the user gave it. place: the file to name in a PrepError.
     """

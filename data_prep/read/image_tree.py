@@ -1,4 +1,4 @@
-"""List the images in a tree of folders, and count all other files, so none is skipped silently.
+"""List the images in a tree of folders, and count all other files.
 
 An image is recognized by its suffix, or by its first bytes if the file has no suffix. All other
 files are counted by suffix. Images in unsupported formats are counted separately. Links are
@@ -87,7 +87,7 @@ def _by_number(counts: Counter[str]) -> str:
 
 
 def listed(folder: Path | str) -> tuple[list[str], list[str]]:
-    """Return the sorted names of the folders and of the files in `folder`, without hidden ones.
+    """Return the sorted names of all folders and files in `folder` that are not hidden.
 
     Raises PrepError if the folder cannot be listed.
     """

@@ -1,9 +1,9 @@
 """Read the class of each image in ImageNet's flat validation set.
 
-The classes come from the development kit or Kaggle's table. Both readers return a mapping from the
-image name without extension to the WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID,
-starting at 1) are used only to look up WNIDs, because labels in published weights are positions in
-the sorted list of WNIDs.
+The classes come from the development kit or Kaggle's table. Both readers map each image name
+without extension to a WordNet ID (WNID). The kit's own numbers (ILSVRC2012_ID, starting at 1) are
+used only to look up WNIDs, because labels in published weights are positions in the sorted list of
+WNIDs.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
 
 
 def read_all(files: Sequence[ValLabels]) -> Mapping[str, str]:
-    """Read the labels in all files. Raises PrepError if two files contradict each other."""
+    """Read the labels in all files. Raises PrepError if files contradict each other."""
     labels: dict[str, str] = {}
     for file in files:
         more = file.read()

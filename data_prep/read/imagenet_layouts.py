@@ -67,9 +67,10 @@ class Layout:
     path: Path
     images: Callable[[Builder], Iterator[Images]]
     wnids: Callable[[Builder], Collection[str]]
-    """Returns the WNIDs of the classes, or nothing if only a label file lists them."""
+    """A function that returns the WNIDs of the classes, or nothing if only a label file lists
+    them."""
     inputs: tuple[Path, ...]
-    """The archives and folders whose modification times show whether the split has changed."""
+    """The archives and folders whose modification times reveal a change of the split."""
     flat: bool = False
     lacking: str = ""
     """A line about missing files, inferred from the names of the existing files, or ""."""
@@ -177,7 +178,7 @@ IN_ZIP = re.compile(
 
 
 def place_in_zip(name: str) -> tuple[str, str, str] | None:
-    """Return (split, WNID or "", file name) for an ImageNet image, or None for other members."""
+    """Return (split, WNID or "", file name) for an image of ImageNet, or None for other members."""
     match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
     if match is None or name.startswith("__MACOSX/"):
         return None
@@ -211,7 +212,7 @@ def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
 def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]:
     """Yield the images. Check that labels are positions in the sorted list of WNIDs.
 
-    Some mirrors number the classes in another way.
+    Some mirrors number the classes differently.
     """
     wnid_of: dict[int, str] = {}
     for rows in parquet.spool(files, builder):

@@ -55,7 +55,7 @@ class Search:
     parquets: set[Path] = field(default_factory=set)
 
     def add_labels(self, title: str, read: Callable[[Path], dict[str, str]], path: Path) -> None:
-        """Add a label file, to be read by `read`."""
+        """Add a label file that `read` reads."""
         self.labels.append(ValLabels(path, title, partial(read, path), (path,)))
 
 
@@ -63,7 +63,7 @@ class Search:
 
 
 def _look_at_file(path: Path, search: Search, named: bool) -> None:
-    """Identify a file. named: whether the user gave its path, which makes an unknown file an
+    """Identify a file. named: whether the user gave its path. If so, an unknown file is an
     error."""
     name = path.name.lower()
     if DEVKIT.fullmatch(name):
@@ -135,7 +135,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
 
 
 def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
-    """Return the split that the class folders contain, from the first image or the folder name."""
+    """Return the split in the class folders, based on the first image or the folder name."""
     for wnid in wnids:
         if names := members_of(folder / wnid).names:
             return "val" if names[0].startswith(VAL_IMAGE) else "train"

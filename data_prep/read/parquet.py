@@ -42,12 +42,12 @@ IMAGENET_COLUMNS = Columns()
 
 
 class Spooled(NamedTuple):
-    """The rows of one parquet file whose images were copied to `file`."""
+    """The rows of a parquet file. Its images were copied to `file`."""
 
     parquet: Path
     file: Path
     names: list[str]
-    """The image names; "" for images without a path."""
+    """The image names, or "" for images without a path."""
     labels: list[Any]
     offsets: np.ndarray
     sizes: np.ndarray
@@ -90,7 +90,8 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
 
 
 def image_fields(schema: Any, name: str) -> set[str]:
-    """Return the fields of an image column (bytes and possibly path); empty for other columns."""
+    """Return the fields of an image column (bytes and possibly path), or nothing for other
+    columns."""
     import pyarrow
 
     kind = schema.field(name).type
@@ -113,7 +114,7 @@ def _is_copied(images: Path) -> bool:
 
 
 class _Copy(NamedTuple):
-    """A parquet file, and the path to copy its images to."""
+    """A parquet file, and the path to which its images are copied."""
 
     path: Path
     columns: Columns
@@ -194,8 +195,8 @@ def spool(
 ) -> Iterator[Spooled]:
     """Copy the images of all parquet files to `builder.spool`, and yield the rows file by file.
 
-    Existing copies are reused. A dry run copies nothing and estimates sizes by their mean.
-    Processes that share the work start with different files. Raises PrepError if pyarrow is
+    Existing copies are reused. A dry run copies nothing and estimates each image's size by the
+    mean. Processes that share the work start with different files. Raises PrepError if pyarrow is
     missing, the disk has too little space, or a file is invalid.
     """
     if builder.dry:

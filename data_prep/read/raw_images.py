@@ -1,4 +1,4 @@
-"""Read small raw images from a few large files. MNIST and CIFAR share this code."""
+"""Read small raw images from a few large files, for MNIST and CIFAR."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from data_prep.write.samples import Sample, read_range
 
 
 class Records(NamedTuple):
-    """The images of one uncompressed file, stored at equal distances."""
+    """The images in an uncompressed file, which begin at equal distances."""
 
     split: str
     file: int
-    """The index of the file in the catalogue."""
+    """The index of the file in the catalog."""
     labels: np.ndarray
     labels_from: object
     """The path of the label file, used in messages."""
@@ -42,8 +42,8 @@ def array_source(
     shape: tuple[int, ...],
     records: Callable[[Builder], Iterable[Records]],
 ) -> Source:
-    """Return a `Source` of raw images. shape: (H, W) or (3, H, W). records: also sets the
-    classes."""
+    """Return a `Source` of raw images. shape: (H, W) or (3, H, W). records: a function that sets
+    the classes and returns the images of each file."""
     fill = partial(_fill, records, math.prod(shape))
     return Source(name, options, fill, partial(read_jpeg, shape=shape))
 

@@ -1,8 +1,8 @@
-"""Write a data set's card: dataset.md, its contact sheet, and a README.md for Hugging Face.
+"""Write a data set card: dataset.md, a contact sheet, and a README.md for Hugging Face.
 
 A hash selects up to 1,000 images from all parts of the training split, which are decoded to compute
 the mean and standard deviation of colors. The contact sheet shows one image from each of up to 60
-classes. Equal data sets give equal bytes with the same version of Pillow.
+classes. Equal data sets produce equal bytes with the same version of Pillow.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from vit.system.files import replacing, sha256_of
 SHEET_CELLS = 60
 COLUMNS = 10
 CELL = 128
-"""The side of a contact-sheet cell in pixels. The next three constants are in pixels too."""
+"""The side of a contact-sheet cell in pixels. The next three constants are also in pixels."""
 GAP = 10
 TEXT_HEIGHT = 22
 MARGIN = 16
 INK = "#222222"
 PALE = "#f2f2f2"
 SEAL = b"\n<!-- sha256 of the above: %s; of contact_sheet.png: %s -->\n"
-"""The last line of a card, by which `verify` detects changes."""
+"""The last line of a card, with which `verify` detects changes."""
 
 
 def write_card(place: Output | Path | str) -> None:
@@ -48,8 +48,8 @@ def write_card(place: Output | Path | str) -> None:
     output = place if isinstance(place, Output) else Output(place)
     with output.staging() as folder:
         card = load_card(output, folder)
-        # Create text and picture before writing, so that an undecodable image does not destroy the
-        # old card.
+        # Create the text and the picture before writing, so that an undecodable image does not
+        # destroy the old card.
         picture = contact_sheet(card)
         text = card_text(card).encode("utf-8", "replace")
         sheet = folder / "contact_sheet.png"
@@ -97,7 +97,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 
 
 def readme(info: Mapping[str, Any]) -> str:
-    """Return README.md: each split's files in Hugging Face's YAML format, and one sentence."""
+    """Return README.md, which lists each split's files in Hugging Face's YAML format."""
     everything = {name for described in info["splits"].values() for name in described["filenames"]}
     files = []
     for split, described in info["splits"].items():
@@ -125,7 +125,7 @@ def readme(info: Mapping[str, Any]) -> str:
 def contact_sheet(card: Card) -> Image.Image:
     """Draw images of up to 60 evenly spaced classes, with the class names.
 
-    If there are few classes, several images per class are drawn side by side.
+    If there are only a few classes, several images per class are drawn side by side.
     """
     split = next(iter(card.indexes))
     labels = np.flatnonzero(card.images_per_class(split)).tolist()
@@ -172,7 +172,7 @@ def _thumbnail(image: Image.Image) -> Image.Image:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """Return DejaVu Sans from matplotlib, because Pillow's own font has only Latin letters."""
+    """Return matplotlib's DejaVu Sans, because Pillow's own font has only Latin letters."""
     import matplotlib
 
     return ImageFont.truetype(

@@ -1,4 +1,4 @@
-"""Write the Markdown text of a data set's card from its records, its index and some images."""
+"""Write the Markdown text of a data set card from the data set's records, index and some images."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ BAR = 40
 """The length of the longest histogram bar in characters."""
 MOST_REASONS = 20
 COLOUR_IMAGES = 1000
-"""The number of images decoded to estimate the mean and standard deviation of colors. This takes
-seconds, and the error is below 0.01."""
+"""The number of images decoded to estimate the mean and standard deviation of colors. The estimate
+takes seconds, and its error is below 0.01."""
 
 
 class Classes:
@@ -50,7 +50,8 @@ class Classes:
 
     @property
     def recorded_classes(self) -> int | None:
-        """The number of classes: 0 if the data set has no labels, None if the number is unknown."""
+        """The number of classes, 0 if the data set has no labels, or None if the number is
+        unknown."""
         return len(self.class_names) or self.info.get("num_classes")
 
 
@@ -115,7 +116,7 @@ class Card(Classes):
 
 
 def load_card(output: Output, folder: Path) -> Card:
-    """Read the data for the card. folder: receives downloads if the output is at a URL.
+    """Read the data for the card. folder: the target of downloads if the output is at a URL.
 
     Raises ShardError if a file is missing.
     """

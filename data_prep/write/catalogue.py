@@ -1,9 +1,9 @@
-"""List a source's samples in a catalogue, which is a table on disk to limit memory use.
+"""List a source's samples in a catalog, a table on disk that limits memory use.
 
 A source defines its classes and files, and adds samples in batches of thousands, each with a key, a
 label and the location of the encoded bytes. The rows are then sorted in parts by a hash of (seed,
 key), and the writer assigns samples to shards in this order. The listing order therefore does not
-matter, and the same images in two layouts give the same shards.
+matter, and the same images in two layouts produce the same shards.
 
     <root>/._catalogue.*.tmp/       in the output folder while a command runs
       <split>.rows.bin      ROW, in the order of adding
@@ -60,11 +60,11 @@ class Source:
     read: Callable[[Sample], bytes]
     """A worker function that returns a sample's encoded image. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
-    """The archives whose path, size and modification time show whether a data set is up to date.
-    None if this check requires listing the source."""
+    """The archives whose paths, sizes and modification times show whether a data set is up to date.
+    None if the check requires listing the source."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
-        """Return a sha256 of everything that affects the catalogue, or None without `inputs`."""
+        """Return a sha256 of everything that affects the catalog, or None without `inputs`."""
         if self.inputs is None:
             return None
         inputs = [
@@ -77,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue, memory-mapped by each process. Its folder is deleted on exit."""
+    """A finished catalog, memory-mapped by each process. Its folder is deleted on exit."""
 
     folder: Path
     class_names: list[str]
@@ -111,9 +111,9 @@ def open_catalogue(
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
 ) -> Catalogue:
-    """Create a catalogue of `source` in `root` under a temporary name.
+    """Create a catalog of `source` in `root` under a temporary name.
 
-    `finish` is called after `source.fill`. Catalogues of killed processes are removed.
+    `finish` is called after `source.fill`. Catalogs of killed processes are removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
@@ -137,7 +137,7 @@ def open_catalogue(
 
 
 class Builder:
-    """A catalogue under construction, passed to a source's `fill`."""
+    """A catalog under construction, passed to a source's `fill`."""
 
     def __init__(self, folder: Path, seed: int, workers: int, spool: Path, dry: bool = False):
         self.folder = folder
@@ -163,7 +163,7 @@ class Builder:
     def spool(self) -> Path:
         """The folder for large intermediate files, such as the images in a parquet file.
 
-        Processes that build the same catalogue share the folder, so write with `replacing` and keep
+        Processes that build the same catalog share the folder, so write with `replacing` and keep
         existing files. The folder is removed when the shards are complete.
         """
         self._spool.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,8 @@ class Builder:
         return np.bincount(np.maximum(labels, 0), minlength=max(1, len(self.class_names)))
 
     def count(self, split: str) -> np.ndarray:
-        """Count the samples added to each class: (num_classes,) int64, or (1,) without classes."""
+        """Count the samples added to each class. Returns (num_classes,) int64, or (1,) without
+        classes."""
         return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
 
     def hold_out(self, split: str, into: str, fraction: float) -> None:
@@ -321,7 +322,7 @@ class Builder:
 
 
 def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
-    """Return the `sha256` of a catalogue from each split's HASH rows, sorted by hash."""
+    """Compute the `sha256` of a catalog from each split's HASH rows, sorted by hash."""
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for split, hashes in splits.items():
         digest.update(f"{split}\t{len(hashes)}\n".encode() + hashes.tobytes())
@@ -329,9 +330,9 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
 
 
 def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index of the first record, records) for each part of a file of records.
+    """Yield (index of the first record, records) for each part of a record file.
 
-    Not a memory map, because its pages count as memory of this process.
+    A memory map is not used, because its pages count as memory of this process.
     """
     with open(path, "rb") as file:
         for start in range(0, path.stat().st_size // dtype.itemsize, ROWS_IN_MEMORY):
@@ -343,7 +344,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
 
     Hashes and labels are added to the digest in this order. Raises PrepError for repeated keys.
     """
-    # Use a power of two, which leaves each part about half full.
+    # With a power of two, each part is about half full.
     parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
     width = (1 << 64) // parts
     twice = set()

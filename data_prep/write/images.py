@@ -6,7 +6,7 @@ chroma resolution (4:4:4). A gray JPEG that is resized or rotated stays gray. An
 decoder can read raises `Unreadable` with the reason. The policy may add restart markers
 (data_prep/write/restart_markers.py). The output depends only on the input and the policy.
 
-The writer decodes with `vit.data.decode.images`, like the loader, which can therefore decode every
+The writer and the loader both decode with `vit.data.decode.images`, so the loader can decode every
 image that the writer accepts.
 """
 
@@ -28,13 +28,14 @@ from vit.data.decode.upright import ORIENTATION_TAG, UPRIGHT, orientation_of
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
 """The `change` of a JPEG that only Pillow can read, because of stray bytes, invalid Huffman codes
 or odd sampling. Its bytes are kept unless another change is named. Published accuracies include
-such images, because most training code does not notice. The loader falls back to Pillow too."""
+such images, because most training code does not notice. The loader also falls back to Pillow."""
 EXIF_ORIENTED = "exif_oriented"
-"""The key in sidecars and `_info.json` for images whose EXIF orientation was not applied."""
+"""The key in sidecars and `_info.json` for the number of images whose EXIF orientation was not
+applied."""
 
 
 class Unreadable(ValueError):
-    """The exception for an image that cannot become a sample. The message is the reason."""
+    """The exception raised if an image cannot become a sample. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ class Prepared(NamedTuple):
     width: int
     height: int
     change: str | None
-    """Changes and notes, such as "PNG (RGBA), resized"; None if the bytes are unchanged."""
+    """Changes and notes, such as "PNG (RGBA), resized", or None if the bytes are unchanged."""
     exif_oriented: bool = False
     """True if the EXIF orientation is not upright, and was not applied."""
 
 
 def exif_summary(number: int, total: int) -> str:
-    """Describe in one line how many images have an EXIF orientation that was not applied."""
+    """Return a line with the number of images whose EXIF orientation was not applied."""
     return (
         f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns"
         " them (published numbers do not)"
@@ -135,7 +136,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if untouched and policy.check == "headers" and _has_end_marker(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
-        # Decoding at 1/8 size is cheap, but still finds all damage, because it includes all entropy
+        # Decoding at 1/8 size is cheap but finds all damage, because it includes all entropy
         # decoding.
         reduction = 8 if untouched else _reduction(header.size, target)
         pixels = decode_jpeg(data, header.size, header.num_components, reduction)

@@ -1,7 +1,7 @@
 """Locate shards that other programs wrote, and compute their records and index rows.
 
 A local shard is scanned and hashed in place. A shard at a URL is downloaded completely, unless an
-earlier command wrote its records. The sidecar, which is written last, lists invalid samples, which
+earlier command wrote its records. The sidecar is written last and lists the invalid samples, which
 the index omits. It also records an unusual sample layout and the tar's modification time.
 """
 
@@ -35,7 +35,7 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
-    """Return the split in a shard's file name: a usual split name between dashes, or the text
+    """Return the split in a shard's file name: a usual split name between dashes, or else the text
     before the number."""
     *parts, number = filename.removesuffix(".tar").split("-")
     usual = [part for part in parts if part.lower() in SPLIT_NAMES]
@@ -140,9 +140,9 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 def read_infos(
     source: Output | WebShards, output: Output, listed: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the `_info.json` next to the shards and the one in the output, possibly the same file.
+    """Return the `_info.json` next to the shards and the one in the output (maybe the same file).
 
-    listed: the shards were listed one by one, so skip the first file.
+    listed: whether the shards were listed one by one. If so, the first file is skipped.
     """
     for place in (source, output):
         if (
@@ -186,7 +186,7 @@ def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError if shards are missing. Web shards are skipped to avoid a request for each."""
+    """Raise PrepError if shards are missing. Shards on the web are not checked."""
     if isinstance(source, Output):
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
@@ -275,7 +275,8 @@ class Indexed(NamedTuple):
     rows: np.ndarray
     sidecar: dict[str, Any]
     keys: np.ndarray
-    """(num_samples,) uint64 hashes of the keys; (0,) if an earlier command read the shard."""
+    """The hashes of the keys, (num_samples,) uint64, or (0,) if an earlier command read the
+    shard."""
 
 
 def index_shard(shard: Shard) -> Indexed:

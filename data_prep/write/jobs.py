@@ -18,8 +18,8 @@ from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
-"""The number of queued jobs per worker: enough to keep it busy, but few enough that a million jobs
-need little memory."""
+"""The number of queued jobs per worker: enough to keep the worker busy, but few enough that a
+million jobs need little memory."""
 
 
 def run_jobs(
@@ -36,8 +36,8 @@ def run_jobs(
 
     Shows progress under `title`, in images if `num_images` is given and otherwise in `unit`. Jobs
     count images with `count_one`. If `on_result(name, result)` is given, it receives each result
-    when the job finishes, and nothing is returned. The first error stops all jobs and is raised.
-    Jobs that count images stop after at most one more image.
+    when the job finishes, and {} is returned. The first error stops all jobs and is raised. Jobs
+    that count images stop after at most one more image.
     """
     # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -84,7 +84,7 @@ def run_jobs(
             for worker in set(multiprocessing.active_children()) - children_before:
                 worker.kill()
             unguarded = ""
-            if sys.modules["__main__"].__spec__ is None:  # workers import the script
+            if sys.modules["__main__"].__spec__ is None:  # Workers import the script.
                 unguarded = (
                     ", or ended at its start, because a script calls this function outside"
                     ' `if __name__ == "__main__":`'
@@ -103,7 +103,7 @@ def run_jobs(
 
 # ---- in a worker process -------------------------------------------------------------------------
 
-_counters: Any = None  # three multiprocessing.Value objects, set in worker processes
+_counters: Any = None  # three multiprocessing.Value objects that are set in worker processes
 
 
 class _Stopped(Exception):
@@ -112,7 +112,7 @@ class _Stopped(Exception):
 
 
 def count_one(num_bytes: int = 0) -> None:
-    """Report a finished image to the main process. Call this in a function run by `run_jobs`.
+    """Report a finished image to the main process. Call this in functions run by `run_jobs`.
 
     Stops the job if all jobs are being stopped.
     """

@@ -2,7 +2,7 @@
 
 A worker creates its files in a staging folder and publishes them one by one. In a local folder,
 files are written under a temporary name and renamed. For a store (s3://bucket/folder, gs://...),
-each file is uploaded, and its size is compared. Stores show an object only after its last byte has
+each file is uploaded, and its size is verified. Stores show an object only after its last byte has
 arrived, so an interrupted upload leaves nothing visible. The parts of an interrupted S3 upload are
 invisible but are billed. A lifecycle rule "AbortIncompleteMultipartUpload" removes them.
 """
@@ -30,7 +30,7 @@ from vit.system.urls import local_path
 class Output:
     """A local folder, or the URL of a folder in a store, whose files are accessed by name.
 
-    An output can be pickled, because each worker gets a copy. `vit.system.retry` retries after
+    An output can be pickled, so that each worker gets a copy. `vit.system.retry` retries after
     temporary store errors (a lost connection, "slow down"). Other store errors become a ShardError
     with a remedy. Errors of a local disk are raised unchanged (OSError).
     """
@@ -114,8 +114,8 @@ class Output:
     def claim(self, name: str, content: dict[str, Any]) -> None:
         """Write `content` as JSON unless the file exists.
 
-        If several processes claim a file in a local folder, the first file is kept. Stores do not
-        support this, so the last file is kept there.
+        If several processes claim a file, a local folder keeps the first file. A store keeps the
+        last file, because stores do not support claims.
         """
         if self.local is None:
             self.write_json(name, content)
@@ -128,7 +128,7 @@ class Output:
                 os.link(file.name, self.local / name)
             except FileExistsError:
                 pass
-            except OSError:  # for file systems without hard links
+            except OSError:  # needed on file systems without hard links
                 os.replace(file.name, self.local / name)
 
     @contextmanager
@@ -179,7 +179,7 @@ class Output:
             pass
 
     def free_bytes(self) -> int | None:
-        """Return the free disk space in bytes; None for a URL. The folder need not exist."""
+        """Return the free disk space in bytes, or None for a URL. The folder need not exist."""
         if self.local is None:
             return None
         path = self.local.absolute()
@@ -196,7 +196,7 @@ def remove_left_folders() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Create a folder in TMPDIR, and remove it after the block."""
+    """Create a folder in TMPDIR, and remove it when the block ends."""
     remove_left_folders()
     # tempfile.TemporaryDirectory would fail on exit if a cleanup job had already removed the folder
     # from /tmp.

@@ -2,7 +2,7 @@
 
 The writer lists the source, measures a few images, and assigns the samples of each split to shards.
 All settings that affect the bytes are recorded, in `_writing.json` until all shards exist, and then
-in `_info.json`. An existing record is compared before anything is written.
+in `_info.json`. An existing record is compared with the plan before anything is written.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Settings:
     """The settings that all sources share. Raises PrepError for an invalid `part`."""
 
     num_shards: int | None = None
-    """The number of training shards; None to compute it from `shard_bytes`. Other splits get a
+    """The number of training shards, or None to compute it from `shard_bytes`. Other splits get a
     proportional number."""
     shard_bytes: int | None = None
-    """The target size of a shard; None means SHARD_BYTES, or the recorded number of shards."""
+    """The target size of a shard. None means SHARD_BYTES, or the recorded number of shards."""
     seed: int = 0
     """The seed that assigns samples to shards."""
     workers: int = 1
@@ -60,7 +60,7 @@ class Settings:
     minival: float | None = None
     """The fraction of each training class that becomes the `minival` split."""
     max_unreadable: float = 0.01
-    """The fraction of images that may be unreadable. A few are always allowed unless this is 0."""
+    """The fraction of images that may be unreadable. Unless it is 0, a few are always allowed."""
 
     def __post_init__(self) -> None:
         if self.part is not None:
@@ -80,8 +80,8 @@ def parse_part(part: str) -> tuple[int, str, int]:
 
 
 def allowed_unreadable(share: float, total: int) -> int:
-    """Return the number of images, out of `total`, that --max-unreadable allows to be
-    unreadable."""
+    """Return the number of images out of `total` that may be unreadable, according to
+    --max-unreadable."""
     return max(FEW_UNREADABLE, int(share * total)) if share else 0
 
 
@@ -99,7 +99,8 @@ class WritePlan:
     counts: dict[str, int]
     mean_bytes: float
     seconds_per_image: float
-    """The time to read, check and convert an image in one process; nan if no image is readable."""
+    """The time to read, check and convert an image in one process, or nan if no image is
+    readable."""
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class WritePlan:
 
 
 def fingerprint(recorded: Mapping[str, Any]) -> str:
-    """Return the sha256 of a plan's source, options and catalogue, which each sidecar records."""
+    """Return the sha256 of a plan's source, options and catalog, which each sidecar records."""
     plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
@@ -161,9 +162,9 @@ def options_of(source: Source, settings: Settings) -> dict[str, Any]:
 def make_plan(
     source: Source, out: Path | str, settings: Settings, dry: bool = False
 ) -> Iterator[WritePlan]:
-    """List the source and choose the shards. Leaving the block removes the catalogue.
+    """List the source and choose the shards. The catalog is removed when the block ends.
 
-    dry: create the catalogue in a temporary folder, and write nothing to `out`. If `out` contains
+    dry: create the catalog in a temporary folder, and write nothing to `out`. If `out` contains
     another data set, raises PrepError without changing anything.
     """
     output = Output(out)
@@ -207,7 +208,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _minival(settings: Settings) -> Callable[[Builder], None] | None:
-    """Return the function that adds the minival split to a catalogue, or None without --minival."""
+    """Return the function that adds the minival split to a catalog, or None without --minival."""
     fraction = settings.minival
     if not fraction:
         return None
@@ -227,7 +228,7 @@ def _minival(settings: Settings) -> Callable[[Builder], None] | None:
 
 
 def _catalogue_root(output: Output, dry: bool) -> Path:
-    """Return the catalogue's folder. For a URL, all processes of a user on a host share the
+    """Return the catalog's folder. For a URL, all of a user's processes on a host share the
     folder."""
     if dry:
         return Path(tempfile.mkdtemp(prefix="vit-data-prep-"))
@@ -238,7 +239,7 @@ def _catalogue_root(output: Output, dry: bool) -> Path:
 
 
 def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tuple[float, float]:
-    """Measure a few training images; return (mean bytes of a written image, seconds to create it).
+    """Measure a few training images. Return (mean bytes of a written image, seconds to create it).
 
     The seconds are nan if no image is readable.
     """
@@ -281,8 +282,8 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
     """Return the numbers of the shards that `part` selects. Train's shards are numbered first.
 
     With {"train": 8, "val": 2}, shards 8 and 9 are in val. part: "A-B" includes both ends. "I/N" is
-    the I-th of N equal parts, counted from 0, and empty if there are fewer shards than parts. None
-    selects all shards. Raises PrepError for anything else.
+    the I-th of N equal parts, counted from 0, and may be empty if there are fewer shards than
+    parts. None selects all shards. Raises PrepError for other values.
     """
     total = sum(counts.values())
     if part is None:
@@ -302,7 +303,7 @@ def existing_record(output: Output) -> dict[str, Any] | None:
     Raises PrepError if the output contains shards of unknown origin.
     """
     # List the tars before reading the records. Another machine may begin or finish its part during
-    # this call, but tars never exist without one of the two records.
+    # this call, but tars never exist without one of the records.
     tars = sorted(name for name in output.sizes() if name.endswith(".tar"))
     record = output.read_json("_writing.json") or output.read_json("_info.json")
     if record is None and tars:

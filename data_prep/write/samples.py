@@ -1,4 +1,4 @@
-"""The samples of a source: their keys, their table in a catalogue, and access to their bytes."""
+"""Define a source's samples: their keys, their table in a catalog, and access to their bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_OPEN_FILES = 256
 
 
 MAX_KEY_BYTES = 90
-"""The maximum length of a key: a ustar header allows 100 bytes including the extension."""
+"""The maximum length of a key. A ustar header allows 100 bytes, including the extension."""
 SAFE_KEY = re.compile(r"[\w+=@,()~-]{1,90}", re.ASCII)
 SAFE_KEYS = re.compile(rf"(?:{SAFE_KEY.pattern}\n)*", re.ASCII)
 
@@ -81,7 +81,7 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Return ascending row numbers. A hash selects one from each of `num_chosen` equal ranges.
+    """Return ascending row numbers, one from each of `num_chosen` equal ranges, selected by a hash.
 
     Returns all rows if there are at most `num_chosen`.
     """
@@ -99,7 +99,7 @@ def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
 
 
 class Table:
-    """The samples of one split in catalogue order. All arrays are memory-mapped."""
+    """The samples of one split in catalog order. All arrays are memory-mapped."""
 
     def __init__(self, folder: Path, split: str, files: Sequence[str], ordered: bool = True):
         self.split = split
@@ -121,12 +121,12 @@ class Table:
         return key, name
 
     def dealt(self, places: slice | np.ndarray) -> np.ndarray:
-        """Return the rows (ROW) at the given positions in catalogue order."""
+        """Return the rows (ROW) at the given positions in catalog order."""
         assert self._order is not None, "the catalogue is not sorted yet"
         return self.rows[self._order[places]]
 
     def samples(self, places: Sequence[int] | np.ndarray) -> list[Sample]:
-        """Return the samples at the given positions in catalogue order."""
+        """Return the samples at the given positions in catalog order."""
         rows = self.dealt(np.asarray(places, np.int64))
         columns = ("label", "file", "offset", "size", "text", "text_size")
         samples = []
@@ -150,7 +150,7 @@ _descriptors: OrderedDict[str, int] = OrderedDict()
 
 
 def descriptor(file: str) -> int:
-    """Return a descriptor of `file`, which stays open until MAX_OPEN_FILES other files were used.
+    """Return a descriptor of `file`. It stays open until MAX_OPEN_FILES other files have been used.
 
     Not thread-safe.
     """

@@ -1,6 +1,6 @@
 """Write one shard in a worker process: a tar with its index and sidecar.
 
-The shard's samples are looked up in the catalogue. Each image is read from the source, checked and,
+The shard's samples are looked up in the catalog. Each image is read from the source, checked and,
 if needed, converted. Images and tar headers are written to disk a few MiB at a time while a thread
 hashes the bytes. The sidecar lists unreadable images. `.idx` and the sidecar are written last, and
 the sidecar marks the shard as complete.
@@ -36,7 +36,7 @@ from vit.system.files import replacing
 from vit.system.tar_walk import TAR_BLOCK
 
 BUFFER_BYTES = 2 << 20
-"""The number of bytes per write, small enough for the cache of a core."""
+"""The number of bytes per write, which fit in a core's cache."""
 EARLY_BYTES = 8 << 20
 """The interval in bytes at which the kernel starts writing to disk, so that little remains at the
 end."""
@@ -44,7 +44,7 @@ READ_AHEAD = 16
 """The number of images that the kernel reads ahead from an archive. Parallel reads are much faster
 than sequential ones."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
-"""False on macOS."""
+"""Whether the system has `posix_fadvise`, which macOS lacks."""
 FILE_ERRORS = (
     errno.ENOENT,
     errno.EACCES,
@@ -58,7 +58,7 @@ the disk has a problem."""
 
 
 class Shard(NamedTuple):
-    """A shard: every n-th sample of its split in catalogue order."""
+    """A shard, which consists of every n-th sample of its split in catalog order."""
 
     name: str
     """The file name without .tar."""
@@ -165,7 +165,7 @@ class TarStream:
             rest = rest[os.write(self._descriptor, rest) :]
         # Start writeback early, because Linux can drop these pages only after writing them.
         if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
-            with suppress(OSError):  # The call is only advice, and some file systems reject it.
+            with suppress(OSError):  # This call is only advice, and some file systems reject it.
                 os.posix_fadvise(
                     self._descriptor,
                     self._sent_on,
@@ -230,7 +230,7 @@ def write_shard(work: Work) -> dict[str, Any]:
 
 
 def _announce(sample: Sample) -> None:
-    """Tell the kernel to read a sample ahead. The later read raises any error."""
+    """Tell the kernel to read a sample ahead. Errors are left to the later read."""
     if HAS_ADVICE:
         with suppress(OSError):  # The file may be a folder.
             os.posix_fadvise(
@@ -241,8 +241,8 @@ def _announce(sample: Sample) -> None:
 def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
     """Return the image for the shard, or an entry for `quarantine.jsonl`.
 
-    Raises OSError if the system cannot read an archive or a disk, because the error may be
-    temporary and the image intact.
+    Raises OSError if the system cannot read an archive or a disk. The error may be temporary, and
+    the image may be intact.
     """
     data = None
     try:
@@ -294,7 +294,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
 
 
 def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
-    """Return whether the shard's unreadable images are unchanged (not repaired)."""
+    """Return whether the shard's unreadable images are unchanged, that is, not repaired."""
     if not sidecar.get("quarantined"):
         return True
     samples = {sample.key: sample for sample in work.samples()}

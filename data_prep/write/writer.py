@@ -1,6 +1,6 @@
 """Write a data set of shards from any source.
 
-1. List the samples in a catalogue (write/catalogue.py).
+1. List the samples in a catalog (write/catalogue.py).
 2. Assign the samples to a fixed number of shards by a hash of (seed, key). Shard lengths differ by
    at most one sample.
 3. Write one shard at a time in each worker process (write/shard.py).
@@ -17,7 +17,7 @@
       train.index.npy  quarantine.jsonl  _info.json           written last
       dataset.md  contact_sheet.png                           drawn from all other files
 
-Shard k is a pure function of (catalogue, options, k), so the bytes do not depend on the number of
+Shard k is a pure function of (catalog, options, k), so the bytes do not depend on the number of
 workers or their timing. If a command is killed, the same command writes only the missing shards.
 Several machines can divide the work with `--shards`. The machine that finds all shards complete
 writes the remaining files.
@@ -62,7 +62,7 @@ from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
 """If some unreadable images are allowed, writing continues up to this number of them, so that the
-final error can list all of them and the fraction to allow."""
+final error can list them and the fraction to allow."""
 Sidecars = dict[str, dict[str, Any]]
 """Maps each shard's name, without .tar, to its sidecar."""
 
@@ -73,8 +73,8 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     Prints progress. With `settings.part`, only the selected shards are written. The call that finds
     all shards complete writes the index and `_info.json`, even if several calls run in parallel.
 
-    Raises PrepError, without overwriting anything, if `out` contains another catalogue or other
-    options. Raises PrepError if too many images are unreadable; complete shards are kept, but
+    Raises PrepError, without overwriting anything, if `out` contains another catalog or other
+    options. Raises PrepError if too many images are unreadable. Complete shards are kept, but
     `_info.json` is not written. Raises OSError for a full disk or missing permission. The same
     command resumes.
     """
@@ -90,7 +90,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
             return
     except FileNotFoundError as error:
         # Another process has completed the data set and removed the spool folder. Any other missing
-        # file is part of the source, so its absence is an error.
+        # file belongs to the source, so its absence is an error.
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
         print(f"{output}: completed by another process")
@@ -227,7 +227,7 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
 
 def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
-    """Return the sidecars of this plan's complete shards. A sidecar is written last."""
+    """Return the sidecars of this plan's complete shards. Each sidecar is written last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
     jobs = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]
@@ -249,7 +249,7 @@ def _allowed(plan: WritePlan) -> int:
 
 
 def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> None:
-    """Raise PrepError if more than `allowed` images are unreadable. The message names the fraction
+    """Raise PrepError if more than `allowed` images are unreadable. The message states the fraction
     to allow."""
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
     if len(entries) <= allowed:

@@ -31,7 +31,7 @@ def module(monkeypatch):
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Simulate the results of two programs that are equally good on average over seeds and
+    """Simulate the results of two programs that are equally good, averaged over seeds and
     images."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
@@ -56,10 +56,10 @@ def test_the_interval_covers_the_true_difference_over_seeds_and_images(module):
         covered += difference.low <= 0 <= difference.high
         gaps = (second.astype(float) - first).ravel()
         by_images_alone += abs(gaps.mean()) <= 1.96 * gaps.std() / gaps.size**0.5
-    # If the true coverage is 95 %, 79 of 80 tests with 600 simulations each exceed 93 %. The
-    # interval is the larger of two intervals, so the coverage may be higher.
+    # At a true coverage of 95 %, 79 of 80 tests with 600 simulations each exceed 93 %. The coverage
+    # may be higher, because the larger of two intervals is used.
     assert covered / draws >= 0.93
-    # Intervals that treat images as independent across seeds have a much lower coverage.
+    # Intervals that treat images as independent across seeds have much lower coverage.
     assert by_images_alone / draws < 0.85
 
 

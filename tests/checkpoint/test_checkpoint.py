@@ -1,5 +1,4 @@
-"""Test the JSON state of checkpoints, the choice of the best evaluation, and reads while a run
-saves."""
+"""Test the JSON state of checkpoints, the choice of the best evaluation, and reads during saves."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
 
 
 def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path):
-    """In a mounted bucket, renaming a folder copies its files one by one, so a killed run can leave
+    """In a mounted bucket, renaming a folder copies its files one by one. A killed run can leave
     only some of them."""
 
     def save(step: int) -> None:

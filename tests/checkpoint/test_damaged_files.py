@@ -71,7 +71,7 @@ def cut(content: bytes) -> Iterator[bytes]:
 
 
 def flipped(content: bytes) -> Iterator[bytes]:
-    """Yield copies with one flipped bit, in each of the first 16 bytes and then in every 61st
+    """Yield copies with one flipped bit in each of the first 16 bytes, and then in every 61st
     byte."""
     draw = random.Random(0)
     for place in {*range(16), *range(16, len(content), 61)}:
@@ -132,7 +132,7 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
                 noticed += 1
             else:
                 # Without its info file, the checkpoint's model is unknown, so the names in the file
-                # are not changed.
+                # are unchanged.
                 expected = tensors(NEWEST) if loaded.step is None else plain(loaded.step)
                 assert is_equal(loaded.weights, expected)
 

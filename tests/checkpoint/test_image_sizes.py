@@ -17,7 +17,7 @@ STAGES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}, {until_epoch: 
 SIZES = [24] * 5 + [8] * 5 + [16] * 2
 """The image size at each step of a run with 12 steps and five steps per epoch."""
 PLAIN = ("model.drop_path_rate=null", "model.proj_drop_rate=null")
-"""Settings that turn off all random numbers that depend on the rank."""
+"""Settings that turn off all random numbers that depend on the number of ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_run_of_one_size_does_not_mention_sizes(config, tmp_path):
 
 @pytest.mark.slow
 def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
-    """If one rank changed the image size at a different step, the mean loss would differ."""
+    """If ranks changed the image size at different steps, the mean loss would differ."""
     config, _ = whole
     train_here(config, tmp_path / "one", *PLAIN)
     train(config, tmp_path / "two", STAGES, *PLAIN, ranks=2)
@@ -100,7 +100,7 @@ def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
         for folder in (tmp_path / "one", tmp_path / "two")
     )
     assert len(one) == len(SIZES)
-    # After twelve updates, results differ only by the order of summation.
+    # After twelve updates, results differ only because of the order of summation.
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 

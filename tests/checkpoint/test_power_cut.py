@@ -1,4 +1,4 @@
-"""Test that after a power cut no file refers to lost data.
+"""Test that no file refers to lost data after a power cut.
 
 A power cut loses all data that has not been flushed to disk, so a file must be flushed before
 another file refers to it.
@@ -18,7 +18,7 @@ class Disk:
     """The contents of a disk after a power cut.
 
     A file contains the bytes of its last fsync. A folder contains an entry only if the folder was
-    flushed after the last change of the entry.
+    flushed after the entry last changed.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):

@@ -188,8 +188,8 @@ def _empty(folder: Path) -> None:
 
 @pytest.mark.parametrize("limit_kib", [60, 300])
 def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, config, limit_kib):
-    """The kernel kills the process at the first write beyond a size limit, either in the weights
-    (125 KiB) or in the state (500 KiB)."""
+    """The kernel kills the process at the first write beyond a file size limit, either in the
+    weights (125 KiB) or in the state (500 KiB)."""
     run = built(config, tmp_path / "run")
     run.record.close()
 
@@ -244,8 +244,8 @@ def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
 
 
 def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
-    """Evaluation workers live as long as the run. If a worker inherited a file that is later
-    removed, the disk space of the file would not be freed."""
+    """Evaluation workers live as long as the run. A removed file would keep its disk space if a
+    worker had inherited the open file."""
     run = built(config, tmp_path / "run")
     observations = list[tuple[list[str], int]]()
 
@@ -272,7 +272,7 @@ def open_files(folder: Path, ending: str) -> list[str]:
 
 
 def test_an_error_in_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, config):
-    """Complete files must remain, and partial files must be removed."""
+    """Complete files must be kept, and partial files must be removed."""
     run = built(config, tmp_path / "run")
     fill(run, 1)
     run.saver.save(run.state, True, ("last",))
@@ -338,8 +338,8 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """If the folder of a run was removed, the run must not save to the same path, because another
-    run may have created a new folder there."""
+    """After its folder was removed, a run must not save to the same path, because another run may
+    have created a new folder with that path."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()

@@ -1,7 +1,7 @@
 """Test that the saver thread's copy contains the state of a single step.
 
-The tests use a CPU and a simulated GPU. The streams of this GPU run in any order that the waits
-between them allow.
+The tests use a CPU and a simulated GPU. This GPU's streams run in any order that the waits between
+them allow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A simulated CUDA stream: a queue of functions and waits that run in order but at arbitrary
+    """A simulated CUDA stream: a queue of functions and waits that execute in order at arbitrary
     times."""
 
     def __init__(self, cuda: FakeCuda):
@@ -67,7 +67,7 @@ class FakeStream:
 class FakeCuda(TorchDispatchMode):
     """A replacement for torch.cuda that queues tensor operations and runs them one at a time.
 
-    choose: a function that picks the stream that runs next. without: the wait to omit.
+    choose: a function that selects the next stream to run. without: the wait to omit.
     """
 
     def __init__(self, choose: Callable[[list[FakeStream]], FakeStream], without: str = ""):
@@ -123,8 +123,7 @@ class FakeCuda(TorchDispatchMode):
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
     """Train a parameter with optimizer state and a buffer for `steps` steps, and copy the state
-    after every second step. Return the step of each copy and the values that the thread reads from
-    the copy."""
+    after every second step. Return each copy's step and the values that the thread reads."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
     copies = []
@@ -152,7 +151,7 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
 
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
-    """Yield orders in which streams run: compute first, copies first, and a hundred random
+    """Yield orders in which to run the streams: compute first, copies first, and a hundred random
     orders."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
@@ -175,8 +174,7 @@ def test_each_wait_is_needed_in_some_order(wait):
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """The fake GPU makes progress only while the host waits for it, and runs the training step
-    first."""
+    """The fake GPU makes progress only while the host waits, and runs the training step first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()

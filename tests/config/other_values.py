@@ -1,5 +1,4 @@
-"""List a value other than the default for each setting, and the settings that it requires to have
-an effect.
+"""List a non-default value for each setting, and the settings that it requires to have an effect.
 
 Add each new setting to `VALUES`. Dependencies stated by `OnlyWith` are read from the schema.
 """
@@ -235,13 +234,14 @@ BESIDE: dict[str, dict[str, Any]] = {
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
-"""Other settings that a setting requires, both with its default and with its value in `VALUES`."""
+"""Settings that another setting requires, both with its default and with its value in `VALUES`."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "stream.urls": {"stream.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
     "init.select_classes": {"init.reset_head": False},
 }
-"""Other settings that are set together with the value in `VALUES`, but not with the default."""
+"""Settings that are set together with another setting's value in `VALUES`, but not with its
+default."""
 
 
 def _dotted(setting: Setting, name: str) -> str:
@@ -291,7 +291,7 @@ def beside(setting: Setting) -> dict[str, Any]:
 
 
 def changed(setting: Setting) -> dict[str, Any]:
-    """Return the value of `setting` in `VALUES`, with null for each setting that it excludes."""
+    """Return the value of `setting` in `VALUES`, and null for each setting that it excludes."""
     key = setting.key
     pairs = [[f"{section}.{name}" for name in pair] for section, *pair in EXCLUSIVE]
     excluded = [other for pair in pairs if key in pair for other in pair]

@@ -1,8 +1,8 @@
 """Test that every setting has an effect.
 
-Each test builds one run with the default of a setting and one with the value in
-`other_values.VALUES`. Both runs train for two steps and evaluate. They must differ in more than
-their configs. The tables below list the settings that need a different test, with the reason.
+Each test builds one run with a setting's default and one with its value in `other_values.VALUES`.
+Both runs train for two steps and evaluate; they must differ in more than their configs. The tables
+below list the settings that need a different test, and the reasons.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ SEVERAL = {
     "train.seed": {"batches", "step"},
     "train.precision": {"step", "evaluators"},
 }
-"""Maps each setting that several parts of a run read to these parts, all of which must differ."""
+"""Maps settings that affect several parts of a run to these parts, which must all differ."""
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
@@ -122,7 +122,7 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | type):
         yield repr(value).encode()
     elif id(value) not in seen:
-        seen[id(value)] = value  # keep a reference, so that Python does not reuse the id
+        seen[id(value)] = value  # Keep a reference, so that Python does not reuse the id.
         yield type(value).__name__.encode()
         for part in content(value):
             yield from parts(part, seen)
@@ -294,7 +294,7 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable metrics.jsonl, which takes two thirds of the time and does not affect the run."""
+    """Disable metrics.jsonl, because writing it takes two thirds of the time."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
         folder.mkdir(parents=True, exist_ok=True)

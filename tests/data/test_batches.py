@@ -99,7 +99,7 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
     # The order within the first batch varies, because requested blocks are fetched before
-    # prefetched blocks.
+    # prefetched ones.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 

@@ -19,7 +19,7 @@ from vit.training.print_config import describe
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory) -> Path:
-    """Copy the shards to another folder, and add a file that excludes one sample."""
+    """Copy the shards to another folder, and write a file that excludes one sample."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     (root.parent / "exclude.txt").write_text(open_split(shards, "train").key(4) + "\n")
     return root

@@ -54,7 +54,8 @@ def tensors(loader: Loader) -> list[list[torch.Tensor]]:
 def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
     ranks, workers, start, augment, shards, monkeypatch
 ):
-    """Workers may prepare batches of two image sizes at the same time, in buffers of one size."""
+    """Workers may prepare batches of two image sizes at the same time, using buffers of one
+    size."""
     monkeypatch.setattr(slots, "PART_ROWS", 5)  # make workers share each batch
     expected = []
     for step in range(start, len(SIZES)):
@@ -96,8 +97,8 @@ def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
         num_cut += int(is_cut.sum())
         assert torch.equal(table[~is_cut, LAMBDA], plain_table[~is_cut, LAMBDA])
         sides = torch.tensor([size[0], size[0], size[1], size[1]])
-        # Centers and half widths are whole pixels at both image sizes, so boxes differ by at most
-        # two pixels at the smaller size.
+        # Centers and half widths are whole pixels at both image sizes. Boxes therefore differ by at
+        # most two pixels at the smaller size.
         apart = (table[:, in_pixels] / sides - plain_table[:, in_pixels] / 16).abs()
         assert apart.max() <= 2 / 8
         columns = [n for n in range(table.shape[1]) if n not in (*in_pixels, LAMBDA)]

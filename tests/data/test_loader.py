@@ -50,7 +50,7 @@ def test_batches_are_complete_and_in_order(workers):
 
 
 class Held(Numbered):
-    """A `Numbered` that fills no part of a batch until the event `go` is set."""
+    """A `Numbered` that does not fill any part of a batch until the event `go` is set."""
 
     def __init__(self, *args: int):
         super().__init__(*args)
@@ -77,7 +77,7 @@ def test_waiting_parts_fit_into_the_smallest_pipe():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_held_batch_stays_unchanged(workers):
-    """The loop keeps more batches than there are buffers, or keeps only views into every fifth
+    """The loop keeps more batches than the loader has buffers, or keeps only views of every fifth
     batch."""
     batches = Numbered()
     with Loader(
@@ -188,7 +188,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         plan_ring(layout, 4, 10**6, 4, 0.05, False)
     enough = float(re.search("raise it to ([0-9.]+)", str(raised.value))[1])
     assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
-    # A batch of thousands of images does not need one buffer per worker, and small batches must not
+    # Batches of thousands of images do not need one buffer per worker, and small batches must not
     # use a gigabyte.
     assert (
         plan_ring(
@@ -237,7 +237,7 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 @needs_proc
 def test_workers_share_one_index_of_any_length(shards, tmp_path):
-    """A worker must need as much private memory for two million samples as for sixty. A copy of the
+    """A worker must need as much private memory for two million samples as for sixty. Copying the
     index would need more."""
     small = open_split(shards, "train")
     own_bytes = {}

@@ -168,8 +168,8 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    # The younger worker has inherited the write end of the pipe that closes when the parent of the
-    # older worker dies.
+    # The younger worker has inherited the write end of the pipe that signals the parent's death to
+    # the older worker.
     os.kill(max(workers), signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -184,7 +184,7 @@ def test_a_killed_parent_leaves_no_workers():
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     """torchrun, Slurm and terminals signal every process of a job, but the rank must still be able
-    to continue and save. The rank in this test never closes its loader."""
+    to continue and save. In this test, the rank never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

@@ -4,7 +4,7 @@ A brute-force implementation (tests/helpers/order_oracle.py) and a golden file p
 batches.
 
 `PYTHONPATH=tests/helpers python tests/data/test_order.py` rewrites golden_order.json. Rewrite the
-file only for a change that intentionally prevents existing runs from resuming.
+file only if a change intentionally prevents existing runs from resuming.
 """
 
 import json

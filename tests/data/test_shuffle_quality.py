@@ -16,7 +16,7 @@ from vit.data.order import make_order
 from vit.data.shuffle_quality import PERFECT_DISTANCE, measure_shuffle, quality_of
 
 SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle.py"))
-BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # enough samples for blocks of 64
+BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # Blocks of 64 need this many samples.
 
 
 def test_measures_equal_a_brute_force_count():
@@ -77,7 +77,7 @@ def test_an_epoch_of_one_batch_and_one_class_is_measured():
 
 
 def test_the_buffer_of_webdataset_mixes_class_sorted_shards_worse(tmp_path):
-    """The test reads 30 real shards of 50 samples with a buffer of two shards, a typical size for
+    """The test reads 30 real shards of 50 samples. The buffer holds two shards, a typical size for
     ImageNet."""
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)

@@ -31,7 +31,7 @@ from vit.system.files import ShardError
 
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
-    """Return the samples of pass `number` over a source: its shuffled blocks, cut at the block
+    """Return the samples in pass `number` over a source: its shuffled blocks, cut at the block
     borders of the endless sequence."""
     whole = num_samples // block
     blocks = [
@@ -47,7 +47,7 @@ def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int
 
 
 def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, int]]:
-    """Return (sample, number of earlier draws of that sample) for each draw of one shuffle."""
+    """Return (sample, number of times it was drawn before) for each draw of one shuffle."""
     chosen = range(share.num_samples) if share.chosen is None else share.chosen.tolist()
     if share.num_draws == share.num_samples:
         return [(share.first + sample, 0) for sample in chosen]
@@ -62,8 +62,7 @@ def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, 
 
 @st.composite
 def mixtures(draw):
-    """Generate shares of up to three sources, some with selected samples, and an order over
-    them."""
+    """Generate shares of up to three sources, some with selected samples, and an order."""
     shares = []
     first = 0
     for _ in range(draw(st.integers(1, 3))):

@@ -1,8 +1,8 @@
 """Test that batches arrive intact on a GPU for any timing that the streams and events allow.
 
-`LateGpu` queues work and runs it in random order, as late as the waits allow. `LateGpu` reuses
-memory as torch's allocator does. Each step compares the batch that it reads with the data that was
-written. If a wait is omitted, at least one order must fail.
+`LateGpu` queues work and runs it in random order, as late as the waits allow. It reuses memory as
+torch's allocator does. Each step compares the batch that it reads with the data that was written.
+If a wait is omitted, at least one order must fail.
 """
 
 from __future__ import annotations
@@ -83,10 +83,9 @@ class LateGpu:
         """All memory blocks, kept alive so that late work cannot read memory that Python has
         freed."""
         self.free: defaultdict[tuple[str, int], list[bytearray]] = defaultdict(list)
-        """The free blocks, by stream and size."""
+        """The free blocks, keyed by stream and size."""
         self.freed: deque[tuple[bytearray, str, list[LateEvent]]] = deque()
-        """The blocks that no tensor uses, with the events that must complete before the blocks are
-        reused."""
+        """The unused blocks, each with the events that must complete before the block is reused."""
         self.kept: defaultdict[int, set[str]] = defaultdict(set)
         """Maps the address of a block to the streams, other than its owner, that use the block."""
 
@@ -245,7 +244,7 @@ class LateGpu:
 
 
 def untracked(tensor: Tensor) -> Tensor:
-    """Return a view that does not keep the memory alive. A kernel has only an address, too."""
+    """Return a view that does not keep the memory alive, like the address that a kernel gets."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 

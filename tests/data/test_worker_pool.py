@@ -130,7 +130,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._pool._queued:
             loader._note(loader._pool.results(wait=True))
-        # Wait, because the worker returns its result shortly before it becomes idle.
+        # Wait, because the worker becomes idle shortly after it has returned its result.
         while loader._pool.statuses[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._pool._workers[0][0].pid
@@ -152,7 +152,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
 def test_a_part_that_a_worker_took_but_did_not_begin_is_made_by_another_worker(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        # Take a part, as a worker that is stopped immediately afterwards would.
+        # Take a part, like a worker that is stopped immediately afterwards.
         os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -288,7 +288,7 @@ def test_decoding_between_batches_is_not_counted_as_waiting_in_training(caplog):
 
 
 class Trickling(Reading):
-    """Batches whose parts are each ready in time, but together take too long. No worker hangs."""
+    """Batches whose parts are each ready in time but together take too long. No worker hangs."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -361,8 +361,8 @@ def test_a_status_works_in_any_kind_of_memory():
 
 
 def test_a_pause_requested_by_a_store_is_not_a_hang():
-    """A pause counts as progress, because it may be longer than `stall_timeout_s`. The retry is
-    counted when the pause ends."""
+    """A pause counts as progress, because it may exceed `stall_timeout_s`. The retry is counted
+    when the pause ends."""
 
     def attempt() -> None:
         if num_retries() == before:

@@ -15,11 +15,11 @@ from data_prep import imagefolder
 
 @pytest.fixture(autouse=True)
 def no_catalogue_is_left_open() -> Iterator[None]:
-    """Close catalogs after each test, because each catalog holds a file descriptor."""
+    """Close catalogs after each test, because each open catalog uses a file descriptor."""
     yield
     close_catalogues()
     held = []
-    for link in Path("/proc/self/fd").glob("*"):  # only Linux has this folder
+    for link in Path("/proc/self/fd").glob("*"):  # This folder exists only on Linux.
         with suppress(OSError):  # the descriptor of the listing is closed
             held.append(os.readlink(link))
     assert not [path for path in held if "._catalogue." in path]
@@ -27,8 +27,8 @@ def no_catalogue_is_left_open() -> Iterator[None]:
 
 @pytest.fixture
 def foreign(tmp_path) -> Path:
-    """Write shards with webdataset's writer and the names of timm's ImageNet shards. The highest
-    label is 4 in train and 2 in validation."""
+    """Write shards with webdataset's writer and the file names of timm's ImageNet shards. The
+    highest label is 4 in train and 2 in validation."""
     root = tmp_path / "foreign"
     root.mkdir()
     for split, num_shards in (("train", 3), ("validation", 1)):

@@ -16,7 +16,7 @@ from processes import metrics, run
 from data_prep import animals10
 from vit.data.shards.data_set import open_split
 
-# Copied from the page of the dataset on Kaggle, in the same order.
+# Copied from the dataset's page on Kaggle, in the same order.
 CLASSES = [
     ("dog", "cane"),
     ("cat", "gatto"),

@@ -1,5 +1,5 @@
-"""Test the dataset card: its numbers match the images, its contact sheet shows them, and writing
-the card again produces the same bytes."""
+"""Test that the dataset card's numbers match the images, its contact sheet shows them, and
+rewriting the card produces the same bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ COLOURS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Prepare a dataset of images of different sizes in plain colors with a lighter center. One
-    image is CMYK, and one is truncated."""
+    """Prepare a dataset of plain-colored images of different sizes with lighter centers. One image
+    is CMYK, and one is truncated."""
     folder = tmp_path_factory.mktemp("card")
     for name, colour in COLOURS.items():
         (folder / "images" / name).mkdir(parents=True)

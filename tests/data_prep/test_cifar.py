@@ -28,7 +28,7 @@ CLASSES = {
 
 
 def contents(classes: int) -> dict[str, bytes]:
-    """Return all files of a dataset. Its images are gradients whose brightness increases with the
+    """Return all files of a dataset. The images are gradients whose brightness increases with the
     label."""
     kind = cifar.KINDS[classes]
     y, x = np.mgrid[:32, :32].astype(np.uint8)
@@ -153,7 +153,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
 
 
 def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
-    """Return the hash of the catalog's keys and labels, and the images by key."""
+    """Return the hash of the catalog's keys and labels, and a dict from keys to images."""
     catalogue = new_catalogue(found, folder, seed=0)
     tables = [
         catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()

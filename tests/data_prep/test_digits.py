@@ -1,5 +1,5 @@
-"""Test the digits dataset: the digits are real and legible, each original is in a single split, and
-the bytes are reproducible."""
+"""Test that the digits are real and legible, that each original is in a single split, and that the
+bytes are reproducible."""
 
 import io
 import json
@@ -133,8 +133,8 @@ def test_renderings_depend_only_on_copy_and_seed(tmp_path):
 
 
 def test_pixels_are_those_of_the_first_version(tmp_path):
-    """The test compares mean colors, because a hash of the file would change with the version of
-    Pillow."""
+    """The test compares mean colors, because a hash of the file would depend on the Pillow
+    version."""
     pixels = tmp_path / "pixels"
     pixels.write_bytes(bytes(range(16)) * 4)
     data = read(Sample("digit0007_02", 3, "7", str(pixels), 0, 64), 48, 5)
@@ -168,8 +168,8 @@ def luminance_of(data: bytes) -> np.ndarray:
 
 
 def test_digits_contrast_with_the_background_and_do_not_touch_the_border(tmp_path):
-    """The luminance of digit and background must differ clearly for any colors and texture. The
-    border must show only background."""
+    """The luminance of the digit and the background must differ clearly for any colors and texture.
+    The border must contain only background."""
     digits = source(seed=3)
     for sample in listed(digits, tmp_path, 3)["val"][::20]:
         luminance = luminance_of(digits.read(sample))

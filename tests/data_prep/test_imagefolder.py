@@ -90,14 +90,14 @@ def test_class_folders_without_splits_are_split_by_class(flat):
     keys = {split: {s.key for s in samples} for split, samples in splits.items()}
     assert not keys["train"] & keys["val"]
     assert len(keys["train"] | keys["val"]) == 51
-    add(flat / "ape" / "another.jpg")  # adding an image may move at most one other image
+    add(flat / "ape" / "another.jpg")  # Adding an image may move at most one other image.
     assert len(keys["val"] - {s.key for s in listed(flat, 0.2)["val"]}) <= 1
     assert list(listed(flat, 0)) == ["train"]
     assert [len(s) for s in listed(flat).values()] == [47, 5]
 
 
 def test_the_choice_of_held_out_images_never_changes(flat):
-    """With a different choice, images that a model was trained on would be in val. The expected
+    """If the choice changed, val would contain images on which a model was trained. The expected
     choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
@@ -335,7 +335,7 @@ def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path, capsys):
 
 def test_runs_without_torch(flat, tmp_path):
     """Neither the command nor its workers may import torch. Setting `sys.modules["torch"] = None`
-    instead would break scipy."""
+    would break scipy."""
     (tmp_path / "blocked" / "torch").mkdir(parents=True)
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text(
         "raise ImportError('torch is blocked')"

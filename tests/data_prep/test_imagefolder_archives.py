@@ -152,8 +152,8 @@ def web(tmp_path, monkeypatch):
 
 
 def test_a_download_is_continued_verified_and_kept(web, unpacked, tmp_path, capsys):
-    """The transfer is cut twice, the second time between two commands. After the transfer, the
-    archive is not downloaded again."""
+    """The transfer is interrupted twice, the second time between two commands. A complete archive
+    must not be downloaded again."""
     whole = web.files["/a/food.zip"]
     folder = tmp_path / "downloads"
     folder.mkdir()

@@ -100,8 +100,8 @@ def test_the_layout_is_reported(tmp_path, fake, capsys):
 
 
 def test_labels_equal_those_of_torchvision(tmp_path, fake, monkeypatch):
-    """The test reads the same archives and the same development kit with torchvision, whose labels
-    published weights use."""
+    """The test reads the same archives and development kit with torchvision. Published weights use
+    torchvision's labels."""
     from torchvision.datasets import ImageNet
     from torchvision.datasets import imagenet as theirs
 
@@ -121,11 +121,11 @@ def test_labels_equal_those_of_torchvision(tmp_path, fake, monkeypatch):
             r" folders\)"
         ),
     ):
-        source([folder], allow_partial=True)  # now archives and folders are side by side
+        source([folder], allow_partial=True)  # Archives and folders now exist side by side.
 
 
 def test_the_ids_of_the_kit_are_not_the_labels(tmp_path, fake):
-    """ILSVRC2012_ID - 1 looks like a label, but gives an accuracy of 0.1 %."""
+    """ILSVRC2012_ID - 1 looks like a label, but leads to an accuracy of 0.1 %."""
     samples = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
     by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
     assert sorted(set(by_id.values())) == list(range(12))
@@ -237,7 +237,7 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
 def test_complete_counts_have_no_differences():
     train = np.full(1000, 1300)
     train[0] = 732
-    # With 1,300 images in each class, the total would be too high by 18,833.
+    # With 1,300 images in each class, the total would be 18,833 too high.
     train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))
     assert train.sum() == 1_281_167
     assert differences("train", WNIDS, train) == []

@@ -1,5 +1,5 @@
-"""Test archives like the original ImageNet archives, with all 1,000 classes and repeated kills of
-the command.
+"""Test archives like the original ImageNet archives with all 1,000 classes, and repeatedly kill the
+command.
 
 The shards must match those of an uninterrupted run, and all other readers must be able to read
 them. VIT_KILLS sets the number of kills.
@@ -87,7 +87,7 @@ def test_a_command_killed_at_random_moments_continues(archives, undisturbed, tmp
         if kill % 2:
             os.killpg(process.pid, signal.SIGKILL)  # as if the machine had lost power
         else:
-            process.kill()  # the workers need time to notice
+            process.kill()  # The workers need time to notice the kill.
         process.wait()
         for tar in out.glob("*.tar"):
             assert filecmp.cmp(tar, expected / tar.name, shallow=False), (

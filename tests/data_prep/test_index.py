@@ -199,8 +199,8 @@ def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(fore
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
-    """Write a tar with the given members. A content of None writes a hard link to the first member
-    with the same suffix."""
+    """Write a tar with the given members. If the content is None, write a hard link to the first
+    member with the same suffix."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -251,7 +251,7 @@ def test_an_unsuitable_sample_is_skipped_and_listed(kind, tmp_path, capsys):
     info = json.loads((tar.parent / "_info.json").read_text())
     assert (info["quarantined"], info["splits"]["train"]["shard_lengths"]) == (1, [3])
     for again in (False, True):
-        if again:  # indexing the tars again must skip the same samples
+        if again:  # Indexing the tars again must skip the same samples.
             (tar.parent / "train.index.npy").unlink()
         split = open_split(tar.parent, "train")
         assert [(split.key(i), split.read(i)) for i in range(len(split))] == [
@@ -320,7 +320,7 @@ def test_a_label_above_the_number_of_samples_is_refused(tmp_path, capsys):
 
 
 def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
-    """rsync -t and cp -p may give a corrected shard an older time than that of the old sidecar."""
+    """rsync -t and cp -p may give a corrected shard an older time than the old sidecar's."""
     tar = shard_with(tmp_path / "root", [])
     os.utime(tar, (1, 1))
     assert main([str(tar.parent), "--workers", "1"]) == 0

@@ -1,5 +1,5 @@
-"""Test the index of shards at a URL: on a web server, in an object store, and in places that are
-not writable."""
+"""Test the index of shards at a URL: on a web server, in an object store, and in read-only
+places."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def bucket(foreign, s3) -> str:
 
 @pytest.fixture
 def web(foreign, monkeypatch, tmp_path):
-    """Start a server with shards from another tool in /shards."""
+    """Serve shards from another tool in /shards."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")

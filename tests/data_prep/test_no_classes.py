@@ -1,4 +1,4 @@
-"""Test images without classes: the shards record that there are no classes, prediction accepts the
+"""Test images without classes: the shards record the absence of classes, prediction accepts the
 shards, and training rejects them."""
 
 import json

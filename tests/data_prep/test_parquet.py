@@ -33,7 +33,7 @@ def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n %
 
 
 def by_datasets(folder: Path, train: list[dict], num_files: int = 3, **others: list[dict]) -> Path:
-    """Write the files that `push_to_hub` would upload."""
+    """Write the files that `push_to_hub` uploads."""
     kinds = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     )
@@ -114,7 +114,7 @@ def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
 
 
 def test_class_names_are_read_from_the_readme(tmp_path):
-    """When the hub converts files, they get one folder per split and no `datasets` schema."""
+    """Files converted by the hub have one folder per split and no `datasets` schema."""
     listed = rows(12)
     by_pyarrow(tmp_path / "hub" / "default" / "train" / "0000.parquet", listed)
     by_pyarrow(tmp_path / "hub" / "default" / "test" / "0000.parquet", rows(3, 50))

@@ -198,7 +198,7 @@ def _(place):
 
 
 class Background:
-    """A command that takes a while, because it writes shards of large images with two workers."""
+    """A command that takes a while to write shards of large images with two workers."""
 
     def __init__(self, place: Place):
         self.place = place
@@ -221,7 +221,7 @@ class Background:
         ]
         self.line = [*command("imagefolder"), *map(str, arguments)]
         piped = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        # Even on a busy machine, the command must not finish before the test sees its files.
+        # The command must not finish before the test sees its files, even on a busy machine.
         self.process = subprocess.Popen(
             ["nice", "-n", "5", *self.line], cwd=REPOSITORY, env=environment(), text=True, **piped
         )

@@ -1,8 +1,8 @@
-"""Run the files of deploy/kube/ in processes, which behave as in Kubernetes.
+"""Run the files in deploy/kube/ as processes that behave as in Kubernetes.
 
 A pod is a process with the command, arguments and variables of its container. With `isolated`, the
 pod has its own network, host name, /etc/hosts (the names of a headless service) and process ids.
-The pod is then process 1, as in a container. Pods are terminated as a kubelet does it: SIGTERM, the
+The pod is then process 1, as in a container. Pods are terminated as by a kubelet: SIGTERM, the
 grace period, SIGKILL. `podFailurePolicy` applies to a failed pod, and JobSet's `failurePolicy` to a
 failed Job. Both policies are read from the file, and the first matching rule is used
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
@@ -59,7 +59,7 @@ class Pod:
         pid = self.process.pid
         if not self._is_isolated:
             return pid
-        pids = children(pid)  # nsenter has been replaced by unshare, whose child is process 1
+        pids = children(pid)  # nsenter has executed unshare, whose child is process 1
         return pids[0] if pids else None
 
     def signal(self, number: int) -> None:
@@ -265,7 +265,7 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
     """Return the action of the first rule in podFailurePolicy that matches a failed pod, or "Count"
-    if no rule matches. If the action fails the Job, also return the message of the Job."""
+    if no rule matches. If the action fails the Job, also return the Job's message."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
@@ -290,8 +290,8 @@ def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
 
 
 def evict(pod: Pod, grace_s: float) -> None:
-    """Evict a pod as a drain or a preemption does: set the condition, then send the signal of the
-    kubelet."""
+    """Evict a pod like a drain or a preemption: set the condition, then send the kubelet's
+    signal."""
     pod.conditions.add("DisruptionTarget")
     pod.terminate(grace_s)
 

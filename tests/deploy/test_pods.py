@@ -61,7 +61,7 @@ def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_pa
 def test_a_mistake_of_the_user_fails_the_jobset_immediately(
     cluster, shards, tmp_path, on_this_host
 ):
-    """The mistake is found only by the ranks: 13 images cannot be divided between two ranks."""
+    """Only the ranks detect this mistake: 13 images cannot be divided between two ranks."""
     [jobset] = documents("jobset.yaml")
     arguments = training(tmp_path, shards, "data.global_batch_size=13")
     ended = cluster.run(jobset, arguments, **on_this_host)
@@ -75,7 +75,7 @@ def test_a_mistake_of_the_user_fails_the_jobset_immediately(
 def test_pods_with_their_own_network_survive_evictions_and_kills(
     isolated_cluster, shards, tmp_path
 ):
-    """The port, names and variables are those in the file, but the number of ranks per pod differs.
+    """The port, names and variables come from the file, but the number of ranks per pod differs.
     One pod is evicted while it waits for the other pod, evicted during training, killed after a new
     checkpoint, and killed before a new checkpoint. Kubernetes must count only the last failure."""
     cluster = isolated_cluster

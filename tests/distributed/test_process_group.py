@@ -160,7 +160,7 @@ def test_names_a_rank_that_does_not_arrive(monkeypatch):
 @pytest.mark.parametrize("silent", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
 def test_missing_ranks_are_found_by_bisection(silent):
     store = dist.HashStore()
-    ranks = [rank for rank in range(8) if rank != 4]  # rank 4 is known to be lost
+    ranks = [rank for rank in range(8) if rank != 4]  # Rank 4 is already known to be lost.
     silent = [ranks[place] for place in silent]
     for rank in set(ranks) - {*silent}:
         store.set(f"part 3 {rank}", "")
@@ -199,7 +199,7 @@ run_command(main)
 def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Start ranks without torchrun, and make all of them wait. Rank 0 hosts the store."""
     with socket.socket() as reserved:
-        # Keep the port bound, so that no other process gets it. Rank 0 can still listen on the
+        # Keep the port bound, so that no other process takes it. Rank 0 can still listen on the
         # port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -235,7 +235,7 @@ def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
         ranks[1].send_signal(signal.SIGTERM)
         assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
         assert end_of(ranks[2]) == ("", 2)
-        # Rank 0 gets the signal in the function for which the other ranks wait.
+        # Rank 0 receives the signal in the function for which the other ranks are waiting.
         ranks[0].send_signal(signal.SIGINT)
         assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
 

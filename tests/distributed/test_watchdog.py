@@ -28,8 +28,8 @@ LIMIT_S = 60.0
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
-    """Return the watchdog's record of a rank that made its `count`-th progress `ago_s` seconds ago,
-    and sent its last heartbeat `heard_s` seconds ago."""
+    """Return the watchdog's record of a rank that last made progress (number `count`) `ago_s`
+    seconds ago, and sent its last heartbeat `heard_s` seconds ago."""
     seen = _Seen(number=1, count=count, step=7, doing="in the step")
     return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
 
@@ -142,7 +142,7 @@ def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
 
 
 class Cable:
-    """A proxy that forwards data until `pull` is called. It then forwards nothing, but keeps all
+    """A proxy that forwards data until `pull` is called. It then forwards nothing but keeps all
     connections open."""
 
     def __init__(self, port: int):

@@ -1,4 +1,4 @@
-"""Test that an evaluation on any number of ranks gives the same counts as a plain loop over the
+"""Test that an evaluation on any number of ranks returns the same counts as a plain loop over the
 images."""
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ OWN = {
 """Maps each folder of vit/extras/ to the commands and pages that are deleted with it."""
 DELETED = [name for name in OWN if not (ROOT / "vit" / "extras" / name / "__init__.py").is_file()]
 NO_REPORT = ["log.report=false"] if "report" in DELETED else []
-"""The setting that a run with the default `log.report=true` then needs."""
+"""The setting that runs need if the report, which is on by default, was deleted."""
 
 
 def extra_of(path: str) -> str:
-    """Return the extra that a path in the repository, or the path of its parent, belongs to, or an
-    empty string."""
+    """Return the extra to which a path in the repository or its parent belongs, or an empty
+    string."""
     if match := re.match(r"(?:vit|tests)/extras/(\w+)(?:/|$)", path):
         return match[1] if match[1] in OWN else ""
     return next(

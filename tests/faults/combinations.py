@@ -157,13 +157,13 @@ GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
     for name in ("resnet", "efficientnet", "byobnet", "vit")
 ]
-"""Models from timm, most of which have batch norms."""
+"""Models from timm. Most of them use batch norm."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The files that random settings refer to: shards of 60 images, shards of 24 images of which
-    one cannot be decoded, and a run that serves as a source of weights or as a teacher."""
+    """The files to which random settings refer: shards with 60 images, shards with 24 images (one
+    cannot be decoded), and a run whose weights are used for initialization or as a teacher."""
 
     shards: Path
     spoiled: Path
@@ -172,7 +172,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL to one rank or all ranks in an attempt on a given number of ranks. The signal is
+    """A SIGKILL to one rank or all ranks in an attempt with a given number of ranks. The signal is
     sent `delay_s` seconds after the metrics contain `step` (-1: after the start). takes_folder:
     whether a run at a URL also loses its local folder."""
 
@@ -186,7 +186,7 @@ class Kill:
 @dataclass(frozen=True)
 class Combination:
     """The settings of a run, its location ("" for a folder, "file" or "s3"), the number of ranks,
-    and the kills. other_ranks: a second number of ranks that must give the same bits, or 0."""
+    and the kills. other_ranks: a second number of ranks that must produce the same bits, or 0."""
 
     settings: tuple[str, ...]
     place: str
@@ -264,8 +264,7 @@ def _named(data: Data) -> Choices:
 
 
 def _trained(data: Data) -> Choices:
-    """Return settings for a run that starts from a trained model, which must be this project's
-    ViT."""
+    """Return settings for a run that starts from a trained model. It must be this project's ViT."""
     teacher = f"distill.teacher={data.trained}"
     begin = f"init.checkpoint={data.trained}"
     return {

@@ -28,7 +28,7 @@ def ip(*arguments: str) -> None:
 
 
 class Host:
-    """A host with its own name, network and process ids, which shares the files of this machine."""
+    """A host with its own name, network and process ids. It shares the files of this machine."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name
@@ -42,7 +42,8 @@ class Host:
         return self._folder / f"{self.name}.log"
 
     def start(self, arguments: list[str], **variables: str) -> None:
-        # Keep the shell as process 1, which even a SIGKILL from inside the namespace cannot end.
+        # Keep the shell as process 1, because even SIGKILL from inside the namespace cannot end
+        # process 1.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
             *("nsenter", f"--net=/run/netns/{self._network}"),

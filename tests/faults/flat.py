@@ -23,9 +23,9 @@ from faults.kills import Whole
 from processes import Background, call, environment, last_step
 
 LIMITS = {"MiB": 4.0, "descriptors": 1.5, "threads": 1.5}
-"""The maximum rise of each number after the warm-up. If each save leaked a descriptor, a thread or
-a copy of the state (0.4 MiB), the rise would be in the hundreds. Without a leak, the memory varies
-by one or two MiB."""
+"""The maximum rise of each number after the warm-up. A leak of a descriptor, a thread or a copy of
+the state (0.4 MiB) at each save would lead to a rise in the hundreds. Without a leak, the memory
+varies by one or two MiB."""
 PAUSE_S = 0.25
 """The time between two measurements, in seconds."""
 LONGEST_S = 3600.0
@@ -68,8 +68,7 @@ def look(pid: int | str, at: int) -> Look:
 
 
 def rises(looks: Sequence[Look]) -> dict[str, float]:
-    """Return the rise of each number from the first to the last of `looks`, along the best-fitting
-    line."""
+    """Return the rise of each number from the first to the last of `looks`, along a fitted line."""
     at = np.array([each.at for each in looks], float)
     return {
         name: float(np.polyfit(at, [asdict(each)[name] for each in looks], 1)[0] * np.ptp(at))
@@ -100,7 +99,7 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
     pids = run.workers()
     looks: dict[int, list[Look]] = {pid: [] for pid in pids}
     with ThreadPoolExecutor(1) as pool:
-        # Call `end`, which reads the output, because the ranks would stop if the pipe were full.
+        # Call `end` to read the output, because the ranks would stop if the pipe were full.
         end = pool.submit(run.end, LONGEST_S)
         while not end.done() and (at := last_step(run_dir)) < whole.steps:
             for pid in pids:
@@ -119,8 +118,8 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
 
 
 def over_starts(whole: Whole, folder: Path, count: int) -> tuple[str, list[str]]:
-    """Start a run `count` times in one process, each time from its checkpoint for three more steps.
-    Return a sentence about the process, and the faults."""
+    """Start a run `count` times in one process. Each start continues from the checkpoint for three
+    steps. Return a sentence about the process, and the faults."""
     run_dir = folder / "run"
     code = f"import sys\nsys.path[:0] = {sys.path!r}\n{STARTS}"
     line = [sys.executable, "-c", code, whole.config, run_dir, count]

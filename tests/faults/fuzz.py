@@ -1,15 +1,15 @@
 """Kill and resume random combinations of settings at random moments.
 
-Each run must end with the bits of the uninterrupted run.
+Each run must end with the same bits as the uninterrupted run.
 
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
 The first combination has the seed `--seed`, and each later seed is one higher. If the program
-rejects a combination, the script draws another combination. The script compares the last
-checkpoint's tensors and state, the weights, the predictions and the metrics. With
-`train.exact_over_ranks`, the script also compares a run on another number of ranks. For each
-combination, the script prints a line with the command that repeats the test, and appends a line of
-JSON to `--out`. If the runs differ, they remain in `--folder`.
+rejects a combination, the script draws another combination. The script compares the tensors and
+state of the last checkpoint, the weights, the predictions and the metrics. With
+`train.exact_over_ranks`, it also compares a run on another number of ranks. For each combination,
+the script prints the command that repeats the test, and appends a line of JSON to `--out`. If the
+runs differ, they remain in `--folder`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Move the folder of tests to the front of the import path, as in soak.py.
+# Move the tests folder to the front of the import path, as in soak.py.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -56,7 +56,7 @@ STATE = (
     *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "skipped_ranges", "recent"),
     *("bad_images", "evaluated_step", "best_top1", "best_loss", "best_set"),
 )
-"""The values in checkpoint.json that depend only on the training."""
+"""The values in checkpoint.json that depend only on training."""
 KINDS = ("train", "eval", "epoch", "norms", "fault", "rewind")
 MEASURED = re.compile(
     r"time|.*_s|seconds|loader_.*|data_wait_.*|images_per_s.*|mfu|peak_memory_gib"
@@ -179,8 +179,7 @@ class Fuzz:
         return result
 
     def _place(self, combination: Combination, folder: Path) -> tuple[str, ...]:
-        """Return the settings for a run stored at a URL, which keeps a local folder for the
-        comparison."""
+        """Return the settings for a run stored at a URL. The comparison uses its local folder."""
         if not combination.place:
             return ()
         at = self.s3.new_bucket() if combination.place == "s3" else f"file://{folder / 'bucket'}"
@@ -215,8 +214,8 @@ class Fuzz:
 
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
-    """Return the names of the values that differ between two finished runs, with both values if
-    they are short."""
+    """Return the names of the values that differ between two finished runs, and the values if they
+    are short."""
     first = {**_contents(whole, steps), **_lines(whole)}
     second = {**_contents(resumed, steps), **_lines(resumed)}
     names = []
@@ -238,7 +237,7 @@ def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
     """Return {name: digest or value} for the last checkpoint, the per-image losses, the weights and
     the predictions."""
     contents: dict[str, Any] = dict(final_state(run_dir, steps))
-    # Omit links, because a URL has no links. They give weight files the names that timm uses.
+    # Omit the links that give weight files timm's names, because a URL cannot contain links.
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
         tensors = load_file(path)
         contents |= {
@@ -263,7 +262,7 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """Return the last error in the output of a program. It starts with "error: "."""
+    """Return the last error in a program's output, which starts with "error: "."""
     return text[text.rfind("error: ") :].strip()
 
 
@@ -305,7 +304,7 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    # Use a folder outside the temporary folder of the session, which is removed at the end.
+    # Use a folder outside the session's temporary folder, which is removed at the end.
     if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Send SIGKILL, SIGTERM and SIGUSR1 to a run in each of its phases.
 
-The same command must then resume the run, which must end with the bits of an uninterrupted run.
+The same command must then resume the run, and the run must end with the same bits as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
-"""The maximum number of attempts to hit a phase at the random moment. Each attempt uses a new
-folder."""
+"""The maximum number of attempts to hit a phase. Each attempt uses a new folder."""
 
 
 class Whole:
@@ -58,7 +58,7 @@ class Whole:
 
     def faults_of(self, run_dir: Path, expected: dict[str, str] | None = None) -> list[str]:
         """Return the faults of a finished run in `run_dir`. If `expected` is given, each difference
-        from it is a fault."""
+        from `expected` is a fault."""
         faults = []
         if expected is not None:
             state = final_state(run_dir, self.steps)
@@ -88,7 +88,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Broken:
-    """A description of how a run was interrupted, and the faults of its result."""
+    """A description of how a run was interrupted, with the faults in its result."""
 
     phase: Phase
     ranks: int
@@ -143,7 +143,7 @@ class _Attempt:
 
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
         """Start the run and send the signal in the given phase. Return the signaled processes, and
-        any faults in how the run ended."""
+        any faults in the run's end."""
         scale = 1.0
         for _ in range(TRIES):
             if self.phase == "start" and self.rng.random() < 0.5:
@@ -191,14 +191,14 @@ class _Attempt:
         for pid in {"one rank": [self.rng.choice(pids)], "all ranks": pids}.get(victims, []):
             os.kill(pid, number)
         if number == signal.SIGKILL and victims == "all ranks":
-            run.process.kill()  # for processes, SIGKILL is like a power failure
+            run.process.kill()  # For processes, SIGKILL is like a power failure.
         return victims
 
     def _wrong_with(
         self, output: str, status: int, number: signal.Signals, victims: str
     ) -> list[str]:
-        """Return the faults in how the run ended. The run has nothing to save before its first
-        step, and nothing to lose during the report."""
+        """Return the faults in the run's end. A run has nothing to save before its first step, and
+        nothing to lose during the report."""
         if self.phase == "start":
             return []
         if number == signal.SIGKILL:

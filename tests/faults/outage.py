@@ -1,8 +1,8 @@
 """Train on two ranks during an outage of the data server.
 
-The result must be the same as without an outage. The cache holds two of three shards, so the run
-constantly fetches blocks. At step 4, the server closes all connections. For a while, new requests
-get status 503.
+The result must be the same as without an outage. The cache has space for two of three shards, so
+the run constantly fetches blocks. At step 4, the server closes all connections. For a while, new
+requests get status 503.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
 
 
 def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str]:
-    """Return the settings of a training whose cache holds two of the three shards."""
+    """Return the settings of a training run whose cache has space for two of the three shards."""
     room = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75
     return [
         f"data.root={url}",
@@ -56,8 +56,8 @@ def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str
 def trained_through(
     kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
 ) -> tuple[str, bool]:
-    """Train without and with an outage of `away_s` seconds. Return the output of the second run,
-    and whether both runs ended in the same state."""
+    """Train without and with an outage of `away_s` seconds. Return the second run's output, and
+    whether both runs ended in the same state."""
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):
         train(

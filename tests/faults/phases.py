@@ -12,7 +12,7 @@ The phase is detected from metrics.jsonl, the run's folder, a server and /proc.
     report       metrics.jsonl has the end of the run, but the HTML page does not exist
 
 After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase has not ended by
-then, the stopped ranks get the fault. Otherwise, they continue until the phase occurs again.
+then, the fault is sent to the stopped ranks. Otherwise, they continue until the phase occurs again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAVE_EVERY_STEPS = 3
 EVALUATE_EVERY_STEPS = 6
 """The number of steps per epoch of `processes.write_config`."""
 STILL_S = 0.3
-"""A run is assumed to wait if metrics.jsonl gets no new line for this many seconds. A step takes a
+"""A run is assumed to wait if metrics.jsonl has no new line for this many seconds. A step takes a
 tenth of this time."""
 LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
 """The maximum random delay, in seconds, before the fault in each phase of a warm run. The delay is
@@ -50,16 +50,16 @@ FOUND_WITHIN_S = 240.0
 
 
 class Missed(Exception):
-    """An exception raised if the run ends before it is in the phase at the random moment."""
+    """An exception raised if the run ends before it can be interrupted in the phase."""
 
 
 @dataclass
 class Served:
     """A server for the data or the folder of a run, with functions that suspend it.
 
-    settings: settings for the command of the run. hold: called once when the attempt to interrupt
-    starts. is_held: returns whether the server is suspending a request. let_go: releases all
-    requests.
+    settings: settings for the command of the run. hold: called once when the attempt to be
+    interrupted starts. is_held: returns whether the server is suspending a request. let_go:
+    releases all requests.
     """
 
     settings: tuple[str, ...] = ()
@@ -100,8 +100,8 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
         def fault(method: str, path: str) -> str | None:
             nonlocal is_saving
-            # Start counting at the first object of a save, because the config and the first metrics
-            # are uploaded when the run starts.
+            # Count from the first object of a save, because the config and the first metrics are
+            # uploaded when the run starts.
             is_saving |= "/samples/" in path
             if method != "PUT" or not is_saving or "lease.json" in path:
                 return None
@@ -125,7 +125,7 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
-    """Serve the data of a run, and stop sending it at some step. The cache holds half of the data,
+    """Serve a run's data, and stop sending at some step. The cache has space for half of the data,
     so the run constantly fetches blocks."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
@@ -215,8 +215,8 @@ class Watched:
 
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
-        """Stop all ranks in the phase until the block ends, and yield their process ids. scale: a
-        factor on the maximum random delay. Raises Missed."""
+        """Stop all ranks during the phase until the block ends, and yield their process ids. scale:
+        multiplies the maximum random delay. Raises Missed."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)

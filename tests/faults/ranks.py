@@ -19,8 +19,8 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on one number of ranks after another, and return the faults. In all
-    attempts except the last, one rank or all ranks are killed at regular intervals.
+    """Train in `folder` on each number of ranks in turn, and return the faults. In all attempts
+    except the last, one rank or all ranks are killed at regular intervals.
 
     If `whole` is exact over ranks, the bits are compared. Otherwise, only the batches are compared.
     """
@@ -41,8 +41,8 @@ def on_each_number(
 
 
 def two_at_once(whole: Whole, folder: Path) -> list[str]:
-    """Start two trainings at the same time on this node, and a third training in a folder that is
-    in use. Return the faults."""
+    """Start two training runs at the same time on this node, and a third in a folder that is in
+    use. Return the faults."""
     folders = [folder / "one", folder / "two"]
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)

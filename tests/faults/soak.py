@@ -38,8 +38,8 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-# Put the folder of tests first, because tests/data_prep has the name of a package, and an editable
-# installation is searched last.
+# Put the tests folder first, because tests/data_prep has the same name as a package, and an
+# editable installation is searched last.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -113,7 +113,7 @@ class Soak:
         return _tally(len(cases), faults, "weights and optimizer bit-equal, sample checksums exact")
 
     def stops(self) -> str:
-        """Run all three cases in parallel, because they mostly wait. Each case stops a process with
+        """Run all three cases in parallel, because they mostly wait. Each one stops a process with
         SIGSTOP."""
         self.whole.state(2)  # train the reference run before the threads need it
         with ThreadPoolExecutor(len(stops.TARGETS)) as pool:
@@ -178,8 +178,8 @@ class Soak:
         return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
 
     def exits(self) -> str:
-        """Run trainings to completion, to trigger a race in the exit of an interpreter with gloo
-        threads."""
+        """Run trainings to completion, to trigger a race when an interpreter with gloo threads
+        exits."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []
@@ -201,7 +201,7 @@ class Soak:
 
 
 def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
-    """Return the end of the line about a part. Raises Failed if there are faults."""
+    """Return the end of a part's line. Raises Failed if there are faults."""
     if faults:
         raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
     return f"{num_cases}/{num_cases} {result}" if num_cases > 1 else result
@@ -234,7 +234,7 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    # Use a folder outside the temporary folder of the session, which is removed at the end.
+    # Use a folder outside the session's temporary folder, which is removed at the end.
     if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Stop a rank, a loader worker or the saver thread for a while. The run must then continue and end
 with the same bits.
 
-SIGSTOP stops a process with all of its threads. To stop only the saver thread, as an unresponsive
-disk would, the test uses the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
+SIGSTOP stops all threads of a process. To stop only the saver thread, as an unresponsive disk
+would, the test uses the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
 Training then continues until the next save and waits.
 """
 
@@ -36,8 +36,9 @@ def stopped_and_continued(
     """Train on two ranks in `folder`, stop `target` (one of `TARGETS`) for a while, and compare the
     result.
 
-    Returns the faults. The run must halt while the target is stopped, except for a loader worker,
-    which another worker may replace. Raises PermissionError if this process may not trace threads.
+    Returns the faults. The run must halt while the target is stopped, unless the target is a loader
+    worker, which another worker may replace. Raises PermissionError if this process may not trace
+    threads.
     """
     run_dir = folder / "run"
     run = Background(
@@ -76,8 +77,8 @@ def stopped_and_continued(
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """Return the faults in the next `for_s` seconds, during which metrics.jsonl must not grow and
-    the run must not end."""
+    """Return the faults in the next `for_s` seconds. During this time, metrics.jsonl must not grow
+    and the run must not end."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)

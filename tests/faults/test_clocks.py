@@ -113,7 +113,7 @@ def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
 
 def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
     """A block whose access time is in the future must not stay in the cache forever. The cache must
-    set a new access time, so that the block is not always evicted last."""
+    reset the access time, because otherwise the block would always be evicted last."""
     cache = BlockCache(tmp_path / "cache", 1.0)
     (tmp_path / "cache" / "set").mkdir()
     assert cache.fetch("set/a.block", lambda: Fetched(b"abcd", [4])) == b"abcd"
@@ -160,8 +160,7 @@ def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, conf
 
 
 def set_clock(off: Path, seconds: int) -> None:
-    """Replace the clock file atomically, because a reader could find a partly written file
-    empty."""
+    """Replace the clock file atomically, because a reader could see a partly written file."""
     new = off.with_name("new")
     new.write_text(str(seconds))
     os.replace(new, off)

@@ -1,4 +1,4 @@
-"""Test two hosts of which one is cut off, switched off or slow. The real torchrun runs in
+"""Test two hosts, one of which is cut off, switched off or slow. The real torchrun runs in
 namespaces on this machine."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 STEPS = 200
 SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
 ENDS_WITHIN_S = 150.0
-"""A time limit that covers torchrun's timeout of 30 s, the project's own timeout, and starts on a
+"""A time limit that covers torchrun's timeout of 30 s, the project's own timeout, and startup on a
 busy machine."""
 
 

@@ -105,7 +105,7 @@ def test_refuses_ranks_with_different_settings(tmp_path, config, word, differenc
 
 @pytest.mark.full
 def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
-    """Closing a terminal signals all of its processes, including the workers of the loader."""
+    """Closing a terminal signals all of its processes, including loader workers."""
     settings = (f"train.steps={STEPS}", "loader.num_workers=2", "checkpoint.every_steps=1000")
     train(config, tmp_path / "whole", *settings, ranks=2)
     run = Background(config, tmp_path / "run", *settings, ranks=2, cold=True)
@@ -132,8 +132,8 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
     while lines_of(tmp_path / "run")[-1]["kind"] != "end":
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with stopped([first]):  # stop rank 0 while it draws the report
-        time.sleep(1)  # wait until the other rank has closed its run and waits for rank 0
+    with stopped([first]):  # Stop rank 0 while it draws the report.
+        time.sleep(1)  # Wait until the other rank has closed its run and is waiting for rank 0.
         os.kill(second, signal.SIGTERM)
         while _pending(second):
             assert time.monotonic() < deadline

@@ -1,5 +1,5 @@
-"""Test that the memory, descriptors and threads of a process do not grow over steps and starts, and
-that the check detects a leak."""
+"""Test that a process's memory, descriptors and threads do not grow over steps and starts, and that
+the check detects a leak."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_p
         run_here("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *steps)
         gc.collect()
         looks.append(look("self", number))
-    # Skip the first start, during which objects left over from other tests in this process
-    # disappear.
+    # Skip the first start, because objects left over from other tests in this process disappear
+    # during it.
     for numbers in ([each.descriptors for each in looks], [each.threads for each in looks]):
         assert any(after <= before for before, after in pairwise(numbers)), numbers
     (run_dir / "checkpoints" / ".tmp_step_00000012").mkdir()

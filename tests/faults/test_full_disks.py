@@ -55,7 +55,7 @@ from vit.weights.programs import Subject
 ALONE = World(0, 1, torch.device("cpu"))
 FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
 PAGE_KIB = 4
-"""The page size. Files occupy whole pages, so even the smallest file occupies one page."""
+"""The page size. Files occupy whole pages, so the smallest file occupies one page."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 
 class Writer(NamedTuple):
-    """A function that writes into a folder. `prepare` creates files that already exist before the
+    """A function that writes into a folder. `prepare` creates the files that exist before the
     write."""
 
     write: Callable[[Path], object]
@@ -309,7 +309,7 @@ def test_locks_a_run_on_a_full_disk(disk):
 
 
 def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
-    """Without the outcome of the run, a launcher would restart a finished run forever."""
+    """Without the run's outcome, a launcher would restart a finished run forever."""
     monkeypatch.setenv(OUTCOME_VARIABLE, str(disk / "outcome"))
     leave_free(disk, 0)
     for word in ("stopped", "finished"):
@@ -317,7 +317,7 @@ def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# Python only prints an unhandled exception in a thread. This mark makes the test fail instead.
+# Python only prints an unhandled exception in a thread. With this mark, the test fails.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):

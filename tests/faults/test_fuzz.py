@@ -22,7 +22,7 @@ def data(shards) -> Data:
 @pytest.mark.full
 def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, tmp_path):
     """The run is exact over ranks, uses Muon, rewinds after loss spikes, and is repeated on three
-    ranks and on two."""
+    ranks and on two ranks."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
     drawn = draw(random.Random(0), data)

@@ -1,4 +1,4 @@
-"""Test that a run that is interrupted in a named phase ends with the bits of an uninterrupted run.
+"""Test that a run interrupted in a named phase ends with the same bits as an uninterrupted run.
 
 `tests/faults/soak.py` repeats such interruptions hundreds of times.
 """
@@ -57,7 +57,7 @@ def test_reports_how_metrics_differ_from_the_plan(whole, tmp_path):
 
 @pytest.mark.parametrize("script", ["soak.py", pytest.param("fuzz.py", marks=pytest.mark.full)])
 def test_make_can_import_all_modules_of_a_script(script, tmp_path):
-    """In a new environment, only the installation adds the project folder to the import path."""
+    """In a new environment, only installing the project adds its folder to the import path."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     line = [sys.executable, Path(__file__).with_name(script), "--help"]
     process = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True)

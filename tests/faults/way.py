@@ -1,4 +1,4 @@
-"""Run a proxy to a real S3 server that lets a test decide the outcome of each request."""
+"""Run a proxy to a real S3 server, so that a test can decide the outcome of each request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from servers import forget_clients
 
 
 class Way:
-    """A proxy to an S3 server that injects faults. Its address replaces that of the server in the
-    environment.
+    """A proxy to an S3 server that injects faults. The proxy's address replaces the server's
+    address in the environment.
 
     `fault`: called with the method and path of each request in order of arrival. It returns None
     for a successful request, a status with an S3 error code ("503 SlowDown"), "cut" for a

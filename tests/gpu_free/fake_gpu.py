@@ -39,8 +39,7 @@ NO_LAUNCH = {
 
 
 class GpuWithoutMemory(TorchDispatchMode):
-    """A mode inside a FakeTensorMode in which GPU tensors have only shapes and host tensors are
-    real.
+    """A mode inside a FakeTensorMode. GPU tensors have only shapes, and host tensors are real.
 
     Reading a value on the GPU raises an error in FakeTensorMode. `waits` lists the copies between
     GPU and host for which the host waits.
@@ -64,7 +63,8 @@ class GpuWithoutMemory(TorchDispatchMode):
             with _disable_current_modes():
                 return function(*arguments, **options)
         non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
-        # Python numbers are passed to the kernel, but a mask or index on the host is copied first.
+        # Python numbers are passed to the kernel, but masks and indices on the host are copied
+        # first.
         on_host = any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors)
         copied = len(devices) > 1 if function in COPIES else on_host
         if copied and not (function in COPIES and non_blocking):
@@ -112,8 +112,8 @@ def move_to_fake_gpu(model: nn.Module) -> nn.Module:
 class Launches(TorchDispatchMode):
     """A mode that counts the operations launched on a device, by name and by line of code.
 
-    Copies to `device` ("meta", "cuda", "cpu") are counted, too. A CPU can replace a GPU, because a
-    CPU runs the same operations one by one.
+    Copies to `device` ("meta", "cuda", "cpu") are also counted. A CPU can replace a GPU, because it
+    runs the same operations one by one.
     """
 
     def __init__(self, device: str = "meta") -> None:

@@ -142,7 +142,7 @@ FORMS = (
 
 @pytest.mark.parametrize("fields", FORMS)
 def test_every_operation_of_the_backward_pass_has_a_deterministic_form(fields, deterministic):
-    """The backward pass runs on a CPU, for which torch uses the same operations."""
+    """The backward pass runs on a CPU, where torch uses the same operations."""
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2, **fields)
     images = torch.zeros(4, 3, 16, 16)
     with Launches("cpu") as counted, torch.autocast("cpu", torch.bfloat16):

@@ -1,5 +1,5 @@
-"""Test that, for every setting, augmentation computes the inputs and targets of the model without
-waiting for the GPU."""
+"""Test that augmentation with any setting computes the model's inputs and targets without waiting
+for the GPU."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ ROOM = DEPTH - 1
 """The tolerance in operations. It is smaller than the number of blocks, so one more operation per
 block is detected."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
-"""The expected operations of a ViT as in the recipes, with `DEPTH` blocks in bf16, clipping and
-averaged weights. `rest` covers the rest of a step with one micro-batch and without augmentation."""
+"""The expected operations of a ViT like those in the recipes, with `DEPTH` blocks, bf16, clipping
+and averaged weights. `rest` covers the remainder of a step with one micro-batch and no
+augmentation."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 
@@ -59,7 +60,7 @@ def make_step() -> TrainStep:
 
 
 def launched_by_part() -> dict[str, Launches]:
-    """Return the number of operations of each part of a step, and of the whole step."""
+    """Return the number of operations in each part of a step, and in the whole step."""
     step = make_step()
     parts = {name: Launches("cpu") for name in ("inputs", "forward", "backward", "update", "step")}
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)

@@ -43,8 +43,8 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """Return augmentation parameters for `num` rows from row `first` on, without mixing. All images
-    have 300 x 200 pixels."""
+    """Return augmentation parameters without mixing for `num` rows, starting at row `first`. All
+    images have 300 x 200 pixels."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
 
@@ -58,8 +58,8 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """Return an `Augment` for ten classes that returns gray levels, because its normalization is
-    the identity."""
+    """Return an `Augment` for ten classes whose normalization is the identity, so that it returns
+    gray levels."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
 

@@ -45,8 +45,8 @@ def rows(section: str) -> list[Row]:
 
 
 def pattern_of(printed: str) -> str:
-    """Convert `text` to a regular expression in which each <placeholder> matches one or more
-    characters within a line."""
+    """Convert `text` to a regular expression. Each <placeholder> matches one or more characters
+    within a line."""
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
@@ -111,8 +111,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with a config in which commands run. It stores the output of the last command and
-    the files that the command changed."""
+    """A folder with a config in which commands run. It stores the last command's output and the
+    files that the command changed."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder

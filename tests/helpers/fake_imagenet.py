@@ -54,7 +54,7 @@ class Fake:
         }
 
     def images(self, split: str) -> dict[str, bytes]:
-        """Map each key to its encoded image."""
+        """A dict from each key to the encoded image."""
         named = (
             self.val
             if split == "val"
@@ -77,8 +77,8 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """Return one file of each unusual kind in ImageNet. All names end in .JPEG, and only
-    "truncated" is unreadable."""
+    """Return one file of each unusual kind in ImageNet. All names end in .JPEG. Only "truncated" is
+    unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
@@ -103,7 +103,7 @@ def make_fake(
 ) -> Fake:
     """Return a fake ImageNet with the first `num_classes` classes.
 
-    With `odd`, the last training image of one class after another is an unusual file.
+    With `odd`, the last training images of the first classes are unusual files.
     """
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)

@@ -4,7 +4,7 @@ A test marks its processes with an environment variable. Child processes inherit
 the new sessions that torchrun creates. `Family` gives its process a unique mark and kills all
 processes with this mark. Processes also inherit the test's name, which pytest puts into the
 environment. If the test fails, its processes are killed. If pytest is killed, a small guard process
-kills them. Only Linux exposes the environment of processes. On other systems, a `Family` kills only
+kills them. Only Linux exposes the environment of a process. On other systems, a `Family` kills only
 its own process.
 """
 
@@ -109,7 +109,7 @@ class Family:
     def communicate(self, timeout_s: float) -> tuple[str, str]:
         """Wait until the process exits, and return its stdout and stderr.
 
-        Children that outlive the process must close its streams within the time limit.
+        Children that outlive the process must close the inherited streams within the time limit.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -140,7 +140,7 @@ class Family:
 def inherited() -> dict[str, str]:
     """Return the environment for a child process.
 
-    Threads other than the main thread serve several tests, so their processes get no test name.
+    Threads other than the main thread serve several tests, so their processes have no test name.
     """
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
     # Copy the names, because pytest changes one of its variables in the main thread.
@@ -154,8 +154,8 @@ def inherited() -> dict[str, str]:
 def begin_session() -> None:
     """Mark the processes that this pytest process (or pytest-xdist worker) will start, and start
     the guard."""
-    # Restore SIGINT for the tests that send Ctrl-C. A shell's `&` ignores the signal, and child
-    # processes inherit that.
+    # Restore SIGINT for the tests that send Ctrl-C. A shell's `&` makes a command and its child
+    # processes ignore the signal.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"

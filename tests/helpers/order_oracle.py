@@ -102,7 +102,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """Create an equal order, as another process would."""
+    """Create an equal order, like another process."""
     o = order
     sizes = (
         o.num_samples,

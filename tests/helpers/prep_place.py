@@ -34,7 +34,7 @@ _catalogues = ExitStack()
 
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """Call `open_catalogue`. Keep a reference to the result, so that its folder exists until the
+    """Call `open_catalogue`. Keep a reference to the result, so that the folder exists until the
     test ends."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
@@ -44,8 +44,8 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder in which a scenario runs data_prep commands. It stores the output of the last
-    command and the files that the command changed."""
+    """A folder in which a scenario runs data_prep commands. It stores the last command's output and
+    the files that the command changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -55,8 +55,8 @@ class Place:
     def run(
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
-        """Run `python -m data_prep.<module>`. With `alone` or a prefix, run it in a separate
-        process."""
+        """Run `python -m data_prep.<module>`. With `alone` or a prefix, run the command in a
+        separate process."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()

@@ -261,7 +261,7 @@ def _(place: Place) -> None:
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Change the size of a member in the central directory of the zip, and return the path."""
+    """Change a member's size in the zip's central directory, and return the path."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -296,7 +296,7 @@ def _(place: Place) -> None:
 def idx_files(place: Place, **contents: bytes) -> Path:
     """Write MNIST files with correct labels.
 
-    The first word in the name of a file selects its images. Other files are empty.
+    The first word in a file's name selects the images. Other files are empty.
     """
     folder = place.folder / "mnist"
     folder.mkdir()
@@ -380,7 +380,7 @@ def _(place: Place) -> None:
 def _(place: Place) -> None:
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
     with pytest.MonkeyPatch.context() as patch:
-        # Make `import pyarrow` fail as if the package were missing.
+        # Make `import pyarrow` fail, as if the package were missing.
         patch.setitem(sys.modules, "pyarrow", None)
         place.prepare("imagenet", folder)
 

@@ -303,8 +303,8 @@ class Background:
     def workers(self) -> list[int]:
         """Return the ids of the processes that do the work of `trainers`.
 
-        For warm ranks, the result contains the forked processes, which a test can stop with
-        SIGSTOP. Ranks that have not started yet are omitted.
+        For warm ranks, these are the forked processes, which a test can stop with SIGSTOP. Ranks
+        that have not started yet are omitted.
         """
         pids = []
         for pid in self.trainers():
@@ -315,7 +315,7 @@ class Background:
     def kill_all(self) -> None:
         """Send SIGKILL to torchrun and all ranks at the same time, as in a power failure."""
         for pid in [*self.trainers(), self.process.pid]:
-            # Skip a rank that has exited and whose status torchrun has read.
+            # Skip a rank that has exited if torchrun has read its status.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
@@ -363,7 +363,7 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a weights file without its hash, as another program would write it."""
+    """Return a weights file's metadata without its hash, as written by another program."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 
@@ -382,8 +382,7 @@ def jpeg(pixels: np.ndarray) -> bytes:
 
 
 def run_of(plan: Plan, world: World, record: Record, image_format: ImageFormat) -> Any:
-    """Return an object with only those attributes of a run that `vit.hooks.monitor.Monitor`
-    reads."""
+    """Return an object with only the attributes of a run that `vit.hooks.monitor.Monitor` reads."""
     return SimpleNamespace(
         hooks=(),
         plan=plan,

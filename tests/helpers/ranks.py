@@ -13,8 +13,8 @@ from vit.distributed.process_group import World
 
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """Run `function` on each of `size` ranks, which are threads with a shared store. Return the
-    result or the exception of each rank."""
+    """Run `function` on `size` ranks, which are threads with a shared store. Return each rank's
+    result or exception."""
     # Use a store in memory. Tests with processes use a store behind a socket.
     store = dist.HashStore()
     ended: list[Any] = [None] * size

@@ -423,8 +423,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Use credentials that have only the given permissions, until the block ends. The server
-        checks the permissions."""
+        """Use credentials with only the given permissions until the block ends. The server checks
+        them."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -537,7 +537,7 @@ def cable(
 ) -> Iterator[tuple[int, threading.Event]]:
     """Forward a port to `port` on this machine.
 
-    Each of the first `times` connections sets the event after it has sent `carries` bytes to the
+    Each of the first `times` connections sets the event after sending `carries` bytes to the
     server. The connection then closes if `then` is "cut", or hangs if `then` is "hangs". Later
     connections work normally.
     """

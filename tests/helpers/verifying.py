@@ -41,8 +41,8 @@ def edit(path: Path, change: Callable[[bytearray], object]) -> None:
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    # Update the digest, as someone who edits the file deliberately would. Other tests leave the
-    # digest unchanged.
+    # Update the digest, like someone who edits the file deliberately. Other tests leave it
+    # unchanged.
     if path.name == "_info.json" and "info_sha256" in content:
         content["info_sha256"] = info_sha256(content)
     path.write_text(json.dumps(content))

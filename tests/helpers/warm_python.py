@@ -3,10 +3,10 @@
 Most commands in tests need three seconds to import torch, and then work for one second. A fork
 starts in a tenth of a second. `python()` returns the path of a program that takes the arguments of
 `python [-u] SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as a
-separate process with the caller's arguments, environment, folder and streams. The program passes on
-signals and the exit status. Tests of versions, missing packages, process limits or parent processes
-need a normal start and use `sys.executable`. A normal start is also used if a variable that Python,
-torch or the project reads during import has a different value in the server.
+separate process with the caller's arguments, environment, folder and streams. It forwards signals
+and the exit status. Tests of versions, missing packages, process limits or parent processes need a
+normal start and use `sys.executable`. A normal start is also used if a variable that Python, torch
+or the project reads during import has a different value in the server.
 
 The program sends its streams to the server over a socket, and the server forks. The program runs
 until the fork exits. If the program is killed, the fork is killed as well.

@@ -60,7 +60,7 @@ def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards,
         (needs.checkpoint_bytes, "checkpoints/step_*/*"),
         (needs.weights_bytes, "weights/*"),
     ):
-        # do not follow the link among these files
+        # Do not follow the link among these files.
         saved_bytes = sum(file.lstat().st_size for file in folder.glob(pattern))
         assert expected == pytest.approx(saved_bytes, rel=0.02, abs=20_000)
     losses = [file.stat().st_size for file in folder.glob("samples/*")]
@@ -98,7 +98,7 @@ def test_counts_the_checkpoints_that_exist_at_the_same_time(config):
 
 
 def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
-    """If all checkpoints and weights to keep already exist, only one additional checkpoint needs
+    """If all checkpoints and weights to keep already exist, only one more checkpoint needs
     space."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)

@@ -1,5 +1,5 @@
-"""Test that, after a batch with wrong labels, the guard skips the update, stops the run, or rewinds
-the run and skips the batch."""
+"""Test that the guard reacts to a batch with wrong labels: it skips the update, stops the run, or
+rewinds the run and skips the batch."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
         late = guard.limits(step)
         if step >= 2:
             guard.read(step - 1, values_of(losses[step - 1], norms[step - 1]))
-            # The limits must not change if the host reads one more step, which happens after a
-            # pause.
+            # After a pause, the host reads one more step. The limits must not change.
             assert guard.limits(step) == late
         else:
             guard.read(0, values_of(losses[0], norms[0])) if step else None
@@ -127,7 +126,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
 
 
 def test_a_rewind_keeps_the_current_facts_of_the_run():
-    """The checkpoint may be older than the switch to `train.exact_over_ranks`."""
+    """The checkpoint may predate the switch to `train.exact_over_ranks`."""
     saved = RunState(step=10, facts={"seed": 1}, restarts=0)
     now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
     state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
@@ -136,8 +135,8 @@ def test_a_rewind_keeps_the_current_facts_of_the_run():
 
 
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
-    """The loss jumps when the size changes. If the limits of smaller images still applied, the
-    guard would skip each later update."""
+    """The loss jumps when the size changes. If the limits for smaller images still applied, the
+    guard would skip every later update."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
     loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")

@@ -144,7 +144,7 @@ def test_waits_of_all_ranks_are_summed_up():
     ],
 )
 def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
-    """If all ranks wait for one rank, the remedy must be for the slowest part of that rank, even if
+    """If all ranks wait for one rank, the remedy must address that rank's slowest part, even if
     another rank spends more time on a different part."""
 
     def tally(name: str, seconds: float) -> Tally:
@@ -218,8 +218,7 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
             assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
                 "the totals of all ranks must include those of the slowest rank"
             )
-    # All ranks read as much as the slowest rank, but their own times depend on how busy the machine
-    # is.
+    # All ranks read as much as the slowest rank, but their times depend on the load of the machine.
     read_bytes = sum(line["loader_read_bytes"] for line in lines)
     assert read_bytes > 1.3 * sum(line["loader_slowest"]["read_bytes"] for line in lines) > 0
     assert sum(line["loader_slowest"]["decode_s"] for line in lines) > 0

@@ -1,5 +1,5 @@
-"""Test the memory and core counts that are read from copies of the kernel's files, and the notes
-printed about them."""
+"""Test the memory sizes and core counts that are read from copies of the kernel's files, and the
+printed notes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 40 * GIB),
-        # cgroup version 2 with a limit on the parent group. The kernel can reclaim the inactive
+        # cgroup version 2, with a limit on the parent group. The kernel can reclaim the inactive
         # file cache.
         (
             {
@@ -70,8 +70,8 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB,
         ),
-        # cgroup version 2 in a container. The group has its name on the host, but its files are at
-        # the mount point.
+        # cgroup version 2 in a container. The group has its host name, but its files are at the
+        # mount point.
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -366,8 +366,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
     match = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
     assert start["preflight"]["cores"] == int(match[1])
-    # Fewer buffers than batches exist, so some batches must be made after the first step, however
-    # late it is.
+    # There are fewer buffers than batches, so some batches must be prepared after the first step,
+    # however late it is.
     assert start["preflight"]["batch_slots"] == 20
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 4
@@ -376,7 +376,7 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     """If the CPU emulates bf16, two steps of ViT-B take minutes, which looks like a hang. The test
-    limits torch's instructions to simulate such a CPU."""
+    limits torch's instruction set to simulate such a CPU."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"

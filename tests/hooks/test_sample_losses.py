@@ -1,8 +1,8 @@
 """Test that the loss files contain each row of each retained epoch exactly once, even after kills
 and resumes.
 
-tests/extras/report/test_replay.py checks that the values are the step's losses. tests/test_train.py
-checks that a killed run ends with the same files as an uninterrupted run.
+tests/extras/report/test_replay.py checks that the values equal the step's losses.
+tests/test_train.py checks that a killed run ends with the same files as an uninterrupted run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Test that `launch/predict.py` predicts each image as `vit.load` does, in the order of the
-arguments, and names unreadable files."""
+"""Test that `launch/predict.py` predicts each image like `vit.load`, in the order of the arguments,
+and names unreadable files."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_workers_and_batches_change_nothing(tiny_run, odd_files):
     good = [number for number in range(36) if number not in problems]
     assert torch.equal(torch.cat([part.labels for part in parts])[good], alone[0].labels[good])
     probabilities = torch.cat([part.probabilities for part in parts])
-    # Batches of 5 and of 36 images sum in different orders.
+    # Batches of 5 and of 36 images are summed in different orders.
     torch.testing.assert_close(
         probabilities[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6
     )

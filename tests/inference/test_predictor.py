@@ -47,7 +47,7 @@ def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
         images = encoded[at : at + len(inputs)]
         preprocessed = trained.preprocess(*images)
         assert torch.equal(preprocessed, inputs[: len(images)])
-        # Require the same memory layout, because another layout may change the order of summation.
+        # Require the same memory layout, because another layout can change the order of summation.
         assert preprocessed.stride() == inputs.stride()
         if len(images) == len(inputs):
             assert torch.equal(trained(preprocessed), logits)

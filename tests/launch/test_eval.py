@@ -1,4 +1,4 @@
-"""Test `launch/eval.py` in this process, with the path of a run and with data that has different
+"""Test `launch/eval.py` in this process, with a run's path and with data that has different
 classes."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Copy the images into classes that are named after colors."""
+    """Copy the images into classes named after colors."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("colours") / "shards")
     info = json.loads((root / "_info.json").read_text())
     (root / "_info.json").write_text(json.dumps({**info, "class_names": ["red", "green", "blue"]}))

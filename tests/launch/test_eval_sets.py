@@ -33,8 +33,8 @@ NAMES = [f"class{label}" for label in range(3)]
 
 
 class ByColour(nn.Module):
-    """A model with 12 classes whose logits depend only on the mean color of the image, so that a
-    plain loop can compute them."""
+    """A model with 12 classes. Its logits depend only on the image's mean color, so a plain loop
+    can compute them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str,
 
 
 def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
-    """Return the logits of the model for each validation image, and the labels."""
+    """Return the model's logits for each validation image, and the labels."""
     config = config_of(root, {})
     split = open_split(root, "val")
     model = ByColour()
@@ -117,7 +117,7 @@ def model_classes() -> list[str]:
 def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(
     shards, model_classes, tmp_path
 ):
-    """A plain loop computes the results over the subset of classes, which is the protocol of
+    """A plain loop computes the results over the subset of classes, as in the protocol of
     ImageNet-A, and over all outputs."""
     logits, labels = logits_of(shards)
     other = renamed(shards, tmp_path / "a", NAMES)
@@ -154,8 +154,7 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
     in_order.write_text(json.dumps([rows[i] for i in ordered]))
     sets = {"real": {"labels": str(in_order)}, "keyed": {"labels": str(by_key)}}
     results, opened_sets = evaluated(shards, sets, [*NAMES, *map(str, range(9))])
-    # The model has twelve classes, but only the first three, which are those of the shards, are
-    # compared.
+    # The model has twelve classes, but only the first three, which match the shards, are compared.
     scored = [i for i, row in enumerate(rows) if row]
     best = logits[:, :3].argmax(1).tolist()
     right = sum(best[i] in rows[i] for i in scored)
@@ -171,10 +170,10 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
 
 
 def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
-    """ImageNet-V2's folders are named 0, 1, 2, ... 11. Sorting these names as text gives a
-    different order."""
+    """ImageNet-V2's folders are named 0, 1, 2, ... 11. Sorting these names as text
+    leads to a different order."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
-    names = sorted(f"class{label}" for label in range(12))  # the same labels as those of the shards
+    names = sorted(f"class{label}" for label in range(12))  # same labels as in the shards
     for label, name in enumerate(names):
         shutil.copytree(tmp_path / "images" / "val" / name, tmp_path / "v2" / str(label))
     for order in ("text", "number"):

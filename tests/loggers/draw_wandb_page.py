@@ -4,7 +4,7 @@
 
 W&B shows one section per key prefix, with one panel per key, and shows logged images as media. The
 x-axis is declared by the run. The script reads the history and media in RUN/wandb/offline-run-*,
-which `wandb sync` would upload, and draws a selection of the panels.
+the files that `wandb sync` uploads, and draws a selection of the panels.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Test that metrics.jsonl contains only complete lines, that a restart replaces the lines that it
-repeats, and that only one process writes."""
+"""Test that metrics.jsonl contains only complete lines, that a restart replaces repeated lines, and
+that only one process writes."""
 
 import gc
 import json
@@ -221,7 +221,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def hold(folder: Path, seconds: float) -> subprocess.Popen:
-    """Start a second process that locks the run folder for this many seconds."""
+    """Start a second process that locks the run folder for the given number of seconds."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), str(seconds)],
         stdout=subprocess.PIPE,
@@ -263,8 +263,8 @@ def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
 
 
 def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
-    """A POSIX lock ends when its process closes any handle of the file, so opening the file a
-    second time would lose the lock."""
+    """A POSIX lock ends when its process closes any handle of the file, so opening and closing the
+    file again would lose the lock."""
     record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
     gc.collect()
     trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

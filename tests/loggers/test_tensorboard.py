@@ -1,5 +1,5 @@
-"""Test that TensorBoard reads each step once, even after a kill, and that errors of TensorBoard are
-reported in one line."""
+"""Test that TensorBoard reads each step once, even after a kill, and that its errors are reported
+in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def started(folder: Path, step: int) -> Record:
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Return name -> (step, time, value) for the events in all files, as TensorBoard reads them."""
+    """Map names to the (step, time, value) of events in all files, as TensorBoard reads them."""
     everything = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "images": 0})
     everything.Reload()
     return {
@@ -40,7 +40,7 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Return name -> (step, time, value) for metrics.jsonl, in float32 as in event files."""
+    """Map names to the (step, time, value) in metrics.jsonl, in float32 as in event files."""
     events = defaultdict(list)
     for line in read_metrics(folder / METRICS_FILE):
         for key, value in line.items():

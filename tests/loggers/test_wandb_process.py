@@ -70,7 +70,7 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
     time.sleep(1.1 - time.time() % 1)  # W&B names folders by the second
     record.close()
 
-    (part,) = parts(folder)  # the whole run replaces the first part
+    (part,) = parts(folder)  # The whole run replaces the first part.
     assert first_message.startswith("wandb: offline; upload with: wandb sync ")
     messages = capfd.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in messages] == [
@@ -122,8 +122,8 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
 
 
 def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
-    """A finished run is continued. W&B counts logged images as steps, but metrics.jsonl contains no
-    such steps."""
+    """A finished run is continued. W&B counts logged images as steps, which metrics.jsonl does not
+    contain."""
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     for restarts, steps in enumerate((range(3), range(3, 6))):
         record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)
@@ -139,7 +139,7 @@ def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
 
 @pytest.mark.full
 def test_the_next_start_sends_lines_that_the_service_lacks(tmp_path, server):
-    """The service has lost the end of the first attempt, which can happen when a host fails."""
+    """The service has lost the end of the first attempt, as can happen when a host fails."""
     one_run(tmp_path, range(0, 6))
     del server.history[3:]
     one_run(tmp_path, range(6, 8), restarts=1)
@@ -165,8 +165,8 @@ def test_a_rewound_run_is_shown_without_its_discarded_steps(tmp_path):
 
 @pytest.mark.full
 def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd, server):
-    """`wandb sync` uploads the first attempt. After that, only the service has a list of the
-    uploaded lines."""
+    """`wandb sync` uploads the first attempt. Only the service then has a list of the uploaded
+    lines."""
     folder = tmp_path / "my run"
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     one_run(folder, range(0, 4), setting="offline")

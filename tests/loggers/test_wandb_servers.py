@@ -81,7 +81,7 @@ def answering() -> Iterator[Callable[[list[bytes]], str]]:
     [
         ("accepts and is silent", "not ready 10 s after"),
         ("401", "CommError: .* error 401"),
-        # Each test starts W&B once, and ends in one of two ways.
+        # Each test starts W&B once and ends in one of two ways.
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (

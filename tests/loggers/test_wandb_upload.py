@@ -15,7 +15,7 @@ from vit.loggers.wandb_upload import ToWandb
 
 
 def with_record(folder: Path) -> Path:
-    """Return a run that was never sent to W&B. The second of its two attempts starts at step 2."""
+    """Return a run that was never sent to W&B. Its second attempt starts at step 2."""
     one_run(folder, range(1, 6), setting="off")
     one_run(folder, range(3, 9), setting="off", restarts=1)
     return folder
@@ -50,7 +50,7 @@ def test_uploads_missing_lines_and_rebuilds_a_deleted_run(tmp_path, server, caps
     run_here(*command)
     assert numbers(server.history) == recorded(folder)
 
-    server.history.clear()  # a run deleted on the service, so its id cannot be reused
+    server.history.clear()  # The run was deleted on the service, so its id cannot be reused.
     (folder / "wandb_id").unlink()
     shutil.rmtree(folder / "wandb")
     run_here(*command)

@@ -165,8 +165,8 @@ def wandb_pids() -> list[int]:
 
 
 def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
-    """Send a signal to each of `wandb_pids` whose command line contains `program`, and return the
-    ids of these processes."""
+    """Send a signal to each of `wandb_pids` whose command line contains `program`, and return their
+    ids."""
     chosen = [pid for pid in wandb_pids() if program in command_line(pid)]
     for pid in chosen:
         for each in signals:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Fill weights with values that are neither zero nor one, because zeros and ones would hide a
-    missing bias, scale or head."""
+    """Fill weights with values other than 0 and 1, which would hide a missing bias, scale or
+    head."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

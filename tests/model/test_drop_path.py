@@ -109,8 +109,8 @@ def exact_means(rate: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["subset", "mask"])
 def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
-    """Means over independent passes with 64 identical images must be within 5 standard errors of
-    the exact means."""
+    """The means over independent passes with 64 identical images must be within 5 standard errors
+    of the exact means."""
     rate = 0.375
     passes = 60
     model = small(**{**SUBSET, "drop_path_form": form}, drop_path_rate=rate)

@@ -36,8 +36,8 @@ def with_others(**fields) -> nn.Module:
 )
 @pytest.mark.parametrize("size", OTHERS)
 def test_logits_and_gradients_equal_timm_with_dynamic_img_size(fields, size):
-    """timm also resizes the position embeddings in each forward pass, with torch's own resize, so
-    gradients flow through the resize."""
+    """timm also resizes the position embeddings in each forward pass. It uses torch's own resize,
+    so gradients flow through."""
     model = with_others(**fields)
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=OWN, dynamic_img_size=True, **TINY, **fields

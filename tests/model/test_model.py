@@ -35,7 +35,7 @@ CONFIGURATIONS = {
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
     """Return timm's model with the memory of `weights`. It computes attention with matmul and
-    softmax, whereas ours uses a fused kernel."""
+    softmax, but ours uses a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)
@@ -122,8 +122,8 @@ def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
     for size in sizes:
         with torch.device("meta"):
             resized = VisionTransformer(size, **fields)
-        # All sizes share the block weights, so only the positions need new memory, and H/14 fits on
-        # a small machine.
+        # All sizes share the block weights. Only the positions need new memory, so H/14 fits on a
+        # small machine.
         resized.load_state_dict(
             {**weights, "pos_embed": torch.zeros(resized.pos_embed.shape)}, assign=True
         )
@@ -295,8 +295,7 @@ def test_accepts_any_number_of_channels(in_chans):
 
 @pytest.mark.parametrize("fields", [{}, {"representation_size": 24}, {"global_pool": "avg"}])
 def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
-    """Logits rounded to bf16 would tie, and the order of the classes would decide the
-    prediction."""
+    """Logits rounded to bf16 would be tied, and the class order would determine the prediction."""
     model = randomise(VisionTransformer(image_size=64, **TINY, **fields))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

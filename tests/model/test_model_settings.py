@@ -88,8 +88,8 @@ def test_rejects_impossible_parts_and_suggests_working_ones(fields, message):
     ],
 )
 def test_rejected_rotations_would_have_no_effect(fields, more):
-    """If the settings were accepted, the rotation angles would silently be 0 or equal those without
-    the setting."""
+    """If the settings were accepted, the rotation angles would silently be 0, or the same as
+    without the setting."""
     values = {"rope_temperature": None, "rope_reg_temperature": None, "reg_tokens": 0, **more}
     rope = RotaryEmbedding(
         *(values["rope_temperature"], values["rope_reg_temperature"], None, "axial", (3, 4)),

@@ -1,5 +1,5 @@
-"""Test model parts that are not in the ViT paper. With the same weights, they must match timm's,
-and they must be initialized, decayed and counted correctly."""
+"""Test model parts that are not in the ViT paper. With the same weights, they must match timm's.
+They must be initialized, decayed and counted correctly."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = [
     {"no_embed_class": True, "pos_embed": "none"},
     {"no_embed_class": True, "global_pool": "avg", "class_token": False},
 ]
-"""Pairs of parts that are rejected, because their class token and registers would have no
+"""Pairs of parts that are rejected, because the class token and registers would have no
 positions."""
 
 
@@ -351,7 +351,7 @@ def test_drops_each_patch_equally_often():
 
 @pytest.mark.parametrize("patch_drop_rate", [0.0, 0.5])
 def test_subsets_of_samples_keep_the_rotations_of_their_samples(patch_drop_rate):
-    """The drop rate is so low that a subset contains all samples, but in a different order."""
+    """The drop rate is so low that a subset contains all samples in a different order."""
     fields = {"rope_type": "axial", "reg_tokens": 1, "patch_drop_rate": patch_drop_rate}
     plain = randomise(VisionTransformer(SIZE, **TINY, **fields)).train()
     form = {"drop_path_rate": 0.01, "drop_path_form": "subset"}

@@ -44,8 +44,7 @@ MARKERS: tuple[dict[str, Any], ...] = (
 
 
 class NoSanitizer(Exception):
-    """An exception raised if the compilers of this machine cannot build a working program with
-    sanitizers."""
+    """An exception raised if no compiler can build a working program with sanitizers."""
 
 
 def write_seeds(folder: Path) -> Path:
@@ -136,8 +135,8 @@ def run(
 ) -> tuple[int, str]:
     """Run the fuzzer, and return its exit status and output.
 
-    If a file fails, the fuzzer saves it next to the folder of seeds. fill: the byte value in newly
-    allocated memory. -1 uses the default of the sanitizer.
+    If a file fails, the fuzzer saves the file next to the folder of seeds. fill: the byte value in
+    newly allocated memory. -1 uses the default of the sanitizer.
     """
     options = "quarantine_size_mb=64"
     if fill >= 0:

@@ -28,8 +28,8 @@ def test_the_comment_describes_the_tables_correctly(tmp_path):
 
 @pytest.mark.parametrize("name", ["window.c", "transcode.c"])
 def test_c_files_compile_without_warnings_about_aliasing(name, tmp_path):
-    """A compiler may reorder memory accesses that break C's aliasing rules. gcc warns about such
-    accesses if it detects them."""
+    """A compiler may reorder memory accesses that break C's aliasing rules. gcc warns about the
+    accesses that it detects."""
     aliasing = ["-fstrict-aliasing", "-Wstrict-aliasing=1"]
     options = ["-O3", *WARNINGS, *aliasing, "-c"]
     command = ["gcc", *options, str(SOURCES / name), "-o", str(tmp_path / "object")]

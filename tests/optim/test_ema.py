@@ -127,8 +127,8 @@ def test_a_resumed_average_equals_an_uninterrupted_one():
 
 
 def test_an_average_every_few_steps_after_warm_up_equals_torchvision():
-    """torchvision's train.py averages when i % 3 == 0 in each epoch, and resets the count during
-    the two warm-up epochs."""
+    """torchvision's train.py averages if i % 3 == 0 in each epoch, and resets the count during the
+    two warm-up epochs."""
     model = model_with_buffers()
     ours = Ema(model, 0.9, every_steps=3, after_steps=2 * 8, steps_per_epoch=8)
     theirs = AveragedModel(model, avg_fn=lambda average, value, _: 0.9 * average + 0.1 * value)

@@ -91,8 +91,7 @@ def test_exempts_the_same_norms_as_torchvision(create):
 
 
 def test_kernels_are_the_same_as_in_flax():
-    """The attention-pooling head has a query that has two or more dimensions but is not a
-    kernel."""
+    """The query of the attention-pooling head has two or more dimensions but is not a kernel."""
     model = our_model(class_token=False, global_pool="map", reg_tokens=2)
     kernels = {n for n, p in model.named_parameters() if n.endswith(".weight") and p.ndim > 1}
     assert decayed_names(model, "not_kernels") == kernels
@@ -178,7 +177,7 @@ def test_networks_with_stages_have_the_same_layers_as_in_timm():
 
 
 def test_each_lower_block_learns_slower_by_the_factor():
-    """BEiT numbers the layers: 0 for the embedding, n for block n, and depth + 1 for the head."""
+    """BEiT numbers the layers 0 for the embedding, n for block n, and depth + 1 for the head."""
     model = our_model()
     numbers = layer_numbers(model, "beit")
     assert {numbers[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.weight")} == {0}

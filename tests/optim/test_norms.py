@@ -102,7 +102,7 @@ def test_norms_equal_a_plain_loop_over_parameters(name, precision):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
     if precision == "fp16":
-        # A scale of 65,536 would overflow and be lowered after the skipped updates.
+        # A loss scale of 65,536 would overflow and be lowered after skipped updates.
         step.loss_scale.value.fill_(2.0**8)
     assert step(make_batch(), 0).read().norms is None
     before = copy.deepcopy(step.model)

@@ -175,7 +175,7 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
 
 @pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
 def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
-    """On a CPU, timm updates tensors in a different branch. Two of the six updates are skipped."""
+    """On a CPU, timm takes a different branch. Two of the six updates are skipped."""
     models = [small_model(), small_model()]
     one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)
     num_taken = 0
@@ -216,7 +216,7 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class UnknownConfig(SgdConfig):
-    """A config that is not in the union but has every field that SGD reads."""
+    """A config that is not in the union but has all fields that SGD reads."""
 
 
 def test_every_optimizer_of_the_config_is_tested_here():

@@ -10,7 +10,7 @@ RUNS = {
     "nadamw": ["optim.name=nadamw"],
 }
 EVERY_TIME = ("adafactorbv",)
-"""An optimizer whose state has two dtypes, and is split over two devices if a GPU exists."""
+"""An optimizer whose state has two dtypes and, if a GPU exists, is split over two devices."""
 
 
 @pytest.mark.slow

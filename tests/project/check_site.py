@@ -31,12 +31,12 @@ class Page(HTMLParser):
 
 
 def find_dead_links(site: Path) -> list[str]:
-    """Return `page -> link` for each relative link in `site` whose file or anchor does not
-    exist."""
+    """Return `page -> link` for each relative link in `site` that points to a missing file or
+    anchor."""
     read = cache(Page)
     dead = []
     for path in sorted(site.rglob("*.html")):
-        # The links of this page are absolute, because a server shows it at any address.
+        # The links of this page are absolute, because a server can show the page at any address.
         if path.name == "404.html":
             continue
         for link in read(path).links:

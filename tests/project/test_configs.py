@@ -1,5 +1,5 @@
-"""Test that every recipe fits the schema, names its source, uses the values of the source, and runs
-its first steps."""
+"""Test that every recipe fits the schema, names its source, uses the source's values, and runs its
+first steps."""
 
 from __future__ import annotations
 
@@ -228,15 +228,15 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """Return the setting that makes the images of the recipe `name` `side` x `side` patches
-    large."""
+    """Return the setting that gives images of the recipe `name` a size of `side` x `side`
+    patches."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shards):
-    """Return a function that trains a small version of a base recipe and returns its run folder."""
+    """Return a function that trains a small version of a base recipe and returns the run folder."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:

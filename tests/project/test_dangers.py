@@ -22,7 +22,7 @@ FORBIDDEN = {
 METHODS = {
     # From tarfile and zipfile: archive members must be read in place, not extracted.
     *("extract", "extractall"),
-    # From torch.distributed: other ranks would unpickle the message of a rank.
+    # From torch.distributed: other ranks would unpickle a rank's message.
     *("broadcast_object_list", "scatter_object_list", "recv_object_list"),
     *("all_gather_object", "gather_object"),
 }
@@ -33,7 +33,7 @@ SUSPECT = re.compile(
     r"|import (?:load|jit|hub)\b|yaml|extract|unpack|shell|trust_remote|_object"
     r"|[\"'/](?:ba)?sh[\"']"
 )
-"""A pattern that every dangerous call matches. Only files that match are parsed, because parsing is
+"""A pattern that matches every dangerous call. Only matching files are parsed, because parsing is
 slow."""
 
 

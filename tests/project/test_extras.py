@@ -25,8 +25,8 @@ NEEDED_BY = {
     "report": ("log.report=true", "log.report=true needs"),
     "stream": ("stream.urls=a.tar", "stream.urls needs"),
 }
-"""Maps an extra to an argument of launch/train.py that needs it, and to the first words of the
-error. Configs never need the other extras."""
+"""Maps an extra to an argument of launch/train.py that requires the extra, and to the first words
+of the error. Configs never require the other extras."""
 SCRIPT = """
 import importlib, pkgutil, sys
 import vit, data_prep

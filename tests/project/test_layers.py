@@ -1,5 +1,5 @@
-"""Test that the packages form layers: each package imports only lower packages, and no file imports
-too many modules."""
+"""Test that each package imports only packages in lower layers, and that no file imports too many
+modules."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # These modules of checkpoint/ find weights in the folder of a run. The other modules of
-    # checkpoint/ are in a higher layer.
+    # These modules of checkpoint/ find weights in a run folder. All other modules of checkpoint/
+    # are in a higher layer.
     "vit.run_folder",
     "vit.weights",
     "vit.training",
@@ -60,7 +60,7 @@ of the module's name."""
 LATE = {
     ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
-"""Maps (module, project module that one of its functions imports) to the reason for the late
+"""Maps (module, project module that a function of the module imports) to the reason for the late
 import."""
 MOST_IMPORTS = 20
 """The maximum number of project modules that a file may import."""
@@ -149,7 +149,7 @@ def shown(module: str, arrow: Arrow) -> str:
 
 
 def violations(rule) -> str:
-    """Return one line per import for which `rule(module, arrow)` returns a reason."""
+    """Return one line for each import for which `rule(module, arrow)` returns a reason."""
     lines = [
         f"{shown(module, arrow)}: {text}"
         for module, all_arrows in modules().items()

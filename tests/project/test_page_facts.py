@@ -25,7 +25,7 @@ ELSEWHERE = {
 
 
 def calls_of(text: str) -> list[str]:
-    """Return the calls in backticks, within sentences of a page, that have a keyword argument."""
+    """Return all calls with a keyword argument that a page's sentences contain in backticks."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
     return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]
@@ -42,7 +42,7 @@ def places_of_names() -> dict[str, list[str]]:
 
 
 def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
-    """Return the objects that `name` may refer to. A name without a module is looked up in
+    """Return the objects to which `name` may refer. A name without a module is looked up in
     `places`."""
     prefix, _, last = name.rpartition(".")
     if prefix:
@@ -154,7 +154,7 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ),
     ("recipes.md", r"(\w+) recipes come with a \[published", recipes_with_a_curve, 0),
 ]
-"""Rows with a page, a sentence, the counted objects, and the relative tolerance of a rounded
+"""Rows with a page, a sentence, the counted objects, and the relative tolerance for a rounded
 number."""
 C_FILES = "vit/data/decode/c/*.[ch]"
 

@@ -46,7 +46,7 @@ SCRIPTS = {
 }
 """Maps a batch script to the script that receives its arguments."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
-"""A pattern for the start of a command, which may follow a variable assignment."""
+"""A pattern for the start of a command, possibly after a variable assignment."""
 
 
 def name_of(page: Path) -> str:
@@ -105,8 +105,8 @@ class Understood(BaseException):
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Let the command parse its arguments, but do not run it. If they are invalid, fail with the
-    command's own message."""
+    """Let the command parse its arguments without running it. If they are invalid, fail with the
+    command's message."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
         data_prep.command.OneLineParser.parse_args(parser, arguments)
@@ -325,8 +325,7 @@ def test_the_readme_is_short_and_its_measured_numbers_are_in_results_files():
 
 
 def anchors(page: Path) -> set[str]:
-    """Return all possible link targets in a Markdown page: the anchors that GitHub and the site
-    give to its headings."""
+    """Return the anchors that GitHub and the site assign to the headings of a Markdown page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

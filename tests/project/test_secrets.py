@@ -1,5 +1,5 @@
-"""Test that commands do not leak logins. Each test uses one kind of login, and searches all files
-and output for it."""
+"""Test that commands do not leak logins. Each test uses one kind of login, and searches for it in
+all files and output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def forms(secret: str) -> set[bytes]:
 
 
 def leaks(place: Path, *printed: str) -> list[str]:
-    """Return where the secrets were found, as `name in file`."""
+    """Return the locations of leaked secrets, as `name in file`."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))

@@ -1,5 +1,5 @@
-"""Test the table in seeds.md: each row of the five projects occurs once, and each of its commands
-runs at the small size that the page describes."""
+"""Test that the table in seeds.md contains each row of the five projects once, and that each
+command runs at the small size described on the page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HERE = {
     row: re.findall(r"`([^`]+)`|\]\(([^)#]+)\)", cell)
     for row, cell in re.findall(r"^\| ([A-Z]\d) \| [^|]* \| ([^|]*) \|", PAGE, re.M)
 }
-"""Maps a row to (text in backticks or "", link target or "") from the column "here"."""
+"""Maps a row to (text in backticks or "", link target or "") in the column "here"."""
 COMMANDS = {
     row: [text for text, _ in entries if text.startswith(("python ", "torchrun "))]
     for row, entries in HERE.items()
@@ -134,7 +134,7 @@ class Checkout:
         self.done = set[str]()
 
     def run(self, command: str) -> None:
-        """Run the command after the commands whose results it needs."""
+        """Run the command, after the commands whose results it needs."""
         for text, row in NEEDS:
             first = COMMANDS[row][0]
             if text in f"{command} " and first != command and first not in self.done:

@@ -1,7 +1,7 @@
 """Limit the sizes of functions and folders.
 
-`LARGER` lists exceptions with their own limits. Such a limit may only shrink, and must be removed
-when the function or folder fits the general limit.
+`LARGER` lists exceptions with their own limits. These limits may only shrink. Remove a limit once
+the function or folder fits the general limit.
 """
 
 from __future__ import annotations

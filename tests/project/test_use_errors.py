@@ -1,6 +1,6 @@
 """Test the rows of errors/rows.yaml about prediction and plots.
 
-Commands run in this process and raise ValueError for a mistake.
+Commands run in this process and raise ValueError for mistakes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = rows("Prediction and pictures")
 
 
 class Left(Exception):
-    """An exception raised when the command exits with a status."""
+    """An exception raised when a command exits with a status."""
 
 
 @pytest.fixture(scope="module")

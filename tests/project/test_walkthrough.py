@@ -1,5 +1,5 @@
-"""Test docs/walkthrough.ipynb, which contains the code from docs/model.md, a training, and plots of
-the trained model."""
+"""Test docs/walkthrough.ipynb, which contains the code from docs/model.md, a training run, and
+plots of the trained model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Replace torch's store and process group with versions that count each request and each
-collective.
+"""Replace torch's store and process group with versions that count all requests and collectives.
 
 Counts       counts by part of a run; wraps the functions that are the parts
 Store        a dict with the interface of TCPStore; `Connection` forwards to a real store
@@ -79,7 +78,7 @@ class Counts:
                     self.values[part]["calls"] += is_first
                     self.values[part]["speaking"] += is_first and self._num_sent(part) > sent_before
                     self.values[part]["cpu_s"] += taken_s
-                    if parts[-1] != "other":  # exclude this time from the outer part
+                    if parts[-1] != "other":  # Exclude this time from the outer part.
                         self.values[parts[-1]]["cpu_s"] -= taken_s
 
         setattr(place, name, counted)
@@ -231,8 +230,8 @@ class Group(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         """Broadcast ones instead of weights, because a simulated rank does not have the weights of
-        rank 0. Integers, which describe DDP's buckets, are the same on all ranks and stay
-        unchanged."""
+        rank 0. Integers, which describe DDP's buckets, are equal on all ranks and stay unchanged.
+        """
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
                 tensor.fill_(1)

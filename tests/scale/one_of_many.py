@@ -1,4 +1,4 @@
-"""Run a training as one of n ranks in one process, and count its communication by part.
+"""Train as one of n ranks in one process, and count the communication in each part of the run.
 
     the rank     calls launch/train.py's functions on a real folder of shards
     the others   use the code of `World` to send their messages just before rank 0 reads them; the
@@ -90,8 +90,7 @@ class _Waits(BaseException):
 
 
 class _SendingStore:
-    """The store of a simulated rank. It accepts the rank's messages, and raises _Waits at the
-    rank's first read."""
+    """A simulated rank's store. It accepts messages and raises _Waits when the rank first reads."""
 
     def __init__(self, store: dist.Store):
         self._store = store
@@ -115,7 +114,7 @@ def host_of(rank: int) -> str:
 def others_speak(
     world: World, counts: Counts, function: Callable[..., Any], *arguments: Any
 ) -> None:
-    """Let each of the other ranks call `function` of `World` until it would wait."""
+    """Let all other ranks call `function` of `World` until they would wait."""
     with counts.of_others():
         hosts = world.hosts or tuple(map(host_of, range(world.size)))
         for rank in range(1, world.size):
@@ -232,7 +231,7 @@ def real(shards: Path, batch: int, folder: Path) -> None:
     attempt(settings, size, rank, Connection(dist.PrefixStore("2", store), counts))
     (folder / f"{rank}.json").write_text(json.dumps(counts.take()))
     sys.stdout.flush()
-    os._exit(0)  # exit as `leave` does, because gloo's threads can block a normal exit
+    os._exit(0)  # Exit like `leave`, because gloo's threads can block a normal exit.
 
 
 def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
@@ -263,7 +262,7 @@ def main() -> None:
     for each in PARTS:
         counts.watch(*each)
     let_others_speak(counts)
-    gc.freeze()  # otherwise, garbage collection after each run would scan all imported objects
+    gc.freeze()  # Otherwise, garbage collection after each run would scan all imported objects.
     counts_by_size = {}
     with tempfile.TemporaryDirectory(prefix="one_of_many-") as name:
         folder = Path(name)

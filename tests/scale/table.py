@@ -3,7 +3,7 @@
     python tests/scale/table.py --out benchmarks/results/DATE-scale.md
 
 Every run trains on the same 8,192 images and evaluates on 4,096, in batches of 4,096. Times are in
-seconds of one core. A run with 8 ranks comes first, so that one-time costs are not counted.
+seconds of one core. A run with 8 ranks comes first, so that one-time costs are excluded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from processes import environment, make_shards
 
 SIMULATION = Path(__file__).with_name("one_of_many.py")
 US_OF_A_REQUEST = 31
-"""The time that torch's TCPStore takes per request, in microseconds of one core. TCPStore took 1.69
+"""The time that torch's TCPStore needs per request, in microseconds of one core. TCPStore took 1.69
 s for 53,450 requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
 ONCE_PER = {
     "step": "step",
@@ -56,8 +56,8 @@ def parts_of(counts: dict[str, Any]) -> list[str]:
 
 
 def once(counts: dict[str, Any], ranks: int, who: str, part: str, quantity: str) -> float:
-    """Return a count per call of `part`. If any call communicates, calls that do not communicate
-    are ignored.
+    """Return a count per call of `part`. Calls without communication are ignored if any call
+    communicates.
 
     who: "first" or "last".
     """

@@ -60,8 +60,7 @@ def counted(images):
 
 
 def grown(counted, quantity):
-    """Return rows with the rank, the part, the count with few ranks, and the growth of the
-    count."""
+    """Return rows with the rank, the part, the count with few ranks, and its growth."""
     rows = [
         (key[0], key[1], few, many - few)
         for key, (few, many) in counted.items()
@@ -118,7 +117,7 @@ def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
 
 
 def requests_of(counts):
-    """Return the requests to the store, without polls, heartbeats and torch's own requests."""
+    """Return the store requests, excluding polls, heartbeats and torch's own requests."""
     ours = {name: number for name, number in counts["keys"].items() if " vit/" in name}
     return {
         name: number

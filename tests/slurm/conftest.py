@@ -1,4 +1,4 @@
-"""Start and stop a real Slurm with two nodes on this machine, using Debian's daemons.
+"""Start and stop a real two-node Slurm cluster on this machine, using Debian's daemons.
 
 Debian's slurmd can run several times on a host (`slurmd -N n1`). The daemons require root. Without
 root or Slurm, the tests are skipped with the reason, or fail if VIT_REQUIRE_SLURM=1, as in CI.
@@ -81,7 +81,7 @@ UNFINISHED = (
 
 
 class Cluster:
-    """Slurm's commands, which talk to the daemons of the tests."""
+    """Slurm's commands, which communicate with the daemons of the tests."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -168,7 +168,7 @@ class Job:
 
     def facts(self) -> dict[str, str]:
         """Return the output of `scontrol show job` as a dict. For a job array, describe an
-        unfinished task if one exists."""
+        unfinished task if there is one."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -208,7 +208,7 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Start two nodes, n1 and n2, with three partitions: main, grace (30 s of notice before a
+    """Start two nodes, n1 and n2, with three partitions: main, grace (30 s of notice before
     preemption) and urgent. Jobs in urgent preempt jobs in the other partitions."""
     missing = [
         name

@@ -1,4 +1,4 @@
-"""Test slurm/*.sh on a real Slurm with two nodes: jobs that finish, time out, are canceled or
+"""Test slurm/*.sh on a real two-node Slurm cluster: jobs that finish, time out, are canceled or
 preempted, or contain mistakes.
 
 Both nodes are this machine, and the GPUs that Slurm allocates do not exist. Each job runs one rank
@@ -144,8 +144,8 @@ def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards,
 
 
 def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
-    """The test stops a rank to simulate a failed node, for which ranks on GPUs would wait in the
-    same way. SRUN_ARGS is passed to srun."""
+    """The test stops a rank to simulate a failed node. Ranks on GPUs would also wait for such a
+    node. SRUN_ARGS is passed to srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -178,8 +178,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
     cluster.start_node("n2")
     facts = job.wait()
-    # When the node comes back, Slurm may resend the request to terminate the job. The job is then
-    # saved and requeued a second time.
+    # When the node comes back, Slurm may resend the request to terminate the job. The job then
+    # saves and is requeued a second time.
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) >= 1
     first, second, *_ = starts(run_dir)
@@ -290,7 +290,7 @@ def limited(cluster, shards, tmp_path_factory):
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
     """Without notice of a preemption, Slurm ends and requeues the job. With notice, only the script
-    can requeue the job."""
+    can requeue it."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()

@@ -1,5 +1,5 @@
-"""Test job arrays, command prefixes (containers), and shards on node disks, on a real Slurm with
-two nodes."""
+"""Test job arrays, command prefixes (containers) and shards on node disks, on a real two-node Slurm
+cluster."""
 
 from __future__ import annotations
 

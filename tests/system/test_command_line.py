@@ -1,5 +1,5 @@
-"""Test that each mistake on a command line of launch/ prints one line with the probable
-intention."""
+"""Test that each mistake on a command line of launch/ prints one line that suggests the intended
+argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a process writes only to its own streams, even if it was started without them."""
+"""Test that a process writes only to its own streams, even if it was started without any."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def no_outage():
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """Replace the clock of retries by a fake clock that advances only with their sleeps, and by a
-    microsecond per read. Threads left over from other tests use the real clock."""
+    """Replace the clock used for retries with a fake clock that advances only during their sleeps,
+    and by a microsecond per read. Threads left over from other tests use the real clock."""
     now = SimpleNamespace(strftime=time.strftime, localtime=time.localtime, passed_s=0.0)
     ours = threading.current_thread()
 
@@ -54,7 +54,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def failing(times: int, **details):
-    """Return a function that fails this many times, and then returns the number of the attempt."""
+    """Return a function that fails this many times and then returns the number of the attempt."""
     made = []
 
     def attempt() -> int:

@@ -1,5 +1,4 @@
-"""Test URLs that contain logins: how they are displayed and requested, and which server gets which
-login."""
+"""Test how URLs with logins are displayed and requested, and which server receives which login."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
         if parameter.requires_grad:
             assert not torch.equal(parameter, old[name]), name
             # AdamW's first update has the size of the learning rate for any gradient. If the
-            # gradient is only rounding noise, the sign of the update is random.
+            # gradient is only rounding noise, the update's sign is random.
             clear = plain.get_parameter(name).grad.abs() > 1e-6
             torch.testing.assert_close(
                 parameter[clear], expected[name][clear], rtol=1e-3, atol=1e-3
@@ -179,8 +179,7 @@ def test_freezing_combines_with_all_other_changes_of_a_step(
 @pytest.mark.parametrize("frozen", ["none", "backbone", 0, 1, 3])
 def test_counts_the_same_operations_as_torch(frozen):
     """torch counts the operations of a real backward pass. The comparison excludes the image
-    gradient. It also excludes attention, because torch counts the recomputation in its backward
-    pass."""
+    gradient, and also attention, because torch counts the recomputation in its backward pass."""
     model = model_of(depth=3)
     freeze(model, frozen)
     images = torch.randn(2, 3, 16, 16)

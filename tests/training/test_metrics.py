@@ -1,4 +1,4 @@
-"""Compare accuracy with torch's top-k and with manual counts. Results must be bit-identical for any
+"""Compare accuracy with torch's top-k and manual counts. Results must be bit-identical for any
 order and partition of the samples."""
 
 import math

@@ -57,7 +57,7 @@ def settings(model=(), data=(), **distill):
 
 
 class Says(nn.Module):
-    """A model with timm's interface that always returns the logits passed to its constructor."""
+    """A model with timm's interface that always returns the logits given to its constructor."""
 
     def __init__(self, *logits: torch.Tensor):
         super().__init__()
@@ -74,8 +74,8 @@ class Says(nn.Module):
 
 
 def blended(student, teacher, **distill):
-    """Return the loss and gradient of the `blend` method of a teacher. student: logits of one or
-    two heads."""
+    """Return the loss and gradient of a teacher's `blend` method. student: logits of one or two
+    heads."""
     heads = [logits.clone().requires_grad_() for logits in student]
     ours = Teacher(Says(teacher), settings(), settings(teacher="x", **distill))
     task = F.cross_entropy(heads[0], LABELS, reduction="none")
@@ -196,7 +196,7 @@ def test_classes_are_found_by_name(tmp_path):
     path = weights_file(tmp_path / "w.safetensors", ["dog", "class2", "class0", "class1"])
     teacher = load_teacher(settings(teacher=str(path)), NAMES, 3, ALONE)
     images = torch.randn(2, 3, 16, 16)
-    # With fewer rows, a kernel may sum in a different order.
+    # With fewer rows, a kernel may sum values in a different order.
     expect_equal(teacher(images), load(path)(images)[:, [2, 3, 1]])
     assert any("selected by name" in line for line in teacher.notes.lines)
     assert teacher.notes.record["teacher"]["step"] == 7

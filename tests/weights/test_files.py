@@ -111,7 +111,7 @@ def test_a_class_token_without_position_gets_zeros():
 def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
     form, registers, tmp_path
 ):
-    """A model adds the position to the token, so the sum must stay equal bit for bit."""
+    """A model adds the position to the token, so the sum must stay bit-identical."""
     source = tiny(0, reg_tokens=registers)
     size = 96 if form == "another size" else 64
     model = VisionTransformer(

@@ -204,7 +204,7 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
     tmp_path, recwarn
 ):
     """A plain pickle, a TorchScript program and a zip of photos are intact, so the error must not
-    advise users to copy the file again."""
+    tell users to copy the file again."""
     bird = tmp_path / "ran"
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
@@ -268,7 +268,7 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path):
 
 
 def test_quantised_weights_are_refused(tmp_path):
-    """The scales are stored as separate tensors, and without them the integers are meaningless."""
+    """The scales are stored as separate tensors. Without them, the integers are meaningless."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):

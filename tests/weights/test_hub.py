@@ -1,4 +1,4 @@
-"""Test that the client of huggingface_hub fetches weights by name from a local hub.
+"""Test that huggingface_hub's client fetches weights by name from a local hub.
 
 The logits must match those of timm and transformers, which fetch the weights from the local hub as
 well.

@@ -89,7 +89,7 @@ def logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, depth: int) -> None:
-    """Allow one float32 rounding error per block, because the kernels of the programs sum in
+    """Allow one float32 rounding error per block, because the programs' kernels sum values in
     different orders."""
     scale = theirs.abs().max()
     assert scale > 0.1

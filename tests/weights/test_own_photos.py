@@ -1,5 +1,5 @@
 """Test that the command in docs/weights.md for a user's own photos trains a model that `vit.load`
-loads and that classifies better than chance."""
+can load and that beats chance."""
 
 from __future__ import annotations
 

@@ -199,8 +199,7 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
 def rounding(model: torch.nn.Module) -> float:
     """Return the largest difference that the order of summation may cause in a logit of
     `random_timm_model`. The head sums `num_features` products, and the rounding error grows with
-    the square root of this number. The head then adds a bias that is many times larger than the
-    sum."""
+    the square root of this number. It then adds a bias that is many times larger than the sum."""
     heads = model.get_classifier()
     scale = max(
         head.bias.abs().max().item() for head in (heads if isinstance(heads, tuple) else (heads,))

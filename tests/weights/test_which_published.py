@@ -356,8 +356,8 @@ def test_folders_of_transformers_are_identified(tmp_path):
 
 
 def test_a_different_norm_epsilon_is_noted_and_a_large_one_is_rejected(tmp_path):
-    """transformers initializes weights so that tokens are small. For small tokens, epsilon matters
-    more than for trained weights."""
+    """transformers initializes weights so that tokens are small, and epsilon matters more than for
+    trained weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
     config = ViTConfig(**sizes, num_hidden_layers=2, image_size=32, patch_size=8)

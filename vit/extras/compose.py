@@ -47,7 +47,7 @@ def fit(config: Config, *, allow_change: Iterable[str] = (), world: World | None
 
 
 def join_for(config: Config, limit: timedelta | None = None) -> World:
-    """Join the ranks that torchrun started for a run of `config`. See `join_world`."""
+    """Join the ranks that torchrun started for a run of `config`."""
     return join_world(
         config.train.device,
         deterministic=config.train.deterministic or config.train.exact_over_ranks,

@@ -1,6 +1,6 @@
 """Compare augmentation on the device with loops over samples, torchvision and timm.
 
-In both libraries, our random numbers replace the generated ones.
+The libraries' random numbers are replaced by ours.
 """
 
 import numpy as np
@@ -208,8 +208,8 @@ def test_boxes_of_normalized_images_are_erased(mode, channels):
 
 
 def test_a_compiled_erasing_graph_computes_nothing_on_the_host():
-    """If the graph computed a table on the host, the GPU would wait for the copy of the table in
-    each step."""
+    """If the graph computed a table on the host, the GPU would wait in each step for the table to
+    be copied."""
     operators = []
 
     def note(graph, inputs):
@@ -346,8 +346,7 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # Rows 2, 11 and 20 and the rows after them must be in different mixing groups, because a group
-    # has four rows.
+    # Rows 2, 11 and 20, and the rows after them, must be in different mixing groups of four rows.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
@@ -357,8 +356,8 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
     """timm mixes row i with row B - 1 - i. In a group of two rows, our rotation mixes the same
-    rows, even in the modes `batch` and `elem`. The test passes each group to timm as a batch, with
-    our random numbers."""
+    rows, even in the modes `batch` and `elem`. Each group is passed to timm as a batch, with our
+    random numbers."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),
@@ -386,8 +385,7 @@ def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
             timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
         )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
-        # timm skips a row whose lambda is 1. If timm cuts out a box, it recomputes lambda from the
-        # box.
+        # timm skips rows with a lambda of 1. For CutMix, timm recomputes lambda from the box.
         lambdas = (
             rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
         )

@@ -1,5 +1,5 @@
-"""Compare the random numbers of augmentations with golden values, and with the distributions of
-torchvision, timm and the papers."""
+"""Compare augmentation parameters with golden values, and with the distributions of torchvision,
+timm and the papers."""
 
 import itertools
 import json
@@ -118,8 +118,8 @@ def test_the_sets_of_other_programs_always_apply_an_operation_at_the_set_strengt
 
 
 def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
-    """Compute the probability and the strengths of each pair of operations ("" means none) from the
-    source code of the policy."""
+    """Compute the probability and strengths of each pair of operations ("" means none) from the
+    policy's source code."""
     if name in ("imagenet", "cifar10", "svhn"):
         auto = autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name))
         pairs = auto.policies

@@ -179,7 +179,7 @@ def test_simple_crops_are_the_largest_windows_with_the_aspect_ratio_of_the_view(
 @pytest.mark.parametrize(("width", "height"), [(320, 200), (200, 320), (200, 200)])
 def test_simple_crops_are_distributed_like_a_padded_random_crop(width, height):
     """The shorter side of the image matches the view, so the image is not resized. Positions must
-    be distributed as those of torchvision's RandomCrop(200, padding=4)."""
+    have the distribution of torchvision's RandomCrop(200, padding=4)."""
     num = 20_000
     config = AugmentConfig(crop="simple")
     size = (200, 200)

@@ -28,7 +28,7 @@ MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
     [((32, 48), (0.02, 1 / 3), (0.3, 1 / 0.3)), ((40, 16), (0.3, 0.9), (0.2, 2.0))],
 )
 def test_boxes_are_erased_as_in_timm(size, area, ratio):
-    """In the second case, timm often finds no valid box in its ten attempts."""
+    """In the second case, timm often fails to find a valid box in its ten attempts."""
     num = 6000
     prob = 0.7
     config = AugmentConfig(

@@ -40,7 +40,7 @@ def assert_equal_levels(
     share: float = 0.0,
     on_border: float = 0.0,
 ) -> None:
-    """Assert that at most the fraction `share` of all levels differ, and that at most the fraction
+    """Assert that at most a fraction `share` of all levels differ, and that at most a fraction
     `on_border` of each image differs by more than `largest`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
@@ -55,8 +55,8 @@ def assert_equal_levels(
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
 UNSIGNED = ("AutoContrast", "Equalize", "Invert", "Posterize", "Solarize")
 ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
-"""The timm operations that are not "increasing". Their levels range from 0.1 to 1.9 and have no
-sign."""
+"""The timm operations that are not "increasing". Their levels are unsigned and range from 0.1 to
+1.9."""
 
 
 def by_timm(
@@ -139,8 +139,8 @@ TORCHVISION_SPACES = {
 
 
 def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> np.ndarray:
-    """Apply a torchvision operation. The strength is a signed index into the magnitudes of the
-    operation."""
+    """Apply a torchvision operation. The strength is a signed index into the operation's
+    magnitudes."""
     name, (magnitudes, is_signed) = list(TORCHVISION_SPACES[op_set](SMALL).items())[op]
     magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
     signed = -magnitude if is_signed and strength < 0 else magnitude
@@ -187,8 +187,8 @@ def test_operations_equal_big_vision(op):
     """The stored results are from google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py,
     run on two images with TensorFlow 2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces
     tensorflow_addons, which does not support TensorFlow 2.21. Cutouts are centered at 0.8 of the
-    width and 0.3 of the height. TensorFlow sums in a different order, so one level in a hundred may
-    differ by one, or by two for sharpness."""
+    width and 0.3 of the height. TensorFlow sums numbers in a different order, so one level in a
+    hundred may differ by one, or by two for sharpness."""
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
     cases = [case for case in BIG_VISION.files if case.split()[0].lower() == name]

@@ -55,8 +55,8 @@ def test_pooling_on_a_gpu_equals_the_sums_on_a_cpu():
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_the_device(name):
-    """The fake GPU raises an error on `.item()`, a branch on a pixel value, a mask of unknown size,
-    or a tensor on the host."""
+    """The fake GPU raises an error for `.item()`, a branch on a pixel value, a mask of unknown
+    size, or a tensor on the host."""
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     gpu = torch.device("cuda", 0)
     with gpu_without_memory() as mode:

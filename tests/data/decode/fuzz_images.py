@@ -1,14 +1,14 @@
-"""Decode intact and damaged files of all kinds in all ways, and compare the results.
+"""Decode intact and damaged files of all kinds with all decoders, and compare the results.
 
-All ways must give the same pixels, or all ways must reject the image.
+All decoders must return the same pixels, or all must reject the image.
 
     python tests/data/decode/fuzz_images.py --minutes 10 [--seed 7]
 
 A window is decoded by the C decoder, by pip packages, and by cropping the whole image. The script
 also compares the training and evaluation views, the bytes that preparation writes, and the size in
-the index. A window of a damaged JPEG may be intact if all ways agree, but a truncated JPEG must be
-rejected. The damage is typical of disks, networks and users: flipped, lost, inserted and repeated
-bytes, truncated files, bytes after the end and between headers, and wrong headers.
+the index. A window of a damaged JPEG may be intact if all decoders agree, but a truncated JPEG must
+be rejected. The damage is typical of disks, networks and users: flipped, lost, inserted and
+repeated bytes, truncated files, bytes after the end and between headers, and wrong headers.
 
 The script prints counts. If results differ, the script keeps the file and exits with status 1.
 tests/data/decode/test_images.py tests one image of each kind in the same way.
@@ -115,7 +115,7 @@ def at_frame(data: bytes) -> int:
 
 
 def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return JPEGs of nearly all kinds. Those with declared samplings have only approximately this
+    """Return JPEGs of nearly all kinds. JPEGs with declared samplings have only approximately this
     size."""
     rgb = picture(width, height)
     grey = picture(width, height, "L")
@@ -129,7 +129,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
                 "4:2:2": [(0x12, "4:4:0")],
                 "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")],
             }.get(sampling, []):
-                # change the sampling in the header but not the codes
+                # Change the sampling in the header but not the codes.
                 at = at_frame(data) + 11
                 yield f"JPEG {name}{interval}", data[:at] + bytes([factors]) + data[at + 1 :]
         yield f"JPEG grey{interval}", encoded(grey, "JPEG", **marks)
@@ -147,7 +147,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     yield "JPEG rows of markers", encoded(rgb, "JPEG", restart_marker_rows=1)
     plain = encoded(rgb, "JPEG", quality=85)
     header = read_header(plain)
-    # any bytes are valid arithmetic codes of some image
+    # Any bytes are valid arithmetic codes of some image.
     codes = random.Random(0).randbytes(width * height).replace(b"\xff", b"\0")
     arithmetic = (
         plain[: header.frame_offset + 1]
@@ -168,8 +168,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return images in other formats, in all modes that Pillow writes and in some modes that it
-    does not write."""
+    """Return images in other formats, in all modes that Pillow writes and some that it does not."""
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         yield f"PNG {mode}", encoded(picture(width, height, mode), "PNG")
     yield (
@@ -304,7 +303,7 @@ class Comparison:
         self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
-        """The number of windows without visible corruption in a file that is corrupt elsewhere."""
+        """The number of windows that look intact in a file that is corrupt elsewhere."""
         try:
             self.size: tuple[int, int] | None = read_image_size(data)
         except ValueError:
@@ -360,8 +359,8 @@ class Comparison:
         return ways
 
     def _judge(self, part: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
-        """Require the pixels of the whole image, or its rejection. Corrupt codes that no decoder
-        reads may change the result, but all decoders must then agree."""
+        """Require the full image's pixels, or a rejection. If no decoder reads the corrupt codes,
+        the result may differ from a full decode, but all decoders must agree with each other."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -494,7 +493,7 @@ def _lie(data: bytearray, rng: random.Random) -> None:
 
 
 def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
-    """Fuzz until the time is up. Return the counts and the differences, with the files that cause
+    """Fuzz until the time is up. Return the counts, and the differences with the files that cause
     them."""
     rng = random.Random(seed)
     counts = Counter[str]()

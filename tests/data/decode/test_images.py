@@ -31,8 +31,8 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.shards.tar import scan_tar
 
 REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
-"""Kinds of images that are rejected. Decoders do not support the first kind, and the value range of
-the other kinds is unknown."""
+"""Kinds of images that are rejected. No decoder supports the first kind, and the value ranges of
+the others are unknown."""
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (97, 64)], ids=str)
@@ -72,8 +72,8 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels):
-    """For a CMYK window without restart markers, simplejpeg reports a warning about bytes below the
-    window before it has written any pixels."""
+    """For such a window, simplejpeg reports a warning about bytes below the window before it has
+    written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]
@@ -245,7 +245,7 @@ BEYOND = {
 )
 @pytest.mark.parametrize(("data", "reason"), BEYOND.values(), ids=BEYOND)
 def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, limit, monkeypatch):
-    # The limit applies to the whole process, so another library may have changed it.
+    # Another library may have changed the limit, which applies to the whole process.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     for reader in (
         read_image_size,
@@ -260,7 +260,7 @@ def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, 
 def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        # The limit exceeds the pixels of this image by 43,030, so one more row is too much.
+        # The limit is 43,030 pixels more than this image has, so one more row exceeds it.
         wide = 59_652
         high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)
@@ -276,7 +276,7 @@ def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
 
 
 def test_a_window_of_a_large_png_needs_only_the_decoders_memory(tmp_path):
-    """Pillow needs 4 bytes per pixel. Copies in other modes would raise this number to 16."""
+    """Pillow needs 4 bytes per pixel. With copies in other modes, it would need 16."""
     encoded_png = tmp_path / "large.png"
     Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
     code = (

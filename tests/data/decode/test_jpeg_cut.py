@@ -17,8 +17,8 @@ from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
 # Maps each chroma subsampling to one that Pillow can encode, and to the sampling factors that the
-# tests write into the header. Subsamplings with the same number of blocks per MCU differ only in
-# the header, so the tests can cover subsamplings that Pillow cannot encode.
+# tests write into the header. Pillow cannot encode all subsamplings, but those with the same number
+# of blocks per MCU differ only in the header.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),
@@ -48,8 +48,8 @@ def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **
     """Return a JPEG of this size with a restart marker after every `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    # Encode the image with a subsampling that Pillow supports and that has the same number of
-    # blocks per MCU.
+    # Encode the image with a subsampling that Pillow supports and that has equally many blocks per
+    # MCU.
     if pillows != "grey":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
@@ -81,8 +81,8 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 
 @st.composite
 def cases(draw):
-    """Generate an image, tiled or not, and a window in it. Narrow images and windows at the border
-    are frequent."""
+    """Generate an image, tiled or not, and a window in the image. Narrow images and windows at the
+    border are frequent."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "grey" not in arranged else 8

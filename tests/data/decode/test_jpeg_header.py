@@ -55,7 +55,7 @@ def segment(marker: int, content: bytes) -> bytes:
 
 def exif_block(order: str, orientation: int, num_before: int = 3) -> bytes:
     """Return the content of an EXIF segment in little-endian (<) or big-endian (>) byte order. The
-    orientation follows `num_before` other entries."""
+    orientation comes after `num_before` other entries."""
     entries = [struct.pack(order + "HHII", 0x0100 + n, 4, 1, 7) for n in range(num_before)]
     entries.append(struct.pack(order + "HHIHH", 0x0112, 3, 1, orientation, 0))
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8)

@@ -52,7 +52,7 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
 def some_windows(
     width: int, height: int, count: int, rng: random.Random
 ) -> list[tuple[int, int, int, int]]:
-    """Return random windows, the whole image, and a single pixel in a corner."""
+    """Return random windows, the window of the whole image, and a single pixel in a corner."""
     windows = [(0, 0, width, height), (width - 1, height - 1, 1, 1)]
     for _ in range(count - 2):
         w, h = rng.randint(1, width), rng.randint(1, height)
@@ -131,8 +131,8 @@ def segment(marker: int, content: bytes) -> bytes:
 def handmade(
     rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
 ) -> bytes:
-    """Return a grayscale JPEG with random AC symbols and values. The code of symbol k has
-    lengths[k] bits (ascending), and the DC code is a single 0 bit."""
+    """Return a grayscale JPEG with random AC symbols and values. Symbol k has a code of lengths[k]
+    bits (ascending), and the DC code is a single 0 bit."""
     codes = {}
     code = 0
     before = lengths[0]
@@ -186,7 +186,7 @@ def test_images_with_random_huffman_codes_equal_simplejpeg(long):
 
 
 def test_samplings_that_no_encoder_writes_equal_simplejpeg():
-    """The header declares a different layout of the four luma blocks of a 4:2:0 MCU, for example a
+    """The header declares a different layout for the four luma blocks of a 4:2:0 MCU, for example a
     column. The pixels then differ from the original image, but both decoders must agree."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
@@ -425,7 +425,8 @@ def test_only_the_segments_of_the_window_are_read():
 
 
 def test_a_truncated_file_is_refused_for_every_window():
-    """If only some windows were rejected, the crop would determine whether an image is readable."""
+    """If the C decoder rejected a file only for some windows, the crop would determine whether the
+    image is readable."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},

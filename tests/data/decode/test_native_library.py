@@ -61,7 +61,7 @@ def test_a_library_of_another_version_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_library_built_from_other_sources_is_refused(tmp_path):
-    """The library does not match the sources after a git pull without a reinstall. The check is
+    """After a git pull without a reinstall, the library does not match the sources. The check is
     skipped for a wheel, which contains no sources."""
     sources, library = copied(tmp_path)
     load(library, sources)

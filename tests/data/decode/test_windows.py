@@ -106,7 +106,7 @@ def test_a_reduced_window_equals_that_of_the_reduced_image(size, form, reduce, d
 
 @pytest.mark.parametrize(("left", "width"), [(0, 12), (20, 4), (132, 8)])
 def test_a_narrow_reduced_window_equals_that_of_the_reduced_image(left, width):
-    """At 1/4 scale, each row of a cut tile has two chroma samples, which libjpeg upsamples
+    """At 1/4 scale, each row of a cut tile has two chroma samples. libjpeg upsamples these
     differently."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 140, 3), np.uint8)
     data = encode(Image.fromarray(noise), quality=90, subsampling="4:2:2", restart_marker_blocks=1)

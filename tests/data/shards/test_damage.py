@@ -232,7 +232,7 @@ def test_a_stale_index_is_rebuilt(root, spoil, caplog):
 
 def test_an_index_that_cannot_be_written_stays_in_memory(root, caplog):
     (root / "train.index.npy").unlink()
-    # A folder with the name of the file makes the rename fail, even for root.
+    # A folder with the file's name makes the rename fail, even for root.
     (root / "train.index.npy").mkdir()
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
@@ -338,7 +338,7 @@ def test_a_label_out_of_range_in_the_index_is_reported(root):
 
 
 def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeypatch, caplog):
-    """A network file system may return wrong bytes once, although the disk is intact."""
+    """A network file system may return wrong bytes once even though the disk is intact."""
     split = open_split(root, "train")
     tar = root / "train-00001.tar"
     offset = int(split.index["offset"][7])
@@ -368,7 +368,7 @@ def test_no_checksum_is_computed_of_a_replaced_shard(root):
 
 
 def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
-    """numpy parses the header with Python's parser, and does not catch the errors of the parser."""
+    """numpy parses the header with Python's parser, but does not catch the parser's errors."""
     path = root / "train.index.npy"
     whole = path.read_bytes()
     for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):

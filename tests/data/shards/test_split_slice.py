@@ -24,8 +24,7 @@ from vit.system.hashing import fold
 
 
 def sorted_by_class(num: int) -> Split:
-    """Return a split of ten classes, sorted by class. The split consists of a single shard that is
-    never read."""
+    """Return a split of ten classes, sorted by class. Its only shard is never read."""
     index = np.zeros(num, INDEX_DTYPE)
     index["label"] = np.arange(num) * 10 // num
     return Split("nowhere", "train", ["train-0.tar"], [num], index, 10, [])

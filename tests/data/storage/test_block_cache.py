@@ -41,7 +41,7 @@ def blocks(folder: Path) -> int:
 
 
 def other_process(code: str, *arguments: object) -> subprocess.Popen:
-    """Run `code` in another Python process, and wait until it prints a line to show that it is
+    """Run `code` in another Python process, and wait until it prints a line to signal that it is
     ready."""
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -69,7 +69,7 @@ else:
 
 
 def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
-    """Logging is slow in this test, so that all threads arrive while the first one logs its
+    """Logging is slow in this test, so all threads arrive while the first one is logging its
     message."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
@@ -96,7 +96,7 @@ def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatc
 def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     locked, folder, caplog, monkeypatch
 ):
-    """A process that holds a lock may be suspended by Slurm, or may hang on an unavailable mount.
+    """A process with a lock may be suspended by Slurm, or may hang on an unavailable mount.
     Other processes must then fetch the block without storing it, and log one message."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
@@ -288,8 +288,8 @@ def test_a_world_writable_folder_is_refused(folder):
 
 
 def mounts(root: Path, **kinds: str) -> Path:
-    """Return a root folder whose `proc` lists mounts with the given file system type for each
-    folder (`all`: for all other folders)."""
+    """Return a root folder whose `proc` lists a mount of the given file system type for each
+    folder. `all`: the type for all other folders."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
     lines = [

@@ -208,8 +208,7 @@ def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_pat
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:
-    """Return the file descriptors of the process that refer to shards, each with the name of the
-    shard."""
+    """Return the process's file descriptors of shards, each with the shard's name."""
     names = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
         # The descriptor used to list the folder is already closed.
@@ -247,7 +246,7 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
 
 
 def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
-    """Half of the process's limit must remain available for other files."""
+    """Half of the process's descriptor limit must remain available for other files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     expected = [open_split(shards, "train").read(i) for i in range(60)]
     split = open_split(shards, "train")
@@ -303,7 +302,7 @@ def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not
     root = shutil.copytree(shards, tmp_path / "mount")
     split = open_split(root, "train", tmp_path / "near")
     sample = split.read(0)
-    time.sleep(0.05)  # sleep longer than the resolution of file timestamps
+    time.sleep(0.05)  # Sleep longer than the resolution of file timestamps.
     (root / "train-00000.tar").write_bytes((root / "train-00000.tar").read_bytes())
     with pytest.raises(
         ShardError,

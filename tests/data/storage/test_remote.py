@@ -34,7 +34,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Use short pauses, and blocks of 4 instead of 4,096 samples, to save time."""
+    """Use short pauses, and blocks of 4 instead of 4,096 samples, to keep the tests fast."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -117,8 +117,8 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
 
 
 class KeptFtp(FTPFileSystem):
-    """A file system that keeps one connection per thread until the process exits, as fsspec's sftp
-    and smb clients do."""
+    """A file system that keeps one connection per thread until the process exits, like fsspec's
+    sftp and smb clients."""
 
     protocol = "keptftp"
     cachable = True
@@ -141,8 +141,8 @@ def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
 
 
 def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch):
-    """Rank 0 asks the server about each shard and sends the result to the other ranks. All ranks
-    must read the same samples."""
+    """Rank 0 requests information about each shard and sends it to the other ranks. All ranks must
+    read the same samples."""
     monkeypatch.setattr("vit.distributed.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),

@@ -31,7 +31,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Use short pauses, and blocks of 4 instead of 4,096 samples, to save time."""
+    """Use short pauses, and blocks of 4 instead of 4,096 samples, to keep the tests fast."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -235,8 +235,8 @@ def _fill(folder, process):
 
 def test_processes_never_read_a_half_written_count(cache):
     """A process that read a partial count would have to count all blocks, which takes minutes in a
-    large cache. The test starts with a count of one million but no blocks, so counting would change
-    the number."""
+    large cache. The test starts with a count of one million but no blocks, so a recount would
+    change the number."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")
     processes = [multiprocessing.Process(target=_fill, args=(cache, number)) for number in range(4)]

@@ -27,7 +27,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Use short pauses, and blocks of 4 instead of 4,096 samples, to save time."""
+    """Use short pauses, and blocks of 4 instead of 4,096 samples, to keep the tests fast."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -44,8 +44,8 @@ def impatient(monkeypatch):
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
 def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, cache):
-    """The ETag shows that the shard is new. Old and new bytes must not be mixed, and cached blocks
-    of the old shard must remain usable."""
+    """The ETag reveals the new shard. Old and new bytes must not be mixed, and cached blocks of the
+    old shard must remain usable."""
     split = open_split(url, "train", cache)
     sample = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
@@ -141,8 +141,8 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
 
 class Growing(dict):
-    """The files of a server. After each request, the server replaces the files whose names end with
-    `ending`."""
+    """The files on a server that replaces all files whose names end with `ending` after each
+    request."""
 
     ending = ""
 

@@ -1,4 +1,4 @@
-"""Test that verification detects manual changes even if the hashes were updated."""
+"""Test that verification detects manual changes even if all hashes were updated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def swap_classes_only(root: Path) -> None:
 
 
 def reseal(root: Path) -> None:
-    """Update all file hashes, as someone who deliberately alters a dataset could."""
+    """Update all file hashes, like someone who deliberately alters a dataset."""
 
     def seal(info: dict) -> None:
         for described in info["splits"].values():

@@ -1,5 +1,5 @@
-"""Test downloads from a real HTTP server: they continue after cuts, are verified, and raise clear
-errors."""
+"""Test that downloads from a real HTTP server continue after interruptions, are verified, and raise
+clear errors."""
 
 import hashlib
 import random

@@ -381,8 +381,8 @@ def test_sidecars_take_precedence_over_the_info_of_another_tool(tmp_path):
 
 
 def test_another_layout_replaces_an_earlier_one(tmp_path):
-    """Sidecars from an earlier layout may remain after an interrupted command, or after a command
-    that moved `_info.json` away."""
+    """Sidecars from an earlier layout may remain if a command was interrupted or moved `_info.json`
+    away."""
     root = tmp_path / "root"
     root.mkdir()
     write_tar(

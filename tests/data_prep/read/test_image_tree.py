@@ -25,8 +25,8 @@ def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
 
 
 def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat, tmp_path, capsys):
-    """By default, 5 of 51 images may be unreadable, although 5 is more than one percent. With the
-    limit that the error suggests, 7 images may be unreadable."""
+    """By default, 5 of 51 images may be unreadable, although this is more than one percent. With
+    the limit that the error suggests, 7 images may be unreadable."""
     out = tmp_path / "out"
     for n in range(5):
         (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
@@ -62,8 +62,8 @@ def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat
 
 
 def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
-    """In the folder of a phone, HEIC is skipped and counted, AVIF is read, and EXIF orientations
-    are counted. The classes are named 9 and 10."""
+    """In a phone's folder, HEIC images are skipped and counted, AVIF images are read, and EXIF
+    orientations are counted. The classes are named 9 and 10."""
     folder = tmp_path / "phone"
     turned = Image.Exif()
     turned[0x0112] = 6

@@ -1,4 +1,4 @@
-"""Test that zip archives are listed as by zipfile, and that corrupt or hostile archives are
+"""Test that zip archives are listed as zipfile lists them, and that corrupt or hostile archives are
 rejected."""
 
 import io

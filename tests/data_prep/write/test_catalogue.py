@@ -191,7 +191,7 @@ def test_a_truncated_file_is_reported(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
-    """A hundred times as many rows may need only a few MB more memory, because the rows are on
+    """A hundred times as many rows may need only a few MB more memory, because rows are stored on
     disk."""
     code = """
 import resource, sys; from pathlib import Path

@@ -31,7 +31,7 @@ BEST = ImagePolicy(jpeg_quality=100)
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Return smooth colors with some noise and four different corners."""
+    """Return smooth colors with some noise, and a different color in each corner."""
     generator = np.random.default_rng(width * height)
     coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize(
         (width, height), Image.Resampling.BICUBIC
@@ -281,7 +281,7 @@ def test_several_changes_are_all_named():
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
-    """Flip, cut, zero, insert or move bytes, as disks, networks and crashed writers do."""
+    """Flip, cut, zero, insert or move bytes, like disks, networks and crashed writers."""
     hurt = bytearray(data)
     # Choose mostly bytes of the image data.
     start = rng.randrange(len(hurt)) if rng.random() < 0.3 else rng.randrange(500, len(hurt))

@@ -35,7 +35,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.05, 0.1))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", None)  # drop the cached folder
+    monkeypatch.setattr("tempfile.tempdir", None)  # Drop the cached folder.
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -148,7 +148,7 @@ def test_unwritable_folders_are_reported(place, message, tmp_path):
     (tmp_path / "forbidden").mkdir()
     (tmp_path / "forbidden").chmod(0o555)
     program = f"from data_prep.write.output import Output; Output({str(tmp_path / place)!r}).make()"
-    if os.geteuid() == 0:  # root ignores permissions
+    if os.geteuid() == 0:  # Root ignores permissions.
         for folder in (tmp_path, *tmp_path.parents):
             # Other users cannot read the folders of pytest.
             if folder.stat().st_mode & 0o055 != 0o055:
@@ -187,7 +187,7 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     content = os.urandom(3 << 20)
     before = num_retries()
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (60.0, 0.05, 0.1))
-    # Each attempt opens one to ten connections. s3fs retries up to four times, and aiohttp
+    # Each attempt opens one to ten connections. s3fs makes up to four retries, and aiohttp
     # sometimes retries each of these attempts twice.
     with (
         cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _),

@@ -102,7 +102,7 @@ FILES = {
 
 def interval_for(mcus_wide: int) -> int:
     """Return the expected number of MCUs between two markers: the largest divisor of a row that
-    gives eight segments, else the divisor that gives the most segments, else the whole row."""
+    yields eight segments, else the divisor that yields the most segments, else the whole row."""
     divisors = [k for k in range(2, mcus_wide // 2 + 1) if mcus_wide % k == 0]
     wanted = [k for k in divisors if mcus_wide // k >= 8]
     return wanted[-1] if wanted else divisors[0] if divisors else mcus_wide
@@ -187,8 +187,8 @@ def test_bytes_equal_those_of_libjpegs_encoder(size: tuple[int, int], options: d
 
 @NEEDS_NATIVE
 def test_intervals_are_a_divisor_of_the_row():
-    """Each row must have eight intervals. If this is impossible, the row must have as many
-    intervals as possible, each of at least two MCUs, or a single interval."""
+    """Each row must have eight intervals. If this is impossible, it must have as many intervals as
+    possible, each of at least two MCUs, or a single interval."""
     for mcus_wide in range(1, 130):
         marked = with_restart_markers(simple(8 * mcus_wide, 8, "Gray")).data
         assert read_header(marked).restart_interval == interval_for(mcus_wide)

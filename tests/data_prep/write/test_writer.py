@@ -138,7 +138,7 @@ def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small
     temporary_beside(root / "train-00000.tar").write_bytes(
         b"left by a killed writer of this host, whose lock went with it"
     )
-    # Without a plan or an info file, the origin of the shards is unknown.
+    # Without a plan or an info file, the shards' origin is unknown.
     with pytest.raises(PrepError, match="shards of unknown origin"):
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
@@ -235,7 +235,7 @@ def test_a_process_that_finds_the_set_completed_by_another_leaves_nothing(
 
     def fill(builder: Builder) -> None:
         (builder.spool / "first").touch()
-        write(small, root, FOUR)  # another process, which removes the spool folder
+        write(small, root, FOUR)  # Another process removes the spool folder.
         (builder.spool / "second").touch()
         (root / "train-00001.rows.npy").touch()  # the rows of a shard that was published late
         (builder.spool / "first").read_bytes()

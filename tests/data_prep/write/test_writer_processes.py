@@ -24,8 +24,8 @@ BEHIND_US = ["nice", "-n", "5"]
 
 @pytest.fixture(scope="module")
 def prepare(tmp_path_factory) -> list[str]:
-    """Return a command without --out that writes 120 and 30 images into 12 and 3 shards. Each image
-    takes some milliseconds."""
+    """Return a command, without --out, that writes 120 and 30 images into 12 and 3 shards. Each
+    image takes some milliseconds."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 12), ("val", 3)):
         for label in range(10):
@@ -81,7 +81,7 @@ def test_a_killed_command_is_continued(prepare, undisturbed, tmp_path, num_tars)
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    # Workers must die with their parent. Otherwise, they would write at the same time as the next
+    # Workers must die with their parent. Otherwise, they would write concurrently with the next
     # run.
     wait_for_end_of_group(process.pid)
     for tar in root.glob("*.tar"):
@@ -146,8 +146,8 @@ def wait_for_end_of_group(group: int) -> None:
 def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
-    """The signal is sent while the workers start. As from a batch system, only the parent gets the
-    signal. As from a terminal, all processes get it."""
+    """The signal is sent while the workers start. It is sent only to the parent, as by a batch
+    system, or to all processes, as by a terminal."""
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],

@@ -319,7 +319,7 @@ def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_pa
     resumed = run("launch/train.py", *arguments, f"run.dir={tmp_path / 'run'}")
     assert resumed.returncode == 2
     assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
-    # Start a new interpreter, because a warm interpreter has already found the compiler.
+    # Start a new interpreter, because a warm one has already found the compiler.
     env = {**environment(), "CXX": "/nonexistent"}
     arguments += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
     new = call(command("launch/train.py", *arguments, ranks=0), env)

@@ -34,7 +34,7 @@ def by_recursion(leaves: list[Tensor]) -> Tensor:
 
 
 def random_leaves(count: int, size: int = 50) -> Tensor:
-    """Return leaves of such different magnitudes that any other order of addition changes the
+    """Return leaves whose magnitudes differ so much that any other order of addition changes the
     bits."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.randint(-8, 8, (count, size), generator=generator)
@@ -180,7 +180,7 @@ def peak_over_count(num_leaves: int, world: World) -> float:
                 with adding.leaf():
                     torch.stack([p.sum() for p in parameters]).sum().backward()
             adding.finish()
-            # After `wait` returns, Gloo's threads keep sent and received data for a moment.
+            # Gloo's threads keep sent and received data for a moment after `wait` returns.
             deadline = time.monotonic() + 60
             while live.now > sum(each.nbytes for each in adding._spare):
                 assert time.monotonic() < deadline, "the memory of a finished exchange is not freed"

@@ -53,7 +53,7 @@ def subject_of(model: dict | None = None, **sections: Any) -> Subject:
 
 
 def photo(path: Path) -> None:
-    """Write a smooth photo, because different resizers agree closely on smooth images."""
+    """Write a smooth photo. Different resizers agree closely on smooth images."""
     y, x = np.mgrid[0:60, 0:90] / 90
     pixels = np.stack([x, y, (x + y) / 2], axis=-1) * 255
     Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
@@ -117,7 +117,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
     variables = run_card(folder, monkeypatch)
     assert [variables["names"][n] for n in range(3)] == NAMES
     expected = own_logits(subject, folder / "photo.jpg")
-    # torch and Pillow may resize a pixel to values that differ by one of 255 levels.
+    # torch and Pillow may resize a pixel to values that differ by one level of 255.
     scale = float(expected.abs().max())
     torch.testing.assert_close(variables["logits"], expected, rtol=0, atol=0.05 * scale)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
@@ -265,8 +265,8 @@ def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path
 
 
 def test_unused_classes_get_names_in_the_export(tmp_path):
-    """Other libraries use the number of names as the number of classes. With only 3 names, they
-    could not load a head with 5 classes."""
+    """Other libraries use the number of names as the number of classes. With only 3 names, these
+    libraries could not load a head with 5 classes."""
     subject = replace(subject_of(), num_classes=5)
     subject.model.head = torch.nn.Linear(48, 5)
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
@@ -290,8 +290,8 @@ def test_a_view_survives_the_export_to_transformers(model, tmp_path):
 
 
 def test_a_grid_that_is_not_square_survives_the_export(tmp_path):
-    """15 patches and a class token make 16 positions, as many as a 4x4 grid. Only the config shows
-    which of the two it is."""
+    """15 patches and a class token make 16 positions, as many as a 4x4 grid. Only the config
+    distinguishes the two."""
     for program in ("timm", "huggingface"):
         config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
         subject = subject_of({"image_size": [24, 40]}, **config)

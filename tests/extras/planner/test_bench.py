@@ -89,7 +89,7 @@ def test_two_ranks_share_gradients(config):
 
 
 def test_reduces_a_batch_that_takes_too_long(no_data):
-    """The limit of a microsecond is too short even for two images, the smallest group that can be
+    """A limit of one microsecond is too short even for two images, the smallest group that can be
     mixed."""
     done = bench(no_data, "--seconds", 1e-6, "--json", "data.global_batch_size=24")
     [row] = json.loads(done.stdout)["training"]

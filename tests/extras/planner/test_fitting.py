@@ -1,4 +1,4 @@
-"""Test that if a step does not fit in memory, the advice lists only settings that fit."""
+"""Test that the advice after an out-of-memory error lists only settings that fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compare the predicted memory of a step with a process's measured memory and with manual
-calculations."""
+"""Compare a step's predicted memory with measurements of a process and with manual calculations."""
 
 from __future__ import annotations
 
@@ -164,8 +163,8 @@ def test_checkpointed_activations_are_not_counted():
 
 
 def test_gradients_count_only_if_they_exist_at_the_peak():
-    """On one GPU, gradients are created while activations are freed. With DDP, buckets hold all
-    gradients all the time."""
+    """On one GPU, gradients are created while activations are freed. With DDP, buckets always
+    contain all gradients."""
     config = config_of(model=SMALL)
     alone = count(config, 1000, 16, 16, world_size=1)
     in_ddp = count(config, 1000, 16, 16, world_size=2)

@@ -20,6 +20,6 @@ def _import(name: str) -> Imported:
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Import published recipes by name, each only once."""
+    """Import published recipes by name. Each recipe is imported only once."""
     monkeypatch.chdir(HERE)
     return _import

@@ -1,5 +1,4 @@
-"""Test that `launch/recipe.py` prints and writes the right files, and that its rows in
-docs/errors.md are true."""
+"""Test the output and files of `launch/recipe.py`, and its rows in docs/errors.md."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_an_unset_model_setting_is_shown_with_the_value_of_the_size():
 
 
 def test_deviations_of_a_run_from_its_recipe_are_listed():
-    """A different choice of training samples must be listed, but not an additional evaluation
-    set."""
+    """A different choice of training samples must be listed, but an additional evaluation set must
+    not."""
     config = with_("data.samples_per_class=13", "eval.sets={v2: {split: train}}", "eval.best_by=v2")
     assert deviations(config, "vit_b16", {}) == ["data.samples_per_class none -> 13"]
 

@@ -1,5 +1,5 @@
-"""Test that unsupported optimizers of other programs are rejected and that their learning rates are
-not imported."""
+"""Test that unsupported optimizers of other programs are rejected, and that their learning rates
+are not imported."""
 
 from __future__ import annotations
 

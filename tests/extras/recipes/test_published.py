@@ -24,7 +24,7 @@ ONE_EACH = (
     *("deit_b16", "deit3_h14_800ep", "vit5_b16", "rope_b16", "mae_b16_ft", "torchvision_l16"),
     *("jax_deit3_b16_400ep", "mm_mae_l16_ft", "bv_augreg_b16"),
 )
-"""One recipe of each program. timm's are in test_timm.py."""
+"""One recipe per program. timm's recipes are in test_timm.py."""
 
 
 def value(imported, key):
@@ -215,7 +215,7 @@ def test_label_smoothing_of_classyvision_is_converted_to_our_value():
 
 
 def test_maes_supervised_recipe_equals_our_config(imported):
-    """MMPretrain reproduces the table that is the source of configs/vit_b16.yaml."""
+    """MMPretrain reproduces the table on which configs/vit_b16.yaml is based."""
     theirs = to_dict(imported("mm_b16_mae_sup").config())
     ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml"))
     places = ("loader.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
@@ -320,7 +320,7 @@ def test_the_counts_of_the_report_equal_those_of_the_findings(imported):
 
 @pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
 def test_the_learning_rate_of_a_recipe_equals_ours(name, imported):
-    """tests/extras/recipes/test_rates.py compares the functions for the other program's rate with
+    """tests/extras/recipes/test_rates.py compares these functions for other programs' rates with
     timm and torch."""
     names = {f for finding in imported(name).reading.findings for f in finding.theirs}
     (schedule,) = {

@@ -22,8 +22,7 @@ CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(
     path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
 )
-# Top-1 accuracy from the tables in DeiT III's README and paper, which round the final values of the
-# logs.
+# Top-1 accuracy from the tables in DeiT III's README and paper, which round the logs' final values.
 TABLES = {
     "deit3/vit_s16_800ep": 81.4,
     "deit3/vit_b16_800ep_ft224": 83.8,

@@ -26,9 +26,9 @@ HERE = Path(__file__).parent
 PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
-"""Run folder -> recipe."""
+"""Maps each run folder to its recipe."""
 CHEAPEST = "big_vision/vit_s16_90ep"
-"""The recipe that `make test` trains in a small version. The mark `full` trains all others."""
+"""The recipe of which `make test` trains a small version. All others have the mark `full`."""
 # Settings for paths, hardware, and the frequency of evaluations and logs.
 PLACES = {
     "data.root",
@@ -136,8 +136,8 @@ def entry(path: Path, word: str) -> str:
     return " ".join(re.sub(r"^# ", "", match[1], flags=re.M).split()) if match else ""
 
 
-# Recipe -> the command in published.yaml, or the recipe, from which it differs only as its header
-# states.
+# Maps a recipe to the command in published.yaml, or to the recipe, from which it differs only as
+# its header states.
 EQUALS = {
     "augreg/vit_b16_300ep": "bv_augreg_b16_strong2",
     "big_vision/vit_s16_300ep": "bv_s16_300ep",
@@ -289,8 +289,8 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
-    """Train a small version of a recipe for three steps, after the stages that it starts from;
-    return its run folder."""
+    """Train small versions of the stages from which a recipe starts, then of the recipe for three
+    steps. Return its run folder."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:

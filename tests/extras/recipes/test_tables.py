@@ -1,4 +1,4 @@
-"""Test that our tables of other programs' arguments have the flags, types and defaults of their
+"""Test that our tables of other programs' arguments match the flags, types and defaults of their
 parsers.
 
 `parsers.json` was extracted from the sources of the other programs by a script: each `add_argument`

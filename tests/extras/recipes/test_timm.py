@@ -111,7 +111,7 @@ def earlier_defaults(command):
 
 
 def test_changed_defaults_of_unstated_arguments_are_listed_as_flags():
-    """The command of huggingface/pytorch-image-models#275 is from November 2020."""
+    """The command in huggingface/pytorch-image-models#275 is from November 2020."""
     text = earlier_defaults(
         "./distributed_train.sh 8 /data --model vit_base_patch16_224 --sched cosine --epochs 300"
         " --warmup-epochs 5 --lr 1e-3 --opt adam --batch-size 64"

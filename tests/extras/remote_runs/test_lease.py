@@ -1,7 +1,7 @@
 """Test that only one job at a time holds the lease of a run.
 
 Other jobs must wait, take over an expired lease, and notice a lost lease. The store is a folder
-with a file:// URL. The store can refuse to replace a file but has no other locks.
+with a file:// URL. It can refuse to replace a file but has no other locks.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _race(url: str, barrier: Barrier, won: multiprocessing.Queue[bool]) -> None:
         won.put(False)
     else:
         won.put(True)
-        time.sleep(6)  # longer than the other jobs wait
+        time.sleep(6)  # This is longer than the other jobs wait.
         lease.release()
 
 

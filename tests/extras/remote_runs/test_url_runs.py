@@ -141,7 +141,7 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
 
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
-    """Return a fault that suspends the `number`-th PUT to a path that contains `at`. All matching
+    """Return a fault that suspends PUT request `number` to paths that contain `at`. All matching
     paths are appended to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
@@ -268,8 +268,7 @@ def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
 
 @pytest.mark.full
 def test_expired_keys_are_not_reported_to_a_scheduler_as_a_mistake(s3, proxy, tmp_path, config):
-    """The ranks exit with status 2, but the launcher cannot check whether a newer checkpoint
-    exists."""
+    """The ranks exit with status 2, but the launcher cannot check for a newer checkpoint."""
     url = f"{s3.new_bucket()}/runs/x"
     is_expired = False
 

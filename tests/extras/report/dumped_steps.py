@@ -44,7 +44,7 @@ def dumping(folder: Path) -> Iterator[None]:
         return losses_and_margins
 
     def queue(step: TrainStep, batch: Batch, number: int, *arguments: Any) -> Any:
-        tensors_of_passes.clear()  # discard tensors of passes that only fix DDP's buckets
+        tensors_of_passes.clear()  # Discard the tensors of passes that only set up DDP's buckets.
         result = plain["_queue"](step, batch, number, *arguments)
         tensors = {
             name: torch.cat([each[name] for each in tensors_of_passes])

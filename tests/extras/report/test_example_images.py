@@ -1,5 +1,5 @@
-"""Test that the statistics of each training image match a manual count, and that the page and the
-files show them."""
+"""Test that the statistics of each training image match a manual count, and that the page and files
+show them."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def test_the_page_is_self_contained_and_runs_no_foreign_script(trained):
     assert escape(HOSTILE) in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(text.startswith(("#", "data:image/png;base64,")) for text in sources)
-    # The page must show the duplicates with different labels, and the duplicate in the evaluation
-    # set.
+    # The page must show duplicates with different labels, and duplicates in the evaluation set.
     assert page.count('<div class="twins">') == 1
     assert "Training images that are also validation images" in page
 

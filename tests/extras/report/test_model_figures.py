@@ -1,4 +1,4 @@
-"""Compare the numbers behind a model's plots with brute force and scikit-learn.
+"""Compare the numbers in a model's plots with brute force and scikit-learn.
 
 Computing these numbers must not change the model.
 """
@@ -249,7 +249,7 @@ def test_the_memory_of_layers_equals_the_planners():
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]
     assert needs.weights == sum(tensor.nbytes for tensor in tensors)
-    # The hidden layer of an MLP is in memory together with the MLP's input.
+    # An MLP's hidden layer is in memory together with the MLP's input.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
     # a micro-batch of 200 images on one rank
@@ -324,8 +324,7 @@ def test_models_with_different_classes_are_not_compared():
 
 
 def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn, monkeypatch):
-    """matplotlib warns twice at each position, and the name of a class may be on a hundred
-    pictures."""
+    """matplotlib warns twice at each position, and a class name may be on a hundred pictures."""
     monkeypatch.setattr(style, "_missing_letters", set())
     for name in ("a.png", "b.png"):
         with style.drawing(tmp_path / name, 1.0) as figure:
@@ -351,8 +350,8 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
 
 
 def test_weights_of_other_programs_have_no_images():
-    """The config of such weights names no dataset, and the current folder must not be used as
-    one."""
+    """The config of such weights does not name a dataset, and the current folder must not be used
+    instead."""
     foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
     with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on unknown images.*--data"):
         samples_of_split(foreign, 4)

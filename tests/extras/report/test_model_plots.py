@@ -95,7 +95,7 @@ def test_attention_of_timm_models_equals_their_explicit_softmax(fields):
     "make",
     [
         lambda: timm.create_model("test_resnet"),
-        lambda: timm.create_model("test_efficientnet"),  # its blocks are not transformers
+        lambda: timm.create_model("test_efficientnet"),  # Its blocks are not transformer blocks.
         lambda: Beit((32, 24), use_rel_pos_bias=True, **SMALL),
         lambda: Eva(
             (32, 24),
@@ -234,8 +234,8 @@ def test_rollout_of_handmade_attention_has_the_known_values():
         "no patch must reach the class token"
     )
     assert rollout([one_hot_rows(2, 2, 2, 2)], 1, "token").tolist() == [[0, 1, 0]]
-    # In the correct order of layers, patch 1 flows into patch 2, and then patch 2 into the class
-    # token. In the reverse order, patch 1 does not reach the class token.
+    # In the correct layer order, patch 1 flows into patch 2, and then patch 2 into the class token.
+    # In reverse order, patch 1 does not reach the class token.
     into_patch = one_hot_rows(0, 1, 1, 3)
     into_class = one_hot_rows(2, 1, 2, 3)
     assert rollout([into_patch, into_class], 1, "token").tolist() == [[1, 1, 0]]
@@ -285,7 +285,7 @@ def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, ti
         (y.stop - y.start, x.stop - x.start)
         for y, x in ndimage.find_objects(ndimage.label(yellow)[0])
     ]
-    # unlike patches, the color bar is uniform at its end
+    # Unlike patches, the color bar is uniform at its end.
     patches = [size for size in sizes if size[1] <= 2 * size[0]]
     assert len(patches) == tiles, "each tile must have one bright patch"
     all_y, all_x = (violet | yellow).nonzero()
@@ -350,8 +350,8 @@ def test_the_most_confused_pairs_equal_brute_force(matrix, num):
 
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
 def test_confusion_pictures_show_the_places_of_mistakes(tmp_path, num_classes):
-    """If a mistake moves from a cell near the diagonal to the left edge, that cell must be marked
-    in the row of the true class."""
+    """If a mistake moves from near the diagonal to the left edge, the cell in the true class's row
+    must be marked."""
     true = int(0.9 * num_classes)
     far = int(0.1 * num_classes)
     near = int(0.9 * num_classes) - 1

@@ -75,7 +75,7 @@ class Page(HTMLParser):
 
 
 def check_self_contained(page: Page) -> list[Image.Image]:
-    """Assert that the page loads no external resources and runs only its own script. Return its
+    """Assert that the page loads no external resources and runs only its own script. Return the
     images."""
     pictures = []
     for tag, attributes in page.tags:
@@ -516,7 +516,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
     page_text(tmp_path / "run", START, TRAIN)
     page = tmp_path / "run" / "report" / "index.html"
     page.unlink()
-    page.mkdir()  # even root cannot replace a folder with a file
+    page.mkdir()  # Even root cannot replace a folder with a file.
     with pytest.raises(ValueError, match=r"index\.html: cannot be written"):
         write_page(tmp_path / "run", Pictures())
     assert {path.name for path in page.parent.iterdir()} == {"index.html", "curves.png"}
@@ -591,8 +591,8 @@ def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_pat
     assert len(refused) == 1
     assert "Content Security Policy" in refused[0]
 
-    # In a copy without the policy, a script measures the page with all details expanded. The page
-    # is in a frame, because a frame can be narrower than the narrowest window.
+    # A script measures a copy of the page without the policy and with all details expanded. The
+    # copy is in a frame, because a frame can be narrower than the narrowest window.
     measure = """<script>
     for (const details of document.querySelectorAll("details")) details.open = true;
     const wide = [...document.querySelectorAll("body *")]

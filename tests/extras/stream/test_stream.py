@@ -57,8 +57,8 @@ def tars(shards: Path) -> str:
 
 @pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (3, 1), (2, 2)])
 def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
-    """1 or 3 readers divide the 3 shards among themselves. With 4 readers, each one reads every
-    fourth sample."""
+    """One or three readers divide the three shards. With four readers, each one reads every fourth
+    sample."""
     seen = Counter()
     for rank in range(ranks):
         for batch in read(
@@ -342,7 +342,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
         ShardError,
         match=r"1 samples found, .*; each of the 2 readers \(ranks times loader.num_workers\)",
     ):
-        # Read enough batches that each of the two workers has to make one.
+        # Read enough batches that each of the two workers must prepare one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
 
 

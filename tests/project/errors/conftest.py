@@ -29,7 +29,7 @@ def happened(
     shards: Path,
     finished: Path,
 ):
-    """Map each row selected on pytest's command line to the future of its scenario."""
+    """Map each row selected on pytest's command line to its scenario's future."""
     scenario = request.module.scenario
     base = tmp_path_factory.mktemp("errors")
 

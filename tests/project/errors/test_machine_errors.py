@@ -182,7 +182,7 @@ def _(place):
             place.config,
             f"run.dir={place.run_dir}",
         )
-    else:  # use the project's library under a false name
+    else:  # Use the project's library under a false name.
         (place.folder / "sitecustomize.py").write_text(
             "import sys\nsys.version_info = (3, 9, 18)\n"
         )

@@ -40,7 +40,7 @@ from vit.weights.save import save_weights
 
 ONNX_TOLERANCE = 1e-3
 """The maximum allowed difference between logits, relative to the largest logit. Logits differ
-slightly, because kernels sum in different orders."""
+slightly, because kernels sum numbers in different orders."""
 ONNX_FILE_BYTES = 2**31 - 2**20
 """The size limit of a protobuf file, just below 2 GiB. Larger weights are written to a second
 file."""
@@ -82,7 +82,7 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
 def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     """Return the image size (height, width) that a file's position embeddings were trained for.
 
-    Return None if the size is not known or follows from the config. The size can differ from the
+    Return None if the size is unknown or follows from the config. The size may differ from the
     default size of `model`, because weights can be trained at any size.
     """
     grid = grid_size(model)
@@ -143,7 +143,7 @@ def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list
 
 
 def _umask() -> int:
-    """Return the umask of the process, which can only be read by setting it."""
+    """Return the umask of the process. Reading the umask requires setting it."""
     bits = os.umask(0o077)
     os.umask(bits)
     return bits

@@ -28,7 +28,7 @@ LIBRARIES = {
     "onnx": "onnx",
     "npz": "timm",
 }
-"""The Hugging Face Hub's name for the library that loads each format."""
+"""Maps each format to the library name that the Hugging Face Hub uses."""
 PACKAGES = {
     "timm": "timm",
     "torchvision": "torchvision safetensors",
@@ -36,7 +36,7 @@ PACKAGES = {
     "onnx": "onnxruntime",
     "npz": "timm",
 }
-"""The packages that each format needs in addition to torch and pillow."""
+"""Maps each format to the packages it needs in addition to torch and pillow."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Origin:
     evaluation: dict[str, Any] | None = None
     """The metrics.jsonl line of the evaluation at `step`."""
     published: str = ""
-    """A description of published weights that were not trained in this run."""
+    """A description of published weights, or "" for weights trained in this run."""
     source: dict[str, str] | None = None
     """The Hugging Face Hub repository, commit and license of the exported weights."""
 

@@ -1,8 +1,8 @@
 """Count the operations and parameters of each layer, and the memory for inference and training.
 
 Shapes and operations come from a forward pass on the meta device. Memory is counted with fake
-tensors (`vit.extras.planner.memory`). Therefore, even a large model needs no memory and no
-computation.
+tensors (`vit.extras.planner.memory`). Therefore, counting needs almost no memory or computation,
+even for a large model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ smaller batches, the optimizer's update may determine the peak."""
 
 
 class LayerCost(NamedTuple):
-    """The cost of one layer of the model, or of one encoder block."""
+    """The cost of one layer or one encoder block."""
 
     name: str
     kind: str
@@ -93,7 +93,7 @@ class MemoryNeeds(NamedTuple):
 
     weights: int
     forward: int
-    """The peak of temporary memory in a forward pass for one image, without gradients."""
+    """The peak temporary memory of a forward pass on one image, without gradients."""
     training: int
     """The memory of a training step with one image per micro-batch: weights, gradients, optimizer
     state and activations."""

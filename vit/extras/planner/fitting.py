@@ -63,13 +63,13 @@ def gpu_of(device: torch.device) -> Gpu | None:
         bandwidth_gbs=0.0,
         pattern=driver.name,
     )
-    # Use the memory that the driver reports, because GPUs with the same name can have different
-    # amounts, and a MIG instance has only a part of the memory.
+    # Use the memory that the driver reports. GPUs with the same name can have different amounts,
+    # and a MIG instance has only a part.
     return replace(find_device(driver.name) or unknown, memory_gib=driver.total_memory / GIB)
 
 
 def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
-    """Return advice for a training step that did not fit into memory. gpu: None if unknown."""
+    """Return advice for a training step that did not fit in memory. gpu: None if unknown."""
     rank_batch_size = plan.rank_batch_size
     unit = config.augment.mix_group_size if mixes(config.augment) else 1
     now = plan.micro_batch_size
@@ -98,7 +98,7 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
 
 
 def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:
-    """Return the advice to checkpoint activations, or "" if the step would still not fit."""
+    """Return the advice to checkpoint activations, or "" if that would not suffice."""
     if config.train.activation_checkpointing != "none":
         return ""
     train = config.train.model_copy(update={"activation_checkpointing": "block"})

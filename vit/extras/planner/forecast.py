@@ -1,10 +1,10 @@
-"""Forecast the time, the cost and the memory of a run, from a config and a number of GPUs.
+"""Forecast a run's time, cost and memory from a config and a number of GPUs.
 
 `vit.training.plan` computes steps and batches, and `vit.extras.planner.memory` computes bytes. Time
 is the number of operations divided by the rate. Training on an image costs as much as three forward
-passes (one forward, two backward). Drop path reduces this cost, and recomputed activations and a
-teacher's forward pass are added. The rate is a fraction of the GPU's peak (MFU), either measured on
-the same GPU model or taken from a published range.
+passes, because a backward pass costs two. Drop path reduces this cost, and recomputed activations
+and a teacher's forward pass are added. The rate is a fraction of the GPU's peak (MFU), either
+measured on the same GPU model or taken from a published range.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ USABLE_SHARE = 0.95
 """The estimated usable fraction of the remaining memory. The allocator cannot fill every gap
 between tensors."""
 IMAGES_PER_CORE_S = 1034
-"""The number of 116 kB images per second that an Intel Xeon core decodes for training at 224 px
+"""The number of 116 kB images per second that one Intel Xeon core decodes for training at 224 px
 (benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
 SHARD_BYTES_PER_IMAGE = 122_000
 """The average size of a stored image. ImageNet's shards take 156 GB (docs/data.md)."""
 IMAGENET_VAL_IMAGES = 50_000
 SAME_NETWORK = 0.1
 """The maximum relative difference in operations between two measurements of the same network. The
-number of classes and drop path cause smaller differences."""
+number of classes and the drop-path rate cause smaller differences."""
 GIB = 2**30
 
 
@@ -120,8 +120,7 @@ class Forecast:
     """The number of operations in the teacher's forward pass for one image, or 0 without a
     teacher."""
     stages: tuple[Stage, ...]
-    """The stages of a run whose training images have several sizes. The last stage ends with the
-    run."""
+    """The stages of a run that trains at several image sizes. The last stage ends with the run."""
     train_images: int
     """The number of images in all training steps, including repetitions."""
     eval_images: int
@@ -238,7 +237,7 @@ def largest_micro_batch(
     """
     rank_batch = plan.global_batch_size // plan.world_size
     sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
-    if config.train.exact_over_ranks:  # ranks have different numbers of micro-batches
+    if config.train.exact_over_ranks:  # Ranks can have different numbers of micro-batches.
         batch_sizes = micro_batch_sizes(config.augment, plan.global_batch_size)
         sizes = [0, *(size for size in batch_sizes if size <= rank_batch)]
     if planned is None:
@@ -266,8 +265,8 @@ def expected_speed(
 ) -> Speed:
     """Return the measured MFU in `results` for this model on this GPU, or the published range.
 
-    The fastest matching row is used. flops: the operations to train on one image, which
-    distinguish networks of the same name with different image sizes or depths.
+    The fastest matching row is used. flops: the operations to train on one image. They distinguish
+    networks with the same name but different image sizes or depths.
     """
     best: tuple[float, str] | None = None
     for path in sorted(results.glob("*-gpu-*.json")):

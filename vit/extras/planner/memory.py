@@ -1,7 +1,7 @@
 """Count the bytes of a training step on one device without computing the step.
 
 `vit.step.TrainStep` runs under torch's FakeTensorMode, in which tensors have a shape but no memory.
-The size of each new storage is added to a sum, and subtracted when the last tensor that uses the
+The size of each new storage is added to a sum. It is subtracted when the last tensor that uses the
 storage is freed:
 
     config -> model, optimizer and batch without memory -> TrainStep -> `StepMemory`, part by part
@@ -44,7 +44,7 @@ from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
 BATCHES_ON_DEVICE = 3
-"""The number of batches on the device during a step: the current batch, and the next batch before
+"""The number of batches on the device during a step: the current batch, plus the next batch before
 and after augmentation."""
 
 
@@ -78,7 +78,7 @@ class StepMemory:
     """The activations kept for the backward pass, and the temporary tensors at the peak."""
     augmentation: int
     """The temporary tensors for augmenting the next batch. Augmentation runs on another CUDA stream
-    during the step, and torch's allocator does not share memory between streams."""
+    during the step. torch's allocator does not share memory between streams."""
 
     @property
     def total(self) -> int:
@@ -94,8 +94,8 @@ class StepMemory:
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     """Count the bytes of a training step on each rank.
 
-    The step is not compiled. With torch.compile, a step needs less memory. Batches have the sizes
-    in `plan` and the largest image size of the run.
+    The step is not compiled. A compiled step needs less memory. Batches have the sizes in `plan`
+    and the largest image size of the run.
     """
     optim = config.optim
     train = config.train
@@ -143,7 +143,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             micro_batch_size=plan.micro_batch_size,
             precision=train.precision,
             clip_grad_norm=optim.clip_grad_norm,
-            # The plan has one step, so the counted step also measures the norms.
+            # The plan has a single step, so this step also measures the norms.
             probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
         )
         before = live.now

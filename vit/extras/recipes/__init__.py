@@ -3,7 +3,7 @@
 `command` splits a command line into launcher, script and arguments. `python_config` evaluates a
 config file without running it. `importing` detects the project. Each project's module (`deit`,
 `timm_train`, `mae`, `torchvision_references`, `deit3_jax`, `mmpretrain`, `big_vision`) has a table
-of all arguments with their defaults (`arguments`). The module maps each argument to this project's
-settings, and a `reading` records whether they are the same. `summary` writes the YAML file and the
+of all arguments with their defaults (`arguments`). It maps each argument to this project's
+settings, and a `reading` records whether the two agree. `summary` writes the YAML file and the
 summary of the mapping. `difference` compares two configs, and `preview` plots a config.
 """

@@ -59,7 +59,7 @@ class Table(NamedTuple):
     arguments: tuple[Argument, ...]
 
     def defaults(self) -> dict[str, Any]:
-        """Return the default of each argument by name."""
+        """Return the default of each argument, keyed by argument name."""
         defaults: dict[str, Any] = {}
         for argument in self.arguments:
             defaults.setdefault(argument.name, argument.default)
@@ -135,7 +135,7 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         else:
             value_type = (_ONE | _MANY)[argument.type]
             kind = partial(_value, value_type, table.flag_of(name), problems)
-            # Flags with an optional value, such as timm's --torchcompile, are not part of a recipe.
+            # Only flags outside of recipes take an optional value, such as timm's --torchcompile.
             alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
             number = {"nargs": "+"} if argument.type in _MANY else alone
             parser.add_argument(*argument.flags, dest=name, type=kind, **number)

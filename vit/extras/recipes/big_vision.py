@@ -82,7 +82,7 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
-    """Parse `variant=B/16,aug=light1` as big_vision does, with the defaults and types of `spec`."""
+    """Parse `variant=B/16,aug=light1` like big_vision, with the defaults and types in `spec`."""
     values = {k: v[0] if isinstance(v, tuple) else v for k, v in spec.items()}
     for part in filter(None, (arg or "").split(",")):
         name, equals, value = part.partition("=")
@@ -308,7 +308,7 @@ def _map_schedule(reading: ConfigReading, lr: float) -> None:
 
 
 def _map_rest(reading: ConfigReading) -> None:
-    """Record big_vision's properties that have no key, and unknown keys."""
+    """Record big_vision's behavior that no key controls, and record unknown keys."""
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
     map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
     accounted = {name for finding in reading.findings for name in finding.theirs}

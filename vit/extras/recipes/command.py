@@ -30,7 +30,7 @@ _TYPESET = re.compile(
     "|(?<=[0-9][eE])[\u2010-\u2015\u2212](?=[0-9])"  # in numbers such as 1e-3
     "|[\u2018-\u201f]"  # quotes
 )
-"""The typographic dashes and quotes that word processors and PDFs substitute for - and quotes."""
+"""Typographic dashes and quotes, which word processors and PDFs substitute for plain ones."""
 _TORCHRUN = (
     "--nproc_per_node --nnodes",
     "--nproc --nnodes",
@@ -48,9 +48,9 @@ _LAUNCHERS = {
     "deepspeed": ("--num_gpus --num_nodes", "--num_gpus"),
     "accelerate": ("--num_processes",),
 }
-"""The options that set the number of processes, by launcher. The values of the first combination
-that the command contains are multiplied. srun and accelerate have no default, because they can read
-the number from the environment or a file."""
+"""Maps each launcher to the options that set its number of processes. The values of the first
+combination found in the command are multiplied. srun and accelerate have no default, because they
+can read the number from the environment or a file."""
 _LAUNCHER = re.compile(rf"(?:.*/)?({'|'.join(map(re.escape, _LAUNCHERS))})\b")
 _SINGLE_PROCESS = re.compile(
     r"(.*(&&|;) ?)?(\w+=\S* ?)*"  # preceding commands and variables
@@ -93,7 +93,8 @@ class Command(NamedTuple):
 def split_command(text: str) -> Command:
     """Split the command `text`.
 
-    Raises ValueError if `text` has no script, several commands or unbalanced quotes.
+    Raises ValueError if `text` has unbalanced quotes, contains more than one command, or does not
+    name a script.
     """
     joined = re.sub(r"\\[ \t]*\r?\n", " ", text)
     lines = [line.strip() for line in joined.splitlines()]
@@ -184,9 +185,9 @@ def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[
     options: dict[str, str] = {}
     for token, next_token in itertools.pairwise([*tokens, ""]):
         name, equals, value = token.partition("=")
-        if token.startswith("-"):  # a repeated option can be an argument of a later program
+        if token.startswith("-"):  # A repeated option can be an argument of a later program.
             options.setdefault(_plain(name), value if equals else next_token)
-    if options.keys() & {"hostfile", "H"}:  # deepspeed reads the number of hosts from the hostfile
+    if options.keys() & {"hostfile", "H"}:  # deepspeed reads the number of hosts from the hostfile.
         combinations = tuple(names for names in combinations if names != "--num_gpus")
     for names in combinations:
         if all(_plain(name) in options for name in names.split()):

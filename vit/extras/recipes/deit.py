@@ -1,8 +1,9 @@
 """Map commands of DeiT's main.py, and of its forks in ViT-5 and RoPE-ViT, to our settings.
 
 In DeiT, the batch size is per GPU. The learning rate is for a batch of 512 unless `--unscale-lr` is
-given. ThreeAugment replaces timm's transforms, including erasing. Models with LS in their name use
-one drop-path rate for all blocks. The learning rate changes once per epoch, one epoch late.
+given. ThreeAugment replaces timm's transforms, including erasing. Models with LS in their names
+have the same drop-path rate in all blocks. The learning rate changes once per epoch, one epoch
+late.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ _PARTS_OF_VIT5 = {
 
 
 def table_for(command: Command) -> Table:
-    """Return the argument table of the script in `command`. Three projects have a main.py."""
+    """Return the argument table of the main.py that `command` runs. Three projects have one."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT
@@ -179,7 +180,7 @@ def table_for(command: Command) -> Table:
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map the arguments of DeiT's main.py or of a fork."""
+    """Map the arguments of main.py in DeiT or a fork."""
     reading = Reading(table, parsed)
     args = reading.args
     if args["eval"]:
@@ -326,7 +327,7 @@ def _map_start(reading: Reading) -> None:
 
 
 def _map_teacher(reading: Reading) -> None:
-    """Map the teacher. main.py accepts a teacher only for models with two heads (losses.py)."""
+    """Map the teacher. main.py requires a model with two heads (losses.py)."""
     args = reading.args
     kind = args["distillation_type"]
     alpha = args["distillation_alpha"]

@@ -1,4 +1,4 @@
-"""List the settings that differ between two recipes, with the known effect of each setting.
+"""List the settings that differ between two recipes, and the known effect of each setting.
 
 Settings with a published ablation come first, and harmless settings come last
 (`vit.extras.recipes.effects`).
@@ -116,7 +116,7 @@ def change_text(difference: Difference) -> str:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Format a value. For `None`, add the meaning from the schema."""
+    """Format a value. For `None`, add its meaning from the schema."""
     if value is None or value == []:
         section, _, name = key.partition(".")
         # The section has no field for a key such as eval.sets.NAME.split.

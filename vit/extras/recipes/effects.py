@@ -49,7 +49,7 @@ KNOWN = {
     " head (DeiT-B, arXiv 2012.12877, Table 3)",
     "eval.crop_pct": "81.8 at .875, 82.0 at .9 (DeiT-B's README and timm's results)",
 }
-"""The published ablations, by setting."""
+"""Maps settings to published ablations."""
 _ABLATED: dict[str, tuple[Any, ...]] = {
     "order.aug_repeats": (1,),
     "augment.mixup_alpha": (0,),
@@ -94,8 +94,8 @@ _IMAGES = (
     "loader.on_bad_image",
     *(f"data.{name}" for name in Selection.model_fields),
 )
-"""The settings that change training images. A resumed run may change some of these settings,
-because its samples are compared instead."""
+"""The settings that change training images. A resumed run may change some of them, because the
+samples are compared instead."""
 
 
 class Effect(NamedTuple):

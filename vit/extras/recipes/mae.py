@@ -1,7 +1,7 @@
 """Map commands of MAE's main_finetune.py and submitit_finetune.py to settings of this project.
 
 In MAE, the learning rate is --blr times the global batch size divided by 256. Learning rates
-decrease from the last to the first block. The head uses the mean of patches unless --cls_token is
+decrease from the last to the first block. The head uses the mean over patches unless --cls_token is
 passed. The learning rate changes each step and starts at 0. Up to 224 px, evaluation uses a center
 crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
 """
@@ -108,7 +108,7 @@ def table_for(command: Command) -> Table:
 def read(
     table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
 ) -> Reading:
-    """Map the arguments of MAE's fine-tuning."""
+    """Map the arguments of MAE's fine-tuning script."""
     reading = Reading(table, parsed)
     args = reading.args
     if args["eval"]:

@@ -1,10 +1,10 @@
 """Map Python configs of OpenMMLab's MMPretrain to settings of this project.
 
-In MMPretrain, configs inherit with `_base_`. Dictionaries are merged into those of the base
-(`_delete_` replaces a dictionary), and lists replace those of the base. The batch size is per GPU.
-The number of GPUs is in the file's name (`64xb64`) or follows from `auto_scale_lr`. The learning
-rate changes each step in the warm-up, and then each epoch. `paramwise_cfg` selects the parameters
-with weight decay. Without AMP, training uses fp32.
+In MMPretrain, configs inherit with `_base_`. Dictionaries are merged into those of the base, unless
+they contain `_delete_`, and lists replace those of the base. The batch size is per GPU. The number
+of GPUs is in the file's name (`64xb64`) or follows from `auto_scale_lr`. The learning rate changes
+each step during the warm-up, and each epoch afterwards. `paramwise_cfg` selects the parameters with
+weight decay. Without AMP, training uses fp32.
 """
 
 from __future__ import annotations
@@ -173,8 +173,7 @@ def _map_model(reading: ConfigReading) -> None:
 
 
 def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> None:
-    """Map the network. size: for example b16. ours: the settings, unless `pre_norm` selects
-    CLIP."""
+    """Map the network. size: such as b16. ours: the settings, unless `pre_norm` selects CLIP."""
     names = reading.remaining(
         "model.backbone.arch model.backbone.patch_size model.backbone.pre_norm"
     )
@@ -393,7 +392,7 @@ def _map_groups(reading: ConfigReading, decay: float) -> None:
 
 
 def _map_schedule(reading: ConfigReading) -> None:
-    """Map a linear warm-up and a cosine schedule. Other schedules have no equivalent."""
+    """Map a linear warm-up with a cosine schedule. Other schedules have no equivalent."""
     lr = reading.settings["optim.lr"]
     epochs = reading.args["train_cfg.max_epochs"]
     reading.same("train_cfg.max_epochs", {"train.epochs": epochs})

@@ -1,7 +1,7 @@
 """Show the parameter groups and learning rate of a recipe, and the differences between recipes.
 
-The model is created on the meta device, which is fast at any size. An epoch has the length of
-ImageNet-1k unless the number of images is given.
+The model is created on the meta device, which is fast for models of any size. An epoch has the
+length of ImageNet-1k unless the number of images is given.
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
             lines += ["", f"{heading}: {len(of_kind)}"]
         for difference in of_kind:
             lines += _wrapped(f"{difference.key}: {change_text(difference)}", "  ")
-            lines += _wrapped(difference.text, "      ")  # [] if the text is empty
+            lines += _wrapped(difference.text, "      ")  # The list is empty if the text is empty.
     if rates := _rates(first, second):
         lines += ["", *_wrapped(rates, "")]
     return "\n".join(lines)
 
 
 def _rates(first: Config, second: Config) -> str:
-    """Describe the gap between the learning rates of both runs, or return "" if they match."""
+    """Describe the gap between two runs' learning rates, or return "" if they match."""
     rates = []
     for config in (first, second):
         values = config_io.to_dict(config)
@@ -160,7 +160,7 @@ def _rates(first: Config, second: Config) -> str:
 
 
 def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of a config by dotted key."""
+    """Return the settings of a config, keyed by dotted path."""
     return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
 
 

@@ -2,8 +2,8 @@
 
 The evaluator supports assignments, dictionaries, lists, numbers, strings, arithmetic, `if`,
 functions that the file defines, and a few Python built-ins. Imported names are opaque. Calling an
-opaque name returns an opaque value, which can be stored but not used in computations. Other code
-raises an error with its line number. Only the methods in `_METHODS` can be called on Python
+opaque name returns an opaque value, which can be stored but not used in computations. Unsupported
+code raises an error with its line number. Only the methods in `_METHODS` can be called on Python
 objects.
 """
 
@@ -66,7 +66,7 @@ _METHODS = {
 
 
 class Opaque:
-    """A value that is unknown unless the config runs. Assignments to its attributes are ignored."""
+    """A value that is unknown unless the config runs. Assignments to attributes are ignored."""
 
     def __repr__(self) -> str:
         return "<not known without running it>"
@@ -376,7 +376,7 @@ def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
 
 
 def flattened(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values in nested dictionaries and lists of dictionaries, by dotted path."""
+    """Return the values in nested dictionaries and lists of dictionaries, keyed by dotted path."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict) and value:
         items = list(value.items())
@@ -391,7 +391,7 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
 
 
 class Leaves(dict[str, Any]):
-    """The values of a config by dotted path. Looking up a missing path raises ValueError."""
+    """The values of a config, keyed by dotted path. Looking up a missing path raises ValueError."""
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"the config has no {key}: pass a training config that includes its bases")
@@ -400,7 +400,7 @@ class Leaves(dict[str, Any]):
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:
     """Return an OpenMMLab config, merged over its `_base_` files.
 
-    text: the config. path: its file. Raises a ValueError that lists missing base files.
+    text: the config. path: the config's file. Raises a ValueError that lists missing base files.
     """
     names = PythonConfig(text, str(path or "the config")).names
     own = {

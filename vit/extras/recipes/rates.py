@@ -14,7 +14,7 @@ from vit.extras.recipes.reading import Reading
 from vit.optim.schedule import lr_at
 
 Rate = Callable[[float], float]
-"""A function that returns the learning rate at a time in epochs. Time starts at 0."""
+"""A function that returns the learning rate at a time in epochs, starting at 0."""
 IMAGENET = 1_281_167
 """The number of training images in ImageNet-1k."""
 
@@ -34,7 +34,7 @@ def timm_cosine(
     """Return the schedule of timm's CosineLRScheduler, which changes once per epoch by default.
 
     warmup_prefix: start the cosine after the warm-up instead of at epoch 0. late: the delay in
-    epochs, which is 1 for DeiT, because its main.py passes the epoch that has just ended.
+    epochs, which is 1 for DeiT, whose main.py passes the epoch that has just ended.
     (huggingface/pytorch-image-models@aa4b5850:timm/scheduler/cosine_lr.py)
     """
 
@@ -124,7 +124,7 @@ def after_warmup(
 
 
 def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
-    """Return the learning rate schedule for this project's `settings`, given by dotted key."""
+    """Return the learning rate schedule for `settings`, which maps dotted keys to values."""
     total = _num_steps(settings, steps_per_epoch)
 
     def steps(name: str) -> int:

@@ -1,8 +1,8 @@
 """Map the settings of another project to settings of this project, and record each mapping.
 
-Each project's module records exactly one finding per argument: same, differs, no
-equivalent, or no effect in the source project. `Reading.finish` raises an error if an argument has
-no finding, so no argument is dropped silently.
+Each project's module records one finding per argument: same, differs, no equivalent, or no effect
+in the source project. `Reading.finish` raises an error if an argument has no finding, so no
+argument is dropped silently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Finding(NamedTuple):
     """The names of the arguments, or () for a property without an argument, such as the
     precision."""
     settings: dict[str, Any]
-    """The closest settings of this project, by dotted key."""
+    """The closest settings of this project, keyed by dotted path."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
 
@@ -41,12 +41,13 @@ class Reading:
         self.stated = parsed.stated
         self.findings: list[Finding] = []
         self.comments: dict[str, str] = {}
-        """The computation of each value by dotted key, written to the YAML file as a comment."""
+        """The computation of each value, keyed by dotted path, which is written to the YAML file as
+        a comment."""
         self._known = frozenset(all_keys())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings of all findings recorded before this call, by dotted key."""
+        """Return the settings of all findings recorded before this call, keyed by dotted path."""
         return {k: v for finding in self.findings for k, v in finding.settings.items()}
 
     def has_setting(self, key: str) -> bool:
@@ -87,7 +88,7 @@ class Reading:
     def expect_off(self, parts: Mapping[str, str]) -> None:
         """Record the arguments that have an equivalent only if they are off.
 
-        parts: a description of each argument, by name.
+        parts: maps argument names to descriptions.
         """
         for name, description in parts.items():
             value = self.args[name]
@@ -138,7 +139,7 @@ class ConfigReading(Reading):
         return self.args.get(path, default)
 
     def remaining(self, paths: str) -> str:
-        """Return the keys at or below `paths` that have no finding yet, separated by spaces."""
+        """Return the keys at or below `paths` that have no finding yet, joined by spaces."""
         accounted = {name for finding in self.findings for name in finding.theirs}
         return " ".join(
             name

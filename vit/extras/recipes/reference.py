@@ -7,10 +7,10 @@ recipe and the training length:
     this run's plan and validation set -> `Comparison`: whether the run can be compared
     an evaluation -> its difference, for metrics.jsonl and the log
 
-A run is compared only if it has the same validation set, and the same length as the recipe or the
-curve. Values are compared at the same fraction of both schedules. This is the same epoch, unless
-the published run was longer than the recipe. Values between two published points are interpolated.
-Evaluations before the first or after the last point are not compared.
+A run is compared only if its validation set matches, and its length equals that of the recipe or
+the curve. Values are compared at the same fraction of both schedules, which is the same epoch
+unless the published run was longer than the recipe. Values between two published points are
+interpolated. Evaluations before the first or after the last point are not compared.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ SUFFIX = ".csv"
 METRICS = ("top1", "top5", "loss")
 """The metric columns of a curve. Accuracies are in percent."""
 SAME_LENGTH = 0.005
-"""The maximum relative difference between two lengths that count as equal. Lengths are rounded to
-steps."""
+"""The maximum relative difference between equal lengths. Lengths are rounded to whole steps."""
 
 
 class Header(Section):
@@ -55,7 +54,7 @@ class Header(Section):
     title: str
     """The network, recipe and length, in words."""
     source: str
-    """The repository, commit and file that the numbers come from."""
+    """The repository, commit and file from which the numbers were taken."""
     note: str = ""
     """Further information about the published run."""
     recipe: str
@@ -72,11 +71,11 @@ class Header(Section):
     train_images: Positive | None = None
     """The number of training images per epoch, or `None` if unknown."""
     weights: Literal["model", "ema"] = "model"
-    """The evaluated weights: the model's, or their moving average."""
+    """The evaluated weights: the model's weights or their moving average."""
 
 
 class Value(NamedTuple):
-    """A metric of the reference at one point of the schedule, over all its runs."""
+    """A metric at one point of the schedule, over all runs of the reference."""
 
     mean: float
     low: float
@@ -90,7 +89,7 @@ class Reference:
     name: str
     header: Header
     length: float
-    """The length of the schedule in epochs or steps, as given by `unit`."""
+    """The length of the schedule in `unit`s, which are epochs or steps."""
     unit: Literal["epoch", "step"]
     runs: tuple[dict[str, NDArray[np.float64]], ...]
     """The columns of each run, of shape (n,): the ascending `share`, and each metric."""
@@ -226,7 +225,7 @@ class Comparison:
 
     @property
     def length_note(self) -> str:
-        """A note if the run and the reference have different lengths, or ""."""
+        """A note that the run and the reference have different lengths, or ""."""
         ours = float(self.plan.total_steps)
         if self.reference.unit == "epoch":
             ours = self.plan.total_steps / self.plan.steps_per_epoch
@@ -367,7 +366,8 @@ class ReferenceCurve(Hook):
             curves=comparison.curves(),
         )
         if comparison.refusal:
-            # Short runs and other datasets often cannot be compared. The report shows the reason.
+            # Short runs and other datasets often cannot be compared, so the reason is shown in the
+            # report.
             return
         weights = "the averaged weights" if header.weights == "ema" else "the weights"
         run.record.log(f"reference: {header.title}: top-1 of {weights} ({header.source})")

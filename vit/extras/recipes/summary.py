@@ -78,7 +78,7 @@ def account(imported: Imported) -> str:
 
 
 def count(reading: Reading) -> dict[str, int]:
-    """Count arguments by verdict. A finding without an argument counts as one."""
+    """Count arguments by verdict. A finding without an argument is counted once."""
     counts = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
     for finding in reading.findings:
         counts[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
@@ -98,7 +98,7 @@ def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
 
 
 def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
-    """Format arguments as flags with values, or as the common parent of several config keys."""
+    """Format arguments as flags with values, or as the common prefix of several config keys."""
     names = list(names)
     if any("." in name for name in names) and len(names) > 1:
         parts = [name.split(".") for name in names]

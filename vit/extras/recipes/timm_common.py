@@ -1,4 +1,4 @@
-"""Map arguments that several projects share, such as batch size, augmentation and optimizer."""
+"""Map arguments that several projects share: batch size, augmentation, optimizer and others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAMB = {"optim.name": "lamb"}
 _NESTEROV = {"optim.name": "sgd", "optim.nesterov": True}
 _MUON = {"optim.name": "muon", "optim.matrices": "timm"}
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adam": _ADAMW,  # `map_optimizer` handles the different weight decay
+    "adam": _ADAMW,  # `map_optimizer` handles differences in weight decay
     "adamw": _ADAMW,
     "adamwlegacy": _ADAMW,
     "fusedadamw": _ADAMW,
@@ -58,7 +58,7 @@ def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1
 
 
 def map_policy(reading: Reading, interpolation: str) -> None:
-    """Map `--aa`: timm's RandAugment, AutoAugment or 3-Augment.
+    """Map `--aa`, which selects timm's RandAugment, AutoAugment or 3-Augment.
 
     interpolation: the mode that the source project uses to warp images
     (huggingface/pytorch-image-models@aa4b5850:timm/data/auto_augment.py, rand_augment_transform,
@@ -83,7 +83,7 @@ def map_policy(reading: Reading, interpolation: str) -> None:
             f"the policy {policy}: timm rejects it{hint}: expected {', '.join(_POLICIES[1:])}, or"
             " rand with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
         )
-    # As in timm, "t" selects a set of operations, and other parts without a number are ignored.
+    # As in timm, "t" selects a set of operations. All other parts without a number are ignored.
     sets = [part for part in parts if part.startswith("t") and not is_auto]
     numbers = [
         (match[1], match[2])
@@ -123,7 +123,7 @@ def _is_number(name: str, number: str) -> bool:
 def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings for `rand-...`, and the parts without an equivalent.
 
-    numbers: the name and the number of each part.
+    numbers: the name and number of each part.
     """
     settings: dict[str, Any] = {
         "augment.randaugment_layers": 2,
@@ -218,9 +218,9 @@ def map_mixing(reading: Reading, rank_batch_size: int) -> bool:
 def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> None:
     """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum`, `--opt-kwargs`, `--weight-decay`.
 
-    lr: the peak learning rate. formula: the text that shows its computation. lr_names: the
-    arguments in the formula. As in timm, one-dimensional tensors, position embeddings and tokens
-    have no weight decay.
+    lr: the peak learning rate. formula: the formula for `lr`, as text. lr_names: the arguments in
+    the formula. As in timm, one-dimensional tensors, position embeddings and tokens have no weight
+    decay.
     """
     args = reading.args
     name = args["opt"].lower()
@@ -312,7 +312,7 @@ def map_clipping(reading: Reading) -> None:
 
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
-    """Map layer-wise learning rates. With form `beit`, the last norm gets the head's rate."""
+    """Map layer-wise learning rates. With form `beit`, the last norm has the head's rate."""
     if factor is None or factor == 1:
         reading.same(argument)
     else:
@@ -320,8 +320,7 @@ def map_layer_decay(reading: Reading, argument: str, factor: float | None, form:
 
 
 def map_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
-    """Map `--model-ema-decay`. decay: None without an average. note: a difference in how it is
-    used."""
+    """Map `--model-ema-decay`. decay: None without an average. note: a difference in its use."""
     if decay is None:
         reading.inert("model_ema_decay", "the average is off")
     elif note:
@@ -338,14 +337,14 @@ def local_file(source: str) -> tuple[str, str]:
 
 
 def map_initial_weights(reading: Reading, theirs: str, source: str | None = None) -> None:
-    """Record the distribution of initial weights, for which no argument exists.
+    """Record the distribution of initial weights, which has no argument.
 
-    theirs: how the source project's distribution differs, or "". source: the nearest
+    theirs: the difference of the source project's distribution, or "". source: the nearest
     `model.weight_init`.
     """
     ours = "normal, std 0.02 (patches LeCun's), and a head of zeros"
     settings = {}
-    # With a checkpoint, only the head is new, and it starts at 0.
+    # With a checkpoint, only the head is new. The head starts at 0.
     if source is not None and "init.checkpoint" not in reading.settings:
         settings = {"model.weight_init": source}
         ours = f"model.weight_init={source}"
@@ -357,7 +356,7 @@ def map_initial_weights(reading: Reading, theirs: str, source: str | None = None
 
 
 def map_precision(reading: Reading, theirs: str) -> None:
-    """Record the precision, for which no argument exists. theirs: the source's precision."""
+    """Record the precision, which has no argument. theirs: the source project's precision."""
     if theirs == "bf16":
         reading.same("", {"train.precision": "bf16"})
         return

@@ -203,7 +203,7 @@ OLDER_DEFAULTS = {
     " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
     " --remode const",
 }
-"""The old defaults that differ from the current ones, by the last day on which they were valid
+"""Maps the last day on which old defaults were valid to those that have since changed
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
 OFF = {
     "aug_splits": "several augmentations of each image in a batch",
@@ -225,7 +225,7 @@ OFF = {
     "train_batches_per_epoch": "epochs of a fixed length",
     "lr_noise": "noise on the learning rate",
 }
-"""Maps arguments that have no equivalent if they are on to a description."""
+"""Maps arguments that have no equivalent if they are on to descriptions."""
 ONLY_WITH = {
     "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
     " train_size_random_mix variable_batch_loss_scale": "all images have one size",
@@ -234,7 +234,7 @@ ONLY_WITH = {
     "lr_noise_pct lr_noise_std": "--lr-noise is off",
     "lr_cycle_mul lr_cycle_decay": "restarts are off",
 }
-"""Maps arguments that have no effect if the arguments in `OFF` are off to the reason."""
+"""Maps arguments to the reason why they have no effect if the arguments in `OFF` are off."""
 
 
 def note_old_defaults(reading: Reading) -> None:

@@ -35,7 +35,7 @@ from vit.system.spelling import did_you_mean
 __all__ = ["TABLE", "read"]
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
-"""The pattern for names of timm models that equal a model of this project."""
+"""Matches names of timm models that are equal to a model of this project."""
 
 
 def read(
@@ -88,7 +88,7 @@ def _map_initial_weights(reading: Reading) -> None:
         if is_ours:
             map_initial_weights(reading, "", "timm")
     elif scale == 0 and is_ours:
-        reading.same("head_init_scale")  # without `model.weight_init`, the head starts at zero
+        reading.same("head_init_scale")  # Without `model.weight_init`, the head starts at 0.
         map_initial_weights(reading, "torch's convolution default for patches, and a head of zeros")
     else:
         reading.cannot("head_init_scale", f"initial weights of the head times {scale:g}")
@@ -124,7 +124,7 @@ def _map_model(reading: Reading) -> None:
     for key in ("mean", "std"):
         statistics = list(args[key] or config[key])
         if len(statistics) != channels:
-            statistics = [fmean(statistics)] * channels  # like timm's adapt_to_chs
+            statistics = [fmean(statistics)] * channels  # Imitates timm's adapt_to_chs.
         reading.same(key, {f"data.{key}": statistics}, "" if args[key] else "the model's")
     classes = {"model.num_classes": args["num_classes"]} if args["num_classes"] else {}
     reading.same("num_classes", classes)
@@ -218,12 +218,12 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
 
 
 def _map_no_augmentation(reading: Reading) -> None:
-    """Map `--no-aug`. A crop scale of 1 and a ratio of 1 select the central square."""
+    """Map `--no-aug`. A crop scale of 1 and an aspect ratio of 1 select the central square."""
     window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
     reading.same("no_aug", {**window, "augment.hflip_prob": 0.0})
     reading.inert(_OF_AUGMENTATION, "--no-aug")
     if reading.args["train_interpolation"] == "random":
-        reading.args["train_interpolation"] = "bilinear"  # timm's choice for --no-aug
+        reading.args["train_interpolation"] = "bilinear"  # timm's interpolation for --no-aug
     _map_interpolation(reading)
 
 

@@ -2,8 +2,8 @@
 
 In torchvision, the batch size is per GPU, and the learning rate is not scaled. Each batch gets
 either MixUp or CutMix. Weight decay applies to all parameters, unless one of three extra decay
-flags is given. The weight average is updated every --model-ema-steps steps, with a decay that
-depends on batch size and epochs. Images are resized bilinearly.
+flags is given. The weight average is updated every --model-ema-steps steps. Its decay depends on
+the batch size and the number of epochs. Images are resized bilinearly.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _map_optimizer(reading: Reading) -> None:
 
 
 def _map_decay(reading: Reading) -> None:
-    """Map the weight decay of weights, norms, biases and embeddings, which defaults to --wd."""
+    """Map the weight decay of weights, norms, biases and embeddings. All default to --wd."""
     args = reading.args
     decay = args["weight_decay"]
     reading.same("weight_decay", {"optim.weight_decay": decay})

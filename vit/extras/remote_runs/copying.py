@@ -1,8 +1,8 @@
 """Compare the run at a URL with its local copy, and download files that differ.
 
-The file `.copy_of.json` in the local folder contains the URL. It also lists the local size,
-modification time and remote version of each transferred file, so the next job on this machine
-transfers only new files.
+The file `.copy_of.json` in the local folder contains the URL, and the local size, modification time
+and remote version of each transferred file. The next job on this machine therefore transfers only
+new files.
 
 metrics.jsonl is stored in immutable parts, each with the lines since the previous part:
 
@@ -47,7 +47,7 @@ NUM_DOWNLOADS = 2
 
 
 class Copy:
-    """The local copy of a run, and the list of files that are known to be identical at the URL."""
+    """The local copy of a run, with the list of files that are known to be identical at the URL."""
 
     def __init__(self, folder: Path, url: str):
         self.folder = folder
@@ -84,15 +84,16 @@ class Copy:
         self._same = same
 
     def is_same(self, name: str, version: Version | None) -> bool:
-        """Return whether the local file is known to equal `version` of the file at the URL."""
+        """Return whether the local file is known to equal the file of this `version` at the URL."""
         size, time_ns, tag = self._same.get(name, (-1, -1, ""))
         if size < 0 or version is None or (size, time_ns) != self.stamp(name):
             return False
-        # Uploads return no tag. Comparing sizes is enough, because this job holds the lease.
+        # Uploads do not return a tag. Comparing sizes is sufficient, because this job holds the
+        # lease.
         return size == version.size and tag in ("", version.tag)
 
     def note(self, name: str, tag: str = "", stamp: tuple[int, int] | None = None) -> None:
-        """Record that the local and remote files are identical. stamp: from before the upload."""
+        """Record that the local and remote files are identical. stamp: taken before the upload."""
         self._same[name] = (*(stamp or self.stamp(name)), tag)
 
     def forget(self, name: str) -> None:
@@ -156,11 +157,11 @@ def files_below(folder: Path) -> list[str]:
 def bring(
     store: ObjectStore, versions: Mapping[str, Version], copy: Copy, label: str, into: str = ""
 ) -> None:
-    """Download the files in `versions` that are missing from `copy`, each completely or not at all.
+    """Download the files in `versions` that are missing from `copy`, without partial files.
 
-    label: the source's name in the progress line. into: the target folder, if it differs from the
-    files' own folder. Raises ValueError if the store fails, FileNotFoundError if a file was removed
-    after the listing, and OSError if the disk is full.
+    label: the name of the source in the progress line. into: the target folder, if it differs from
+    the files' own folder. Raises ValueError if the store fails, FileNotFoundError if a file was
+    removed after the listing, and OSError if the disk is full.
     """
     missing = {
         name: version for name, version in versions.items() if not copy.is_same(name, version)
@@ -223,7 +224,7 @@ def bring_checkpoint(
         if all(copy.is_same(name, version) for name, version in files.items()):
             return folder
         hidden = (
-            f"{CHECKPOINTS}/.tmp_{folder}"  # the next save removes leftover folders of this name
+            f"{CHECKPOINTS}/.tmp_{folder}"  # The next save removes leftover folders with this name.
         )
         for attempt in range(NUM_DOWNLOADS):
             shutil.rmtree(copy.folder / hidden, ignore_errors=True)

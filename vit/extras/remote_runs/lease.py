@@ -6,14 +6,14 @@ lease.json    token, holder, place, lease_s, count    rewritten every `lease_s` 
 
 If no lease exists or the lease has expired, a job writes its own lease and waits. The job holds the
 lease if the file then still contains its token. If several jobs write at the same time, the last
-job wins. This requires that the time from reading to writing is shorter than the time that all jobs
-then wait (Fischer's algorithm, in Lamport, "A fast mutual exclusion algorithm", 1987). A read must
-return the last write, as in S3 and Google Cloud Storage. If the store can refuse to replace a file,
-the lease also uses that feature.
+job wins. The time between a job's read and its write must be shorter than the subsequent wait
+(Fischer's algorithm, in Lamport, "A fast mutual exclusion algorithm", 1987). A read must return the
+last write, as in S3 and Google Cloud Storage. If the store can refuse to replace a file, the lease
+also uses that feature.
 
-A lease expires if it is not rewritten for `lease_s` seconds. The time is measured by the store's
-clock or by this process, because the machines' clocks may differ. `place` identifies the holder's
-folder. A job that has locked the same folder does not wait, because the holder must be dead.
+A lease expires if it is not rewritten for `lease_s` seconds. Clocks of machines may differ, so the
+time is measured by the store or by this process. `place` identifies the holder's folder. A job that
+has locked the same folder does not wait, because the previous holder must be dead.
 
 A holder that was suspended or disconnected for too long may find another job's token in the file.
 The holder has then lost the lease and stops. A holder reads the lease before each upload or
@@ -43,10 +43,9 @@ LEASE_FILE = "lease.json"
 RENEWALS = 4
 """The number of renewals per `lease_s` seconds."""
 SETTLE_S = 2.0
-"""The maximum pause between writing a lease and holding it, and the maximum duration of the
-write."""
+"""The maximum time to write a lease, and the maximum pause until the job then holds the lease."""
 CLOCK_STEP_S = 2.0
-"""The time subtracted from a lease's age, because stores report whole seconds."""
+"""This time is subtracted from the age of a lease, because stores report whole seconds."""
 
 
 class LeaseLost(ValueError):
@@ -131,7 +130,7 @@ class Lease:
         if replaces and time.monotonic() - looked_s < settle_s:
             self._store.remove(LEASE_FILE)
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
-        # A late write is not valid, because it may have replaced another job's lease.
+        # A late write is invalid, because it may have replaced another job's lease.
         is_in_time = time.monotonic() - looked_s < settle_s
         time.sleep(settle_s)
         if is_written and not is_in_time:
@@ -206,9 +205,9 @@ class Lease:
             try:
                 self.confirm()
             except LeaseLost:
-                return  # the next save raises the error
+                return  # The next save raises the error.
             except (ValueError, OSError):
-                continue  # uploads report an unreachable store
+                continue  # Uploads report an unreachable store.
 
     def _content(self) -> bytes:
         self._count += 1
@@ -247,7 +246,7 @@ class _WatchedLease:
         return lease
 
     def has_expired(self) -> bool:
-        """Return whether the lease was not renewed for `lease_s` seconds."""
+        """Return whether the lease has not been renewed for `lease_s` seconds."""
         assert self._lease is not None, "`look` has returned a lease"
         return time.monotonic() - self._changed_s > self._lease["lease_s"]
 
@@ -278,7 +277,7 @@ def read_lease(store: ObjectStore) -> dict[str, Any] | None:
             "count": int(lease["count"]),
         }
     except (ValueError, KeyError, TypeError):
-        # In a mounted folder, the file is incomplete while the writer is writing or if it has died.
+        # In a mounted folder, the file is incomplete during a write, or if the writer died.
         return {"token": "", "holder": "a job", "place": "", "lease_s": 60.0, "count": 0}
 
 
@@ -289,7 +288,7 @@ def _age_s(store: ObjectStore) -> float:
         written = store.changed_at(LEASE_FILE)
         store.write(probe, b"")
         now = store.changed_at(probe)
-    except FileNotFoundError:  # the holder has released the lease, or another job is taking over
+    except FileNotFoundError:  # The holder has released the lease, or another job is taking over.
         return 0.0
     finally:
         store.remove(probe)

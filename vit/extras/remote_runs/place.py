@@ -24,7 +24,7 @@ def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectSt
     """Return the store at `url`, which may contain environment variables as `${NAME}`.
 
     setting: the setting or flag with the URL, for messages. Raises ValueError for a web server,
-    because web servers are read-only.
+    which is read-only.
     """
     resolved = resolve(url)
     if on_the_web(resolved):
@@ -38,7 +38,7 @@ def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectSt
 def try_store(url: str) -> str:
     """Write a test file at `url` and remove it. Return the URL in the form shown in messages.
 
-    Raises ValueError if the store refuses the file or does not answer. The request is not retried.
+    Raises ValueError if the store refuses the file or does not answer. Requests are not retried.
     """
     store = store_at(url, 0.0)
     store.try_writing(f".check.{secrets.token_hex(4)}")

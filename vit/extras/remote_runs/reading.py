@@ -46,7 +46,7 @@ from vit.run_folder import (
 from vit.system.files import replacing
 
 PATIENCE_S = 60.0
-"""The maximum time to retry if a store does not answer. The time is short, because a user is
+"""The maximum time to retry if a store does not answer. The timeout is short because a user is
 waiting."""
 NUM_LOOKS = 3
 READ = (
@@ -63,8 +63,9 @@ OF_WEIGHTS = ("weights/last", "weights/config.json")
 def local_run(url: str, only_weights: bool = False) -> Path:
     """Return a folder with a copy of the run at `url`.
 
-    The URL can also be a checkpoint or a single file. only_weights: download only the weights and
-    metrics. Raises ValueError if none of these exists at the URL, or if the store cannot be used.
+    The URL can also point to a checkpoint or a single file. only_weights: download only the weights
+    and metrics. Raises ValueError if the URL points to none of these, or if the store cannot be
+    used.
     """
     store = store_at(url, PATIENCE_S, "")
     folder = cache_of(url, "fetched")
@@ -90,7 +91,7 @@ def local_run(url: str, only_weights: bool = False) -> Path:
 def newest_info(url: str) -> Path:
     """Download the `checkpoint.json` of each complete checkpoint, without the tensors.
 
-    Returns a folder with the same layout as the run.
+    Returns a folder with the layout of a run.
     """
     store = store_at(url, PATIENCE_S)
     folder = cache_of(url, "infos")
@@ -106,7 +107,7 @@ def newest_info(url: str) -> Path:
 
 
 def is_in_use(url: str) -> bool | None:
-    """Return False if no lease exists. Otherwise, return None, because the holder may be dead."""
+    """Return False if no lease exists, or None otherwise, because the lease holder may be dead."""
     store = store_at(url, PATIENCE_S, "")
     try:
         store.stat(LEASE_FILE)

@@ -72,8 +72,8 @@ DOWNLOADED = (
     STOPPED_FILE,
     "wandb_id",
 )
-"""The files that a resumed run needs in addition to metrics and checkpoint. All other files are
-rewritten."""
+"""The files that a resumed run needs in addition to metrics and the checkpoint. The run rewrites
+all other files."""
 
 
 class UploadError(ValueError):
@@ -95,7 +95,7 @@ class RunStore(Place):
         super().__init__(local_folder(config.run))
         self._store = store_at(config.run.dir, config.loader.patience_s)
         self._remote: dict[str, Version] = {}
-        """The files at the URL. Valid while this process holds the lease."""
+        """The files at the URL, which are valid while this process holds the lease."""
         self._record_bytes = 0
         self._latest = ""
         self._copy = Copy(self.folder, config.run.dir)
@@ -166,7 +166,7 @@ class RunStore(Place):
         """Record the byte at which the next part begins, and repair a truncated part."""
         self._record_bytes = len(record)
         parts = parts_in(self._remote)
-        if record and not parts:  # a user copied the run to the URL
+        if record and not parts:  # A user copied the run to the URL.
             self._store.write(part_name(0), record)
             self._store.remove(METRICS_FILE)
         if parts and parts[-1][1] != len(record):
@@ -192,7 +192,7 @@ class RunStore(Place):
             not local_checkpoints or local_checkpoints[0].name < remote_checkpoints[0]
         ):
             downloaded = bring_checkpoint(self._store, self._remote, self._copy, self._set_aside)
-        # `latest` shows that a checkpoint existed, and an automatic restart must not start from
+        # `latest` shows that a checkpoint existed. An automatic restart must not start from
         # scratch.
         if not local_checkpoints and downloaded is None and LATEST_FILE in self._remote:
             raise ValueError(
@@ -220,7 +220,7 @@ class RunStore(Place):
             for name in names:
                 self._upload(name)
             for name in set(plain_names(self._copy.names())) - set(names):
-                self._remove(name)  # removed locally, such as `stopped_early`
+                self._remove(name)  # Removed locally, such as `stopped_early`.
             self._push_record(self._store)
             self._push_checkpoints()
             self._copy.save()
@@ -232,8 +232,8 @@ class RunStore(Place):
             self._lease.ensure(store)
             name = part_name(self._record_bytes)
             if not store.write(name, lines, only_new=True, in_use=True):
-                # The part already exists. Either the response to this job's upload was lost, or a
-                # kill truncated the part, or another job wrote it. Another job's part must not be
+                # The part already exists: the response to this job's upload was lost, a kill
+                # truncated the part, or another job wrote it. A part of another job must not be
                 # overwritten.
                 uploaded = store.read_all(name)
                 if not lines.startswith(uploaded):
@@ -275,9 +275,9 @@ class RunStore(Place):
         if self._is_uploaded(name):
             return
         stamp = self._copy.stamp(name)
-        if stamp[0] < 0:  # the file was removed after the folder was listed
+        if stamp[0] < 0:  # The file was removed after the folder was listed.
             return
-        self._lease.ensure(self._store)  # the previous upload may have taken an hour
+        self._lease.ensure(self._store)  # The previous upload may have taken an hour.
         self._store.upload(self.folder / name, name, in_use=True)
         self._remote[name] = Version(stamp[0], "")
         self._copy.note(name, stamp=stamp)
@@ -323,7 +323,7 @@ class RunStore(Place):
                 f"{self}: {failure} ({error}): the bucket does not exist{safe}"
             ) from None
         except OSError as error:
-            # With a file:// URL, the full disk may be that of the URL.
+            # With a file:// URL, the full disk may be the URL's disk.
             place = error.filename or self.folder
             raise UploadError(
                 f"{place}: cannot be written ({error.strerror}): free some space{safe}"
@@ -345,8 +345,8 @@ def _identity(folder: Path) -> str:
 def open_place(config: Config, world: World) -> Place:
     """Open the run at the URL `run.dir`. Every rank must call this function.
 
-    The store is opened on rank 0, and other ranks only know the working copy. Raises ValueError if
-    the URL is invalid.
+    Only rank 0 opens the store. All other ranks use only the working copy. Raises ValueError if the
+    URL is invalid.
     """
     store = world.on_main(lambda: RunStore(config))
     folder = world.broadcast_from_main(lambda: "" if store is None else str(store.folder))

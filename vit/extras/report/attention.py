@@ -69,7 +69,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
     attentions = attention_modules(model)
     pool = getattr(model, "attn_pool", None)
     if pool is not None and _is_read(model):
-        attentions.append(pool)  # pooling is the model's last attention call
+        attentions.append(pool)  # Pooling is the model's last attention call.
     with catching(attentions, catch):
         logits = model(images)
     blocks = maps[: len(getattr(model, "blocks", ()))]
@@ -83,9 +83,9 @@ def _reading(model: Any, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | N
     num_tokens = blocks[0].shape[-1]
     if pool:
         weights = pool[0][:, :, 0]
-        # A MAP head attends only to patches, but timm's MAP head may attend to all tokens.
+        # MAP heads attend only to patches, except that timm's may attend to all tokens.
         return nn.functional.pad(weights, (num_tokens - weights.shape[-1], 0))
-    # timm can include the class token and registers in the mean.
+    # timm may include the class token and registers in the mean.
     averages_all = getattr(model, "pool_include_prefix", False)
     num_prefix_tokens = 0 if averages_all else model.num_prefix_tokens
     return even_reading(num_tokens, num_prefix_tokens, model.global_pool).to(blocks[0].device)
@@ -120,10 +120,10 @@ def attention_distance(
 ) -> Tensor:
     """Return the mean attention distance of each head, (B, layers, heads) float32, in pixels.
 
-    Distances between the centers of a patch and of the patches that it attends to are weighted by
+    The distances from each patch's center to the centers of the attended patches are weighted by
     the attention and averaged over all patches (Figure 7 right of Dosovitskiy et al. 2021, arXiv
-    2010.11929, section 4.5). Attention to prefix tokens is omitted, because they have no position,
-    and the remaining weights of a row are rescaled to sum to 1.
+    2010.11929, section 4.5). Prefix tokens have no position, so attention to them is omitted, and
+    the remaining weights in each row are rescaled to sum to 1.
 
     maps: (B, heads, N, N) for each block. grid: (h, w) patches of `patch_size` (height, width)
     pixels.
@@ -147,7 +147,7 @@ def patch_distances(grid: tuple[int, int], patch_size: tuple[int, int]) -> Tenso
 def rollouts(model: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention rollout, (B, h, w) float32, and the logits of B inputs, on the CPU.
 
-    inputs: (B, C, H, W) float, normalized. Raises ValueError for a model without a rollout.
+    inputs: (B, C, H, W) float, normalized. Raises ValueError if the model does not support rollout.
     """
     grid = check_rollout(model)
     relevance = []
@@ -187,9 +187,9 @@ def attention_rollout(maps: list[Tensor], reading: Tensor, num_prefix_tokens: in
 
 
 def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Return the first `num` principal components of `rows`, and their shares of the variance.
+    """Return the first `num` principal components of `rows`, and their fractions of the variance.
 
-    rows: (N, D) float. Returns orthonormal components, (k, D) float64, and their shares, (k,)
+    rows: (N, D) float. Returns orthonormal components, (k, D) float64, and their fractions, (k,)
     float64. The mean is subtracted first. k is less than `num` if `rows` has fewer rows or columns.
     """
     centred = rows.detach().cpu().double()

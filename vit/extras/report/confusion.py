@@ -90,7 +90,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
     )[..., :3]
     colors[matrix == 0] = 1.0
     axes.imshow((255 * colors).astype(np.uint8))
-    # The longest number must fit into its cell.
+    # The longest number must fit in a cell.
     size = min(11.0, cell_in * 72 / (0.66 * len(str(matrix.max())) + 0.2))
     for t, p in np.argwhere(matrix > 0).tolist():
         is_dark = colors[t, p] @ (0.299, 0.587, 0.114) < 0.55
@@ -129,7 +129,7 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
     drawn = axes.imshow(
         np.ma.masked_equal(percent, 0),
         cmap=colormaps["inferno"].with_extremes(bad="black"),
-        # The darkest colors are invisible on black, so the scale starts below the lowest value.
+        # The darkest colors are invisible on black, so the scale begins below the lowest value.
         norm=LogNorm(lowest / 3, max(percent.max(), 3 * lowest)),
         extent=(0, len(edges) * pool, len(edges) * pool, 0),
         interpolation="nearest",
@@ -150,9 +150,9 @@ def plot_most_confused(
     class_names: Sequence[str],
     picture: Path,
 ) -> Path:
-    """Plot a row for each mistake of `most_confused`, with its count as a bar and up to 6 images.
+    """Plot a row for each mistake in `most_confused`, with a bar for its count and up to 6 images.
 
-    examples: a list of images, (1 or 3, H, W) uint8, for each pair, possibly empty. Returns
+    examples: a possibly empty list of images, (1 or 3, H, W) uint8, for each pair. Returns
     `picture`.
     """
     row = 0.92

@@ -1,8 +1,8 @@
 """Draw a contact sheet that shows how a config augments training images.
 
-Batches are loaded as in training. For the sheet, an epoch has as many images as the sheet has rows,
-so every epoch contains the same images with new random numbers. The captions come from the
-augmentation parameters. Only the last column shows mixing (MixUp or CutMix).
+Batches are loaded as in training. An epoch has as many images as the sheet has rows, so every epoch
+contains the same images with new random numbers. The captions are derived from the augmentation
+parameters. Only the last column shows mixing (MixUp or CutMix).
 """
 
 from __future__ import annotations

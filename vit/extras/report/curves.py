@@ -40,8 +40,8 @@ MOST_INSIDE = 4
 """The maximum number of legend entries inside the axes. A longer legend is placed below the
 axes."""
 USUAL_RATIO = 1e-3
-"""The usual ratio of the norms of update and weights (karpathy/cs231n, neural-networks-3, "Ratio of
-weights:updates")."""
+"""The usual ratio of the update norm to the weight norm (karpathy/cs231n, neural-networks-3, "Ratio
+of weights:updates")."""
 NORM_PANELS = {
     GRADIENT: "Gradient, before clipping",
     WEIGHT: "Weights, relative to the first",
@@ -63,7 +63,7 @@ SET_LINES = (
 def _read_curves(metrics: Path) -> History:
     """Read metrics.jsonl, and add `data_wait_percent` to train lines if it is known.
 
-    The value is the percentage of the time since the previous line that training waited for data.
+    The value is the percentage of time since the previous line that was spent waiting for data.
     """
     history = read_history(metrics)
     if not history.lines:
@@ -110,7 +110,7 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
 
 
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
-    """Return the steps and values of `name`, (2, n), with NaN for null.
+    """Return the steps and values of `name`, (2, n). Null becomes NaN.
 
     Neighboring points are averaged to at most `at_most` points, because more points would look like
     noise.
@@ -127,7 +127,8 @@ def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArr
 
 
 def _line(axes: Axes, lines: list[dict[str, Any]], name: str, *, style: str, **look: Any) -> None:
-    """Plot `name` over steps. style, look: the format and the arguments of matplotlib's `plot`."""
+    """Plot `name` against the step. style, look: format string and keyword arguments of
+    matplotlib's `plot`."""
     steps, values = _points(lines, name)
     if len(steps):
         # A line through a single point is invisible.
@@ -163,7 +164,7 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
 
 
 def _draw_faults(axes: Axes, history: History) -> None:
-    """Mark skipped updates with crosses, and batches skipped after a rewind with bands."""
+    """Draw crosses at skipped updates, and bands over batches that were skipped after a rewind."""
     across: dict[str, Any] = {"markersize": 6, "transform": axes.get_xaxis_transform()}
     steps = [line["step"] for line in history.of_kind("fault")]
     if steps:
@@ -200,7 +201,7 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
-        line.set_clip_on(False)  # without clipping, a marker at 100 is completely visible
+        line.set_clip_on(False)  # Without clipping, a marker at 100 is completely visible.
     results = [line.get(key) for line in evals for key in ("top1", "top1_ema")]
     best = max((top1 for top1 in results if top1 is not None), default=None)
     if best is None:
@@ -309,11 +310,11 @@ def plot_learning_curves(
 ) -> Path:
     """Plot the loss and top-1 accuracy of several runs over epochs. Returns `picture`.
 
-    Training curves are smoothed over `smooth_epochs`, and the recorded values are shown in a
-    lighter color. None means one epoch, or a twentieth of a shorter run. 0 disables smoothing.
-    Evaluations are points, of the averaged weights if they exist. Runs are named by their folders,
-    or by their whole paths if several folders have the same name. Raises ValueError for a folder
-    without metrics.jsonl.
+    Training curves are smoothed over `smooth_epochs`, and recorded values are shown in a lighter
+    color. None means one epoch, or a twentieth of a run that is shorter than 20 epochs. 0 disables
+    smoothing. Evaluations are shown as points, and use the averaged weights if they exist. Runs are
+    named after their folders, or by full path if several folders have the same name. Raises
+    ValueError for a folder without metrics.jsonl.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -387,7 +388,7 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
     """Plot gradients, weights, updates and attention logits by depth and step. Returns `picture`.
 
     lines: the `norms` lines of metrics.jsonl. Each column extends from the previous measurement to
-    its own step. Values that are not finite are gray. Raises ValueError if `lines` is empty.
+    its own step. Non-finite values are gray. Raises ValueError if `lines` is empty.
     """
     if not lines:
         raise ValueError("No norms were measured: set log.norms_every_steps")
@@ -424,7 +425,7 @@ def _draw_norms(
     edges: NDArray[np.int64],
     values: NDArray[np.float64],
 ) -> None:
-    """Plot `values` (layers, steps) with the first layer at the bottom. Gray marks values <= 0."""
+    """Plot `values` (layers, steps) with the first layer at the bottom. Values <= 0 are gray."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 

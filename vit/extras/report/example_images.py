@@ -1,4 +1,4 @@
-"""Select images for a picture, from a validation split or from files."""
+"""Select images for a figure from a validation split or from files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vit.system.drawing import display_name
 
 @dataclass(frozen=True)
 class Samples:
-    """The encoded images, their names, and their classes if known."""
+    """The encoded images, with their names and, if known, their classes."""
 
     encoded: list[bytes]
     names: list[str]
@@ -29,7 +29,7 @@ class Samples:
     def pixels(self, trained: Trained) -> Tensor:
         """Return the images after the model's resize and crop, (B, C, H, W) uint8.
 
-        Raises ValueError that names an image that cannot be decoded.
+        Raises a ValueError that names the image that cannot be decoded.
         """
         views = []
         for name, data in zip(self.names, self.encoded, strict=True):

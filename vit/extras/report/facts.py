@@ -1,4 +1,4 @@
-"""Collect the numbers and sentences of the report from metrics.jsonl, config and run folder.
+"""Collect the report's numbers and sentences from metrics.jsonl, the config and the run folder.
 
 Missing values are None, which the template shows as a dash.
 """
@@ -79,7 +79,7 @@ def config_facts(
     rows = [("model", f"{config.model.name} at {height} × {width} pixels")]
     if form.stages:
         rows.append(("images", f"{form.sizes_text()} pixels in training"))
-    # If the model cannot be created, the pictures show the reason.
+    # If the model cannot be created, the report shows the reason in place of the pictures.
     with suppress(Exception):
         num_classes = config.model.num_classes or len(source.class_names) or 1000
         with torch.device("meta"):
@@ -123,9 +123,9 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
 def evaluation_rows(
     history: History, plan: dict[str, Any], best_by: str = VAL
 ) -> list[dict[str, Any]]:
-    """Return a row for each evaluation, with the results of weights and averaged weights (`_ema`).
+    """Return a row for each evaluation, with results for weights and averaged weights (`_ema`).
 
-    `by_top1` and `by_loss` are the results on the set `best_by`, which selects the best weights.
+    `by_top1` and `by_loss` are the results on the set `best_by`, which determines the best weights.
     """
     names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
     prefix = "" if best_by == VAL else f"{best_by}/"
@@ -304,7 +304,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
                 "about": info.description or "",
             }
             rows.append(row)
-            # Each optimizer has its own class, whose default is its own name.
+            # Each optimizer has its own class, whose default name is its own.
             usual = Config.model_fields["optim"].default.name
             if row["key"] == "optim.name" and values[key] != usual:
                 row.update(differs=True, default=usual)
@@ -318,7 +318,7 @@ def _text(value: Any) -> str:
 def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return (name, [(value, attempts with this value)]) for each provenance field.
 
-    If all attempts have the same value, the second entry is "".
+    The second entry is "" if all attempts have the same value.
     """
     skipped = {"kind", "step", "time", "restarts", "plan"}
     starts = {attempt.number: attempt.start for attempt in history.attempts}

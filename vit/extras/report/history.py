@@ -1,4 +1,4 @@
-"""Read the attempts of a run, their outcomes and the valid lines from metrics.jsonl.
+"""Read a run's attempts, their outcomes and the valid lines from metrics.jsonl.
 
 Damaged lines, for instance after a kill or on a bad disk, are skipped. Each `start` line begins an
 attempt. Steps that a later attempt repeated are removed.
@@ -74,7 +74,8 @@ class History:
         return [line for line in self.lines if line["kind"] == kind]
 
     def image_sizes(self) -> list[tuple[int, str]]:
-        """Return each change of the image size as the step before it and a text such as "160x192".
+        """Return (step before the change, new size such as "160x192") for each change of the image
+        size.
 
         Returns [] if metrics.jsonl has no image sizes.
         """
@@ -124,9 +125,9 @@ def set_names(history: History) -> list[str]:
 
 
 def read_history(path: Path, in_use: bool | None = None) -> History:
-    """Read metrics.jsonl. in_use: whether a process is training, or None if unknown."""
+    """Read metrics.jsonl. in_use: whether a process is training the run, or None if unknown."""
     lines, num_unreadable = read_lines(path)
-    lines = shown_values(lines)  # old versions may have recorded logins
+    lines = shown_values(lines)  # Old versions may have recorded logins.
     attempts = list[Attempt]()
     for line in lines:
         if line["kind"] == "start":

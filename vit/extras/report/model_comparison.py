@@ -23,7 +23,7 @@ from vit.training.metrics import PairedDifference, paired_difference
 BATCH = 16
 """The batch size for predictions."""
 MAX_EACH = 12
-"""The maximum number of shown images that only A, or only B, classifies correctly."""
+"""The maximum number of images to show that only A, or only B, classifies correctly."""
 
 
 class Compared(NamedTuple):
@@ -34,7 +34,7 @@ class Compared(NamedTuple):
     predictions: tuple[Tensor, Tensor]
     """The predicted classes of each model, (N,) int64."""
     probabilities: tuple[Tensor, Tensor]
-    """The probability of each predicted class, by model, (N,) float32."""
+    """The probability that each model assigned to its predicted classes, (N,) float32."""
     difference: PairedDifference
 
     @property
@@ -63,7 +63,7 @@ def compare(
     samples: Samples,
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Compared:
-    """Compare two models. Raises ValueError if classes differ or the images have no labels."""
+    """Compare two models. Raises ValueError if the classes differ or images have no labels."""
     first, second = models
     if first.class_names != second.class_names:
         raise ValueError(
@@ -95,8 +95,8 @@ def plot_comparison(
 ) -> Path:
     """Draw images that only one model classifies correctly, with the attention of both models.
 
-    For a model without attention rollout, the plain image is drawn. Returns `picture`. Raises
-    ValueError if both models classify the same images correctly.
+    If a model does not support attention rollout, only the image is drawn. Returns `picture`.
+    Raises ValueError if both models classify the same images correctly.
     """
     chosen = _differing(compared)
     if not chosen:
@@ -111,7 +111,7 @@ def plot_comparison(
         try:
             relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
             looks.append(overlaid(pixels, relevance))
-        except ValueError:  # for example, a convolutional network
+        except ValueError:  # For example, a convolutional network.
             looks.append(pixels.expand(-1, 3, -1, -1).float() / 255)
     size = shown[0].shape[2:]
     side = cell_width_in(6)

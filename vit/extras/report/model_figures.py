@@ -1,4 +1,4 @@
-"""Compute and draw figures of a model: patches, filters, positions, attention, distances, features.
+"""Compute and draw a model's figures: patches, filters, positions, attention, distances, features.
 
 `launch/visualize.py` draws these figures for any weights and images. The report draws the same
 figures for a run and its validation images.
@@ -188,7 +188,7 @@ def heads_and_rollout(model: Any, normalize: Normalize, image: Tensor) -> tuple[
     maps = attention_maps(model, normalize(image[None]))
     assert maps.reading is not None, "check_rollout"
     heads = output_attention(maps.blocks, maps.reading, model.num_prefix_tokens)
-    if model.global_pool == "map":  # a MAP head has as many heads as a block
+    if model.global_pool == "map":  # A MAP head has as many heads as a block.
         heads = torch.cat((heads, maps.reading[:, None, :, model.num_prefix_tokens :]), 1)
     rolled = attention_rollout(maps.blocks, maps.reading, model.num_prefix_tokens)
     return heads[0].unflatten(2, grid).cpu(), rolled[0].unflatten(0, grid).cpu()
@@ -241,7 +241,7 @@ def plot_heads(
     `picture`.
     """
     num_layers, num_heads = heads.shape[:2]
-    # Maps have the aspect ratio of the image, because patches need not be square.
+    # Maps have the aspect ratio of the image, because patches may not be square.
     aspect = image.shape[1] / image.shape[2]
     image_in = 1.6
     tall = image_in * aspect

@@ -1,4 +1,4 @@
-"""Draw augmented inputs, predictions, attention rollout and similarities of position embeddings."""
+"""Draw augmented inputs, predictions, attention rollout and position embedding similarities."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def plot_attention(
     """Draw each image next to the relevance of its patches, with its class and the prediction.
 
     images: (B, C, H, W) uint8. relevance: (B, h, w) float, scaled to [0, 1] in each image. labels,
-    predictions: B classes, or -1 if the logits were NaN. probabilities: those of the predicted
-    classes. Returns `picture`.
+    predictions: B classes, or -1 if the logits were NaN. probabilities: of the predicted classes.
+    Returns `picture`.
     """
     # The width of two images, the gap between pairs and the height of two lines, in inches.
     pair = 3.75
@@ -130,7 +130,7 @@ def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
 
 
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:
-    """Draw the cosine similarity of each position embedding with all others.
+    """Draw the cosine similarity between each position embedding and all others.
 
     The picture follows Figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021.
 
@@ -145,7 +145,7 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         .view(len(rows), len(columns), height, width)
         .numpy()
     )
-    # Each patch is drawn several pixels wide, because gaps are narrower than a patch.
+    # Patches are drawn several pixels wide, because the gaps are narrower than a patch.
     zoom = max(1, 12 // max(grid))
     gap = max(1, zoom * max(grid) // 12)
     tall = zoom * height + gap

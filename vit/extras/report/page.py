@@ -1,9 +1,9 @@
 """Write the report of a run as a single HTML file that needs no server and no network.
 
 Attempts, tables, faults and curves come from metrics.jsonl, even if the file is damaged. Settings
-come from the config. Pictures, or the reasons why they are missing, come from
-`vit.extras.report.pictures`, and are embedded as data URIs. Curves are inline SVG, which is sharp
-at any size and has the colors of the page, also in dark mode.
+come from the config. Pictures come from `vit.extras.report.pictures` and are embedded as data URIs.
+A missing picture is replaced by the reason. Curves are inline SVG, which is sharp at any size and
+matches the page's colors in light and dark mode.
 
 All content of a run is escaped, because it is untrusted. The page's content security policy blocks
 all external resources, and allows only one script, which is identified by its hash.
@@ -93,7 +93,7 @@ def make_report(
 class ReportHook(Hook):
     """A hook that writes the report of a finished run and logs its pictures to W&B.
 
-    A stopped run gets no report, because its process may be killed within seconds.
+    No report is written for a stopped run, because its process may be killed within seconds.
     """
 
     def ended(self, run: Run, outcome: Outcome) -> None:
@@ -253,7 +253,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _exact(value: float | None, digits: int = 2) -> Markup:
-    """Return a rounded number with all recorded digits in the tooltip."""
+    """Return a rounded number with all recorded digits as a tooltip."""
     if value is None:
         return Markup("–")
     return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(

@@ -1,7 +1,7 @@
 """Draw all pictures of a run from its folder and its data.
 
-Mistakes come from `predictions.npz`. If a picture cannot be drawn, the reason is stored, and all
-other pictures are still drawn.
+Mistakes come from `predictions.npz`. If a picture cannot be drawn, the reason is stored, and the
+remaining pictures are still drawn.
 
     runs/<name>/report/
       curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
@@ -41,7 +41,7 @@ NUM_ATTENTION = 12
 """The number of images in `attention.png`. At most `NUM_ATTENTION_WRONG` are mistakes."""
 NUM_ATTENTION_WRONG = 4
 NUM_DISTANCE = 32
-"""The number of images over which `distance.png` averages."""
+"""The number of images averaged in `distance.png`."""
 NUM_CONFUSED_PAIRS = 10
 """The number of rows in `confused.png`. Each row has up to `NUM_EXAMPLES` images."""
 NUM_EXAMPLES = 6
@@ -72,11 +72,11 @@ class Pictures:
     """The pictures of a run, and the reasons for missing pictures."""
 
     paths: dict[str, Path] = field(default_factory=dict)
-    """The PNG file of each picture by name, in the order of `PAINTERS`."""
+    """The PNG file of each picture, keyed by name in the order of `PAINTERS`."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """The reason why a picture was not drawn, by name."""
+    """The reason why each missing picture was not drawn, keyed by name."""
     notes: dict[str, str] = field(default_factory=dict)
-    """The caption of each drawn picture, by name."""
+    """The caption of each drawn picture, keyed by name."""
     confused_pairs: list[ConfusedPair] = field(default_factory=list)
     """The most frequent mistakes of the last evaluation, in descending order."""
     class_accuracies: list[ClassAccuracy] = field(default_factory=list)
@@ -109,10 +109,10 @@ def draw_pictures(
             try:
                 pictures.notes[name] = paint(source, path)
                 pictures.paths[name] = path
-            except Exception as error:  # a failure must not affect other pictures or the run
+            except Exception as error:  # A failure must not affect other pictures or the run.
                 pictures.reasons[name] = as_sentence(error)
             on_picture(number, len(PAINTERS), name)
-    with suppress(Exception):  # the confusion matrix already reports the same reason
+    with suppress(Exception):  # The confusion matrix already reports this reason.
         pictures.confused_pairs = _confused_pairs(source)
         pictures.class_accuracies = _class_accuracies(source)
     return pictures
@@ -136,7 +136,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
-    # Decode only a part of the batch, as one of many ranks does.
+    # Decode only part of the batch, as one of many ranks does.
     shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
     share = min(shares, default=batch_size)
     batches = TrainBatches(

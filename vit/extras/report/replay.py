@@ -1,8 +1,8 @@
 """Reconstruct the batch of any training step: images, crops, augmentations and mixing.
 
 Batches are not stored. The order of samples is computed from the config, and random numbers depend
-only on (seed, epoch, sample, copy) and (seed, position). On the same type of device, the
-reconstructed tensors are bit-identical. metrics.jsonl contains the steps, the number of ranks and
+only on (seed, epoch, sample, copy) and (seed, position). The reconstructed tensors are
+bit-identical on the same type of device. metrics.jsonl contains the steps, the number of ranks and
 the hash of the data. `samples/` (vit.hooks.sample_losses) contains the loss of each row.
 
     metrics, config -> step -> rows -> TrainBatches.fill -> Augment -> inputs, targets -> sheet, CSV
@@ -59,7 +59,7 @@ BOX_COLOR = (213, 94, 0)
 
 @dataclass(frozen=True)
 class ReplayedRow:
-    """A row of a batch. The fields are the columns of the CSV."""
+    """A row of a batch. Each field is a column of the CSV."""
 
     row: int
     """The index of the row in the global batch."""
@@ -87,15 +87,15 @@ class ReplayedRow:
     partner_row: int | None
     partner_key: str
     own_share: float
-    """The weight of the row's own image in the target and, with MixUp, in each pixel."""
+    """The weight of the row's own image in the target and, for MixUp, in each pixel."""
     box: str
-    """The CutMix box that shows the partner: top, bottom, left, right, in input pixels."""
+    """The CutMix box that shows the partner image: top, bottom, left, right, in input pixels."""
     weight: float
     """The loss weight of the row, which is 0 if its image could not be decoded."""
     loss: float | None
-    """The training loss of the row, or None if not recorded."""
+    """The training loss of the row, or None if it was not recorded."""
     margin: float | None
-    """The logit of the label minus the largest other logit, or None if not recorded."""
+    """The logit of the label minus the largest other logit, or None if it was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Replay:
                     f" {self.world_size - 1}"
                 )
             self.rows = self._rows_of_ranks[rank]
-        # All rows are loaded, so row numbers are those of the global batch.
+        # All rows are loaded, so that row numbers equal those of the global batch.
         self._batches = TrainBatches(
             train.split,
             self.order,
@@ -184,8 +184,8 @@ class Replay:
         requested = self.rows if num_rows is None else self.rows[:num_rows]
         unit = self._batches.row_unit
         at_once = unit * max(ROWS_AT_ONCE // unit, 1)
-        # Pieces consist of complete units, because mixed rows and copies of an image must be
-        # computed together.
+        # Mixed rows and copies of an image must be computed together, so pieces consist of complete
+        # groups.
         for first in range(requested.start // unit * unit, requested.stop, at_once):
             stop = min(first + at_once, math.ceil(requested.stop / unit) * unit)
             made = self._make(first, stop)
@@ -194,7 +194,7 @@ class Replay:
             yield Rows(rows, made.inputs[indices], made.targets[indices])
 
     def _divided(self, start: dict[str, Any]) -> list[range]:
-        """Return the rows of each rank. start: the `start` line of the attempt in metrics.jsonl."""
+        """Return the rows of each rank. start: the attempt's `start` line in metrics.jsonl."""
         batch_size = self.order.global_batch_size
         micro = start.get("plan", {}).get("micro_batch_size", batch_size // self.world_size)
         ranks = range(self.world_size)
@@ -248,7 +248,7 @@ class Replay:
         ]
 
     def _recorded_values(self) -> NDArray[np.float16]:
-        """Return recorded losses and margins, (2, global_batch_size), or NaN if not recorded."""
+        """Return recorded losses and margins, (2, global_batch_size), or NaN for missing values."""
         path = epoch_files(self.source.run_dir).get(self.epoch)
         if path is None:
             return np.full((2, self.order.global_batch_size), np.nan, np.float16)
@@ -302,7 +302,7 @@ def write_csv(replay: Replay, path: Path) -> Path:
     """Write a CSV line for each row of the step, and return `path`."""
     columns = [field.name for field in fields(ReplayedRow)]
     with report_write_errors(path), replacing(path) as file:
-        # surrogateescape writes names that are not UTF-8 with their original bytes.
+        # surrogateescape preserves the original bytes of names that are not UTF-8.
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)
         writer.writerow(columns)

@@ -33,8 +33,8 @@ from vit.training.plan import create_order
 from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
-"""The maximum number of classes in a confusion matrix, which then takes 200 MB. The 21,841 classes
-of ImageNet-21k would take 3.8 GB."""
+"""The maximum number of classes in a confusion matrix, which takes 200 MB at this limit. A matrix
+for the 21,841 classes of ImageNet-21k would take 3.8 GB."""
 
 
 class ReportSource:
@@ -97,7 +97,7 @@ class ReportSource:
                 step = int(file["step"])
         except FileNotFoundError:
             raise ValueError("The run has not been evaluated yet") from None
-        except Exception as error:  # a damaged zip file raises many types of errors
+        except Exception as error:  # A damaged zip file raises many types of errors.
             raise ValueError(
                 f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
                 " replaces the file"
@@ -108,8 +108,8 @@ class ReportSource:
     def class_names(self) -> list[str]:
         """The name of each class, such as "class 7" for a class without a name.
 
-        Names come from the weights, or else from the data. The number of classes is the maximum
-        over weights, data and predictions.
+        Names come from the weights if available, and otherwise from the data. The number of classes
+        is the maximum over weights, data and predictions.
         """
         num_classes = 0
         names = list[str]()
@@ -195,7 +195,7 @@ class ReportSource:
 def as_sentence(error: Exception) -> str:
     """Return an error as one sentence. The type is included unless it is ValueError.
 
-    Messages of ValueError are written for users.
+    ValueError messages are written for users.
     """
     first, *more_lines = str(error).strip().splitlines() or [""]
     if more_lines:

@@ -47,8 +47,7 @@ from vit.system.urls import expand_braces, on_the_web, resolve
 
 SHUFFLE_SAMPLES = 1000
 SHUFFLE_BYTES = 64 << 20
-"""The maximum number of samples in a worker's shuffle buffer, and the maximum number of their
-bytes."""
+"""The maximum number of samples in a worker's shuffle buffer, and their maximum total bytes."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class _Sample(NamedTuple):
     data: bytes
     width: int
     height: int
-    """Width and height are 1 if they cannot be read. Decoding then reports the image."""
+    """Width and height are 1 if they cannot be read. Decoding reports such an image."""
 
 
 class StreamBatches(AugmentedBatches):
@@ -206,8 +205,8 @@ class StreamBatches(AugmentedBatches):
         return self.make_rows(position, self.first_row + first, rows, samples)
 
     def _shuffled(self, epoch: int) -> Iterator[_Sample]:
-        """Yield this process's samples endlessly, in random order from a buffer."""
-        with self._num_started.get_lock():  # each new process reads the next share of the stream
+        """Yield this process's samples endlessly in random order, using a buffer."""
+        with self._num_started.get_lock():  # Each new process reads the next share of the stream.
             reader = self._first_reader + self._num_started.value % self._num_processes
             self._num_started.value += 1
         buffer: list[_Sample] = []
@@ -225,7 +224,7 @@ class StreamBatches(AugmentedBatches):
                 yield buffer.pop()
 
     def _passes(self, reader: int, epoch: int) -> Iterator[_Sample]:
-        """Yield the samples of a reader, pass after pass. All readers use the same shard order."""
+        """Yield a reader's samples, pass after pass. All readers use the same shard order."""
         urls = self.split.filenames
         num_readers = self._num_readers
         has_own_shards = len(urls) >= num_readers
@@ -295,7 +294,7 @@ def _read_tars(
             )
         except ShardError:
             raise
-        except Exception as error:  # errors of a damaged tar, the system or webdataset
+        except Exception as error:  # from a damaged tar, the system or webdataset
             texts = (part for part in error.args if isinstance(part, str) and part)
             reason = next(texts, type(error).__name__)
             raise ShardError(
@@ -308,9 +307,9 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
     """Yield the files of a tar, in the form that webdataset groups into samples.
 
     Raises OSError if the command fails, and TarDamaged if the tar is truncated. webdataset's own
-    loop is not used, because it treats a damaged header or a missing end as the end of the tar, and
-    reads a command's status without waiting. webdataset's HTTP reader has no timeout and cannot
-    continue after a broken connection.
+    loop is not used, because it treats a damaged header or a missing end as the end of the tar. It
+    also reads a command's status without waiting. webdataset's HTTP reader has no timeout and
+    cannot continue after a broken connection.
     """
     from webdataset.gopen import gopen, set_options
 
@@ -335,7 +334,7 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
             yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:
         if not on_the_web(url) and not stream.read(1):
-            _wait_for_end(stream)  # a failed command explains the error better
+            _wait_for_end(stream)  # A failed command explains the error better.
         raise
     _wait_for_end(stream)
 

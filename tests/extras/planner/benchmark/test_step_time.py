@@ -1,4 +1,4 @@
-"""Test the structure and the counts of a measured step, but no durations."""
+"""Test the structure and counts of a measured step, but not its durations."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 64])
 @pytest.mark.parametrize("first", [1, 4, 100])
 def test_the_largest_size_is_found_from_any_first_size(limit, first, step, config):
-    """With more than `limit` rows, the step raises the error of the CUDA allocator."""
+    """With more than `limit` rows, the step raises the CUDA allocator's error."""
     tried = []
 
     def make_batch(rows):

@@ -57,7 +57,7 @@ def row(text: str, name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # wide enough that long paths are not wrapped
+    monkeypatch.setenv("COLUMNS", "400")  # This is wide enough that long paths are not wrapped.
 
 
 def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, capsys):
@@ -157,7 +157,7 @@ SECONDS = ("model.image_size=224", "model.depth=12", "loader.num_workers=1")
 
 
 def has_workers(pid: int) -> bool:
-    """Return whether a rank has started its steps. Child processes started by imports end
+    """Return whether a rank has started its steps. Child processes started by imports exit
     sooner."""
     before = children(pid)
     time.sleep(0.5)

@@ -9,7 +9,7 @@ WITHOUT = "needs a GPU: `make gpu-check` on a machine that has one tries all of 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests in this folder on a machine without a GPU. The GPU check runs only once."""
+    """Skip the tests in this folder on a machine without a GPU, and run the GPU check only once."""
     gpu_items = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in gpu_items:
         item.add_marker(pytest.mark.gpu)

@@ -1,4 +1,4 @@
-"""Test those parts of `make gpu-check` that need no long training.
+"""Test the parts of `make gpu-check` that do not train for long.
 
 All tests in this file require a GPU. tests/extras/planner/gpu_check/test_guarantees.py shows on a
 CPU that each check can fail.
@@ -21,7 +21,7 @@ BUDGET_S = 500.0
 @pytest.mark.parametrize("part", ["slots", "equality", "waits", "graphs", "memory"])
 def test_the_check_passes(part):
     """The check runs in a separate program. Other tests initialize CUDA in this process, and
-    processes forked after that cannot use a GPU."""
+    processes that it forks afterwards cannot use a GPU."""
     line = [sys.executable, str(CHECK), "--only", part]
     done = subprocess.run(line, capture_output=True, text=True, timeout=BUDGET_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Test the program of `make gpu-check` at a small size on a CPU."""
+"""Run a small version of `make gpu-check` on a CPU."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatc
     def make_step(*arguments):
         step, batches = unchanged(*arguments)
         steps.append(step)
-        if len(steps) == 2:  # the step that is compared with the result on the CPU
+        if len(steps) == 2:  # This step is compared with the result on the CPU.
             plain = step.augment.normalize
             step.augment.normalize = lambda images: plain(images) * 1.01
             block = step.model.blocks[0]

@@ -200,7 +200,7 @@ def _known_batch(
 ) -> int | None:
     """Return a measured per-rank batch size that this micro-batch size divides, or None."""
     sizes: list[int] = [row["rank_batch_size"] for row in rows]
-    # On a CPU, the batch may be smaller than the config's micro-batch.
+    # On a CPU, the batch may be smaller than the micro-batch size in the config.
     below = 0 if subject.on_gpu else micro_batch_size
     return next((size for size in sizes if size % micro_batch_size == 0 or size < below), None)
 
@@ -209,8 +209,8 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
     """Return the largest batch size per rank whose step takes at most half of `Wishes.seconds`.
 
     On a CPU, a step with a GPU recipe's batch can take minutes. If `Wishes.num_steps` is set, the
-    full batch is used. Only sizes that the loader can deliver are tried, because the loader is
-    measured with the same batch size.
+    full batch is used. The loader is measured with the same batch size, so only sizes that it can
+    deliver are tried.
     """
     wishes = subject.wishes
     if wishes.num_steps is not None:
@@ -295,7 +295,7 @@ def _measure_row(
 def _measure_loading(
     subject: Subject, train_step: TrainStep, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measure the loader alone and together with the step, at the batch size of `row`."""
+    """Measure the loader with and without the training step, at the batch size of `row`."""
     world = subject.world
     global_batch_size = row["rank_batch_size"] * world.size
     config = with_settings(

@@ -42,8 +42,7 @@ IDENTITY = (
     "num_devices",
     "micro_batch_size",
 )
-"""The fields that identify a row. A new row replaces the stored row in which these fields are
-equal."""
+"""The fields that identify a row. A new row replaces a stored row with the same values."""
 
 
 def check_writable(option: str, folder: Path) -> None:
@@ -131,9 +130,8 @@ def title(result: Mapping[str, Any]) -> str:
 def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write `result` to `<date>-gpu-<name>.json` in `folder`, and to a .md file next to it.
 
-    If the file exists, its rows for other measurements are kept. The file for a CPU is named
-    `<date>-<name>.json`, so the planner does not read it. Raises ValueError if the file cannot be
-    written.
+    Existing rows for other measurements are kept. The planner does not read the file for a CPU,
+    which is named `<date>-<name>.json`. Raises ValueError if the file cannot be written.
     """
     before = _stored(_place(folder, result["device"], result["device_type"]))
     new = [{key: row[key] for key in IDENTITY} for row in result["training"]]

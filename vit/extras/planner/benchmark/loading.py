@@ -1,4 +1,4 @@
-"""Time the data loader, alone and together with the training step."""
+"""Time the data loader with and without the training step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vit.system.device_memory import now_s
 from vit.training.run_data import RunData
 
 ENDLESS = 10**6
-"""A number of batches that no measurement reaches."""
+"""A number of batches larger than any measurement needs."""
 
 
 def time_loading(
@@ -30,10 +30,10 @@ def time_loading(
 ) -> dict[str, float]:
     """Time the loader alone for `seconds`, and then together with the step, using new workers.
 
-    num_steps: the number of batches and steps. If given, `seconds` is ignored. The result has the
-    images per second of all ranks for the loader alone (including augmentation on the device) and
-    for the loader with the step. It also has the fraction of the time with the step that rank 0
-    waited for data.
+    num_steps: the number of batches and steps. If given, `seconds` is ignored. Returns the images
+    per second of all ranks, for the loader alone (including augmentation on the device) and for the
+    loader with the step. Also returns the fraction of the time with the step that rank 0 spent
+    waiting for data.
     """
     world = train_step.world
     with _loader(config, data, train_step) as loader:

@@ -40,7 +40,7 @@ from vit.training.teacher import Distilled, Teacher, find_teacher
 
 WARM_UP_STEPS = 2
 """The number of untimed steps. The first step allocates memory, loads kernels and compiles. The
-second step gives an estimate of the step time."""
+second step is used to estimate the step time."""
 LEAST_STEPS = 3
 OnStep = Callable[[int, int], None]
 """A callback that receives the number of finished steps (starting at 0) and the total number."""
@@ -185,14 +185,14 @@ def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch
 
 
 class PartClock:
-    """A timer for the parts of a step. Its `mark` replaces `TrainStep.mark`."""
+    """A timer for the parts of a step. The `mark` method replaces `TrainStep.mark`."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._marks: list[tuple[StepPhase | None, Any]] = []
 
     def mark(self, part: StepPhase | None) -> None:
-        """Record that `part` begins with the next queued work. None ends the step."""
+        """Record that `part` begins with the next queued operation. None ends the step."""
         moment: Any = time.perf_counter()
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
@@ -219,9 +219,9 @@ class PartClock:
 def all_reduce_times(
     train_step: TrainStep, batches: Iterable[Batch], num_steps: int = LEAST_STEPS
 ) -> dict[str, float] | None:
-    """Return the cost of averaging gradients over ranks, or None if there is only one rank.
+    """Return the cost of averaging gradients over ranks, or None for a single rank.
 
-    alone_s: the time of an all-reduce that runs alone. exposed_s: the part of the all-reduce time
+    alone_s: the time of an all-reduce that overlaps with nothing. exposed_s: the all-reduce time
     that the backward pass does not hide. num_bytes: the size of the gradients.
     """
     world = train_step.world
@@ -272,8 +272,8 @@ def largest_micro_batch(
     tried = min(bisect_left(sizes, first), len(sizes) - 1)
     while too_large - fits > 1:
         on_try(sizes[tried])
-        # Trial steps run without DDP. Otherwise, a rank that runs out of memory would make the
-        # others hang in the all-reduce.
+        # Trial steps run without DDP. With DDP, all other ranks would hang in the all-reduce if one
+        # rank ran out of memory.
         fits_here = fits_in_memory(train_step, sizes[tried], make_batch, beside_bytes)
         if train_step.world.any_rank(not fits_here):
             too_large = tried

@@ -45,14 +45,14 @@ class Subject:
     data: DataSize
     wishes: Wishes
     peak: Peak
-    """The peak FLOP/s of each device. A CPU's peak is measured."""
+    """The peak FLOP/s of each device. The peak of a CPU is measured."""
     sizes: list[int]
     """The micro-batch sizes that divide a rank's batch size."""
     loadable: list[int]
     """The per-rank batch sizes that the loader can deliver. Without data, all `sizes`."""
     in_use: int
-    """The bytes in use before the first measurement. A CPU process keeps memory that a measurement
-    freed, so a later baseline would be too high."""
+    """The bytes in use before the first measurement. A later baseline would be too high, because a
+    CPU process keeps freed memory."""
 
     @property
     def on_gpu(self) -> bool:

@@ -1,4 +1,4 @@
-"""Make batches of noise images with random augmentation parameters, as the recipe specifies.
+"""Generate batches of noise images with random augmentation parameters from the recipe.
 
 As in the loader, images, labels and weights are on the device, and augmentation parameters are on
 the host. The time of a step depends on the augmentation parameters but not on the pixel values.
@@ -20,8 +20,8 @@ from vit.data.image_format import ImageFormat
 STORED_PX = (500, 375)
 """The width and height of an average ImageNet image, in pixels."""
 NOISE_ROWS = 16
-"""The number of distinct noise images. Noise images are repeated, because generating them takes
-longer than a step on a GPU."""
+"""The number of distinct noise images. Images are repeated, because generating them takes longer
+than a step on a GPU."""
 
 
 def synthetic_batches(
@@ -29,8 +29,8 @@ def synthetic_batches(
 ) -> list[Batch]:
     """Return `count` batches of `num_rows` images on `device`.
 
-    Each batch has its own augmentation parameters. All even batches share their images, labels and
-    weights, and so do all odd batches.
+    Each batch has its own augmentation parameters. Even batches share one set of images, labels and
+    weights, and odd batches share another.
     """
     batches: list[Batch] = []
     for position in range(count):

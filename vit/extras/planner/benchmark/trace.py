@@ -62,5 +62,5 @@ class _Labels:
             self._open.__enter__()
 
     def on_step(self, done: int, total: int) -> None:
-        """End the label of the last part of a step."""
+        """Close the label of the last part of a step."""
         self.mark(None)

@@ -1,4 +1,4 @@
-"""Check that all hosts meet the requirements of a run, before the run starts.
+"""Check before a run starts that all hosts meet its requirements.
 
     launch/train.py --check -> check -> CheckStages (stages.py), on all ranks
         machine      software, clocks, W&B
@@ -32,16 +32,16 @@ from vit.system.meter import Meter
 from vit.system.urls import is_url
 
 STEP_TIMES = 3.0
-"""The factor by which the time limit of the first steps is longer, because these steps compile the
+"""The time limit of the first steps is multiplied by this factor, because these steps compile the
 model."""
 
 
 def check(config: Config, world: World, allow_change: Iterable[str], limit_s: float) -> None:
-    """Check the requirements of a run, print a table, and remove all test files.
+    """Check a run's requirements, print a table of findings, and remove all test files.
 
     Every rank must call this function. allow_change: settings that may differ from a checkpoint's.
-    limit_s: the time limit of each check. If a check fails, ValueError is raised on rank 0 and
-    AlreadyReported on all other ranks. A signal raises Interrupted.
+    limit_s: the time limit of each check. If a check fails, rank 0 raises ValueError, and all other
+    ranks raise AlreadyReported. A signal raises Interrupted.
     """
     began_s = time.monotonic()
     signals = StopSignals()
@@ -73,10 +73,7 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
 
 
 def look_at_place(place: str | None, run_dir: Path) -> list[tuple[str, str]]:
-    """Test the local folder of a run, and its URL if `run.dir` is a URL.
-
-    Raises ValueError if one of them is not writable, or if another job uses it.
-    """
+    """Test a run's local folder and, if `run.dir` is a URL, the URL."""
     results = storage.look_at_folder(run_dir)
     if is_url(place):
         store = load("vit.extras.remote_runs.place:try_store", f"run.dir={place}")(str(place))

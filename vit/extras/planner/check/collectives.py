@@ -1,4 +1,4 @@
-"""Test the result and the rate of each collective that a run uses, and find slow pairs of ranks.
+"""Test the results and rates of all collectives that a run uses, and find slow pairs of ranks.
 
 Tensors have the size of a DDP bucket. Rates are the "bus bandwidth" of NVIDIA's nccl-tests
 (doc/PERFORMANCE.md), which can be compared across numbers of ranks. Pairs are tested in rounds, and
@@ -24,7 +24,8 @@ from vit.extras.planner.check.findings import Finding, Verdict
 from vit.system.device_memory import now_s
 
 REPEATS = 3
-"""The number of timed repeats. The median is used. An untimed call first opens the connections."""
+"""The number of timed repeats, whose median is used. An untimed call opens the connections
+first."""
 PAIR_BYTES = 2**22
 """The number of bytes that the ranks of a pair send in each direction."""
 MAX_ROUNDS = 32
@@ -93,7 +94,7 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
 
 
 def num_rounds(members: Sequence[int]) -> int:
-    """Return the number of rounds after which each of `members` has met all other members."""
+    """Return the number of rounds until every pair of `members` has met."""
     return len(members) - 1 + len(members) % 2
 
 
@@ -103,7 +104,7 @@ def round_of(members: Sequence[int], number: int) -> list[tuple[int, int]]:
     Over all `num_rounds` rounds, each member meets every other member once.
     """
     seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    # In each round, all members but the first move by one seat.
+    # In each round, all members except the first move by one seat.
     first = len(seats) - number
     seats = [seats[0], *seats[first:], *seats[1:first]]
     half = len(seats) // 2
@@ -157,8 +158,7 @@ def try_pairs(world: World) -> list[list[Any]]:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             taken_s.append(now_s(world.device) - began_s)
-        # The first measurement is dropped, because it includes connecting and waiting for the
-        # partner.
+        # The first measurement includes connecting and waiting for the partner, so it is discarded.
         rates.append([kind, partner, PAIR_BYTES / statistics.median(taken_s[1:])])
     return rates
 
@@ -167,7 +167,7 @@ def try_pairs(world: World) -> list[list[Any]]:
 
 
 def judge_collectives(rates: dict[int, dict[str, float]], world: World) -> Iterator[Finding]:
-    """Yield the rate of each collective on its slowest rank. rates: by rank and by name."""
+    """Yield each collective's rate on its slowest rank. rates: maps ranks to rates by name."""
     if world.size == 1:
         yield Finding("collectives", Verdict.OK, "not needed for one rank")
         return

@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def judge_main(results: Mapping[int, Sequence[Sequence[str]]], name: str) -> list[Finding]:
-    """Combine rank 0's verdicts and lines into one finding with the worst verdict."""
+    """Combine rank 0's verdicts and lines into one finding, and use the worst verdict."""
     order = [Verdict.FAIL, Verdict.NOTE, Verdict.OK]
     verdict = min((Verdict(each) for each, _ in results[0]), key=order.index)
     return [Finding(name, verdict, "\n".join(line for _, line in results[0]))]
@@ -80,7 +80,7 @@ def print_table(title: str, findings: Sequence[Finding], console: Console) -> No
 
 
 def by_message(problems: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
-    """Return the distinct problems as lines, each with the ranks and hosts that have the problem.
+    """Return a line for each distinct problem, with the affected ranks and hosts.
 
     problems: the problem of each rank, as one or more lines. hosts: see `places`.
     """

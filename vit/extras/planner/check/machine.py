@@ -31,7 +31,7 @@ from vit.extras.planner.check.findings import Finding, Verdict, few
 from vit.loggers.wandb_logger import wanted_mode
 
 NUM_TIMES = 5
-"""The number of times that all hosts read their clocks. The median difference is used."""
+"""The number of clock readings on each host. The median difference is used."""
 LARGEST_DIFFERENCE_S = 1.0
 """The maximum allowed difference between clocks. Signed URLs and expiring locks tolerate larger
 differences. Clocks of hosts with NTP differ by milliseconds."""
@@ -81,7 +81,7 @@ def judge_software(
 
 
 def note_times(world: World) -> list[float] | None:
-    """Return this host's clock readings at `NUM_TIMES` moments that all hosts share.
+    """Read this host's clock `NUM_TIMES` times, simultaneously with all other hosts.
 
     Returns None on all but one rank per host. Raises RankLost if a host does not take part.
     """
@@ -173,7 +173,7 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
 
 
 def _wandb_url() -> str:
-    """Return the W&B server's URL from the environment, the W&B settings file or the default."""
+    """Return the W&B server's URL from the environment or the W&B settings file, or the default."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url.rstrip("/")
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")

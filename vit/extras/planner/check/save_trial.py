@@ -1,4 +1,4 @@
-"""Check the step from which a run would resume, and test saving a checkpoint."""
+"""Check which step a run would resume from, and test saving a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from vit.system.urls import is_url
 
 
 def look_at_checkpoint(trial: Trial) -> list[str] | None:
-    """Return lines about the step from which the run would resume, and about disk space.
+    """Return lines about disk space and the step from which the run would resume.
 
-    Returns None except on rank 0. Raises ValueError if the run could not resume. A damaged
+    Returns None except on rank 0. Raises ValueError if the run cannot be resumed. A damaged
     checkpoint is left unchanged.
     """
     if not trial.world.is_main:
@@ -103,7 +103,7 @@ def _write(trial: Trial, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def judge_write(times: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
-    """Yield a finding on the checkpoint. times: the result of `try_checkpoint` by rank."""
+    """Yield a finding on the checkpoint. times: maps ranks to results of `try_checkpoint`."""
     main_times = times[0]
     assert main_times is not None, "rank 0 wrote the checkpoint"
     num_bytes = main_times["bytes"]

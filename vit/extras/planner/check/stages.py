@@ -27,11 +27,11 @@ from vit.distributed.world import ENDED, LOOKS_PER_S, AlreadyReported, World, si
 from vit.extras.planner.check.findings import Finding, Verdict, by_message
 
 GRACE_S = 10.0
-"""How long the other ranks have to finish a joint check after one rank has failed it."""
+"""The time that other ranks have to finish a joint check after one rank has failed."""
 MARGIN_S = 5.0
-"""The maximum expected difference between two ranks' start times of a check."""
+"""The maximum expected difference between the times at which two ranks start a check."""
 POLL_S = 0.1
-"""The time between two requests to the store. With 410 or more ranks, the time is longer (see
+"""The time between two requests to the store. The time is longer with 410 or more ranks (see
 `World.look_s`)."""
 
 
@@ -63,8 +63,8 @@ class CheckStages:
         self._failed = set[str]()
         self._lost = set[int]()
         self._apart = ""
-        """The reason why joint checks are skipped, or "" if they run."""
-        # A connection serves one call at a time, and the thread may block the other connection.
+        """The reason for skipping joint checks, or "" if they run."""
+        # The main thread has its own connection, because a check can block the thread's connection.
         self._store = None if world.store is None else world.store.clone()
         self._look_s = max(POLL_S, world.size / LOOKS_PER_S)
         self._thread = self._new_thread()
@@ -172,7 +172,7 @@ class CheckStages:
     def _decide(
         self, part: CheckStage, key: str, limit_s: float, deadline: float, own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Wait for all ranks' answers, add the findings, and return the decision for all ranks."""
+        """Wait for all ranks' answers, merge the findings, and return the common decision."""
         answers = self._gather(key, deadline, own)
         missing = [r for r in range(self.world.size) if r not in answers and r not in self._lost]
         late = [rank for rank, answer in answers.items() if "late" in answer]
@@ -185,7 +185,8 @@ class CheckStages:
             # them.
             problems = {rank: text for rank, text in problems.items() if text != LOST}
         lines += by_message(problems, hosts)
-        # If a rank is missing or failed, other ranks are late because they waited.
+        # If a rank is missing or has failed, other ranks are late because they waited for that
+        # rank.
         if late and not missing and not problems:
             late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
             lines.append(
@@ -219,7 +220,7 @@ class CheckStages:
         return {rank: json.loads(text) for rank, text in zip(answered, texts, strict=True)}
 
     def interrupt(self, by: str) -> None:
-        """Add a finding on rank 0 for the running check, which the signal `by` interrupted."""
+        """On rank 0, add a finding that the signal `by` interrupted the running check."""
         number, name = self._current
         gone = self.world.gone()
         if gone:  # torchrun stops all ranks when one has exited

@@ -1,7 +1,7 @@
 """Check the size of every shard, the reading rate, and the run's folder on a host.
 
 Test files are written to a hidden folder and then removed. If the check is killed, the next check
-removes the test files.
+removes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ READ_BYTES = 2**29
 READ_AT_ONCE = 8
 READ_BATCHES = 8
 TEST_BYTES = 2**20
-"""The number of bytes written to test a folder."""
+"""The number of bytes written when a folder is tested."""
 GIB = 2**30
 
 
@@ -90,8 +90,8 @@ def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
 def read_rate(batches: Any, num_batches: int, world: World) -> list[float] | None:
     """Return the bytes and images per second that this host reads from shards.
 
-    Reads the samples of a few global batches from the middle of the run, which are not in the page
-    cache yet, and verifies their checksums. Returns None on all but one rank per host. Raises
+    Reads a few global batches from the middle of the run and verifies their checksums. These
+    samples are not in the page cache yet. Returns None on all but one rank per host. Raises
     ShardError if a sample cannot be read.
     """
     if not world.is_local_main or not batches.exact:
@@ -143,7 +143,7 @@ _passing: list[Path] = []
 
 @contextmanager
 def passing_folder(run_dir: Path) -> Iterator[Path]:
-    """Create a hidden folder on the disk of `run_dir`, and remove it after the block.
+    """Create a hidden folder on the same disk as `run_dir`, and remove it when the block ends.
 
     Raises ValueError if the folder cannot be created.
     """
@@ -167,7 +167,7 @@ def remove_passing() -> None:
     for folder in list(_passing):
         hidden = folder.with_name(folder.name.replace(".tmp", ".end.tmp"))
         with suppress(OSError):
-            folder.rename(hidden)  # prevents the thread from creating more files
+            folder.rename(hidden)  # Prevents the thread from creating more files.
             shutil.rmtree(hidden, ignore_errors=True)
 
 

@@ -42,7 +42,7 @@ STEPS = 3
 """The number of training steps. The first step compiles the model and waits for workers. The last
 step is timed."""
 LITTLE_MEMORY = 0.03
-"""The fraction of a GPU's memory that should stay free. With less, fragmentation can cause an
+"""The fraction of GPU memory that should stay free. With less, fragmentation can cause an
 out-of-memory error."""
 GIB = 2**30
 
@@ -251,7 +251,8 @@ class Trial:
                     pass
                 finally:
                     evaluator.close()
-                # `now_s` waits for the device, so it raises CUDA errors of earlier operations.
+                # `now_s` waits for the device, so errors of earlier CUDA operations are raised
+                # here.
                 taken_s.append(now_s(self.world.device) - began_s)
         return taken_s
 

@@ -1,8 +1,8 @@
 """Find training images that were never learned, forgotten or mislabeled, from a run's losses.
 
-`samples/` contains the loss and margin of each row of a batch (vit.hooks.sample_losses). The image
-of a row is computed from the order, and the image's weight from the random numbers of mixing.
-Statistics over all epochs:
+`samples/` contains the loss and margin of each row of a batch (vit.hooks.sample_losses). A row's
+image is computed from the order, and its weight from the random numbers used for mixing. Statistics
+over all epochs:
 
     mean margin     Pleiss et al. 2020 (AUM): a label is probably wrong if the model predicts
                     another class, although it has learned the class from other images
@@ -32,14 +32,14 @@ from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, report_write_errors
 
 MAX_CURVE_VALUES = 2**28
-"""The maximum number of margins in memory (512 MiB). For longer runs, only every n-th epoch is
+"""The maximum number of margins in memory (512 MiB). In longer runs, only every n-th epoch is
 kept."""
 LARGEST = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
 class SampleCurves:
-    """The curves of N training images over E recorded epochs, NaN for images not seen."""
+    """The curves of N training images over E recorded epochs. Values of images not seen are NaN."""
 
     epochs: list[int]
     """The recorded epochs, starting at 1."""
@@ -50,11 +50,11 @@ class SampleCurves:
     mean_margin: NDArray[np.float64]
     """The mean margin of each image, (N,)."""
     first_right: NDArray[np.int64]
-    """The first epoch in which each image was classified correctly, or 0 for never, (N,)."""
+    """The first epoch in which each image was classified correctly, or 0 if never, (N,)."""
     last_right: NDArray[np.int64]
-    """The last epoch in which each image was classified correctly, or 0 for never, (N,)."""
+    """The last epoch in which each image was classified correctly, or 0 if never, (N,)."""
     times_forgotten: NDArray[np.int64]
-    """The number of times each image was classified incorrectly after it had been correct, (N,)."""
+    """The number of times each image became incorrect after being correct, (N,)."""
     curve_epochs: list[int]
     """The C epochs whose margins are in `margins`."""
     margins: NDArray[np.float16]
@@ -73,7 +73,8 @@ class SampleCurves:
 
     @property
     def suspects(self) -> NDArray[np.int64]:
-        """The images that were seen, sorted by mean margin. Probably wrong labels come first."""
+        """The images that were seen, sorted by mean margin, so that probable label errors come
+        first."""
         seen = np.flatnonzero(self.num_seen > 0)
         return seen[np.argsort(self.mean_margin[seen], kind="stable")]
 
@@ -130,7 +131,7 @@ def read_curves(
 
 
 def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]:
-    """Return the weights, weighted losses and weighted margins of an epoch by image, (3, N)."""
+    """Return each image's weight, weighted loss and weighted margin in an epoch, (3, N)."""
     order = source.order
     augment = source.config.augment
     steps = order.steps_per_epoch
@@ -147,7 +148,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         position = (epoch - 1) * steps + step
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
-            table[:, LAMBDA] = 1.0  # stays 1 after `augment.mixup_off_epoch`
+            table[:, LAMBDA] = 1.0  # Remains 1 after `augment.mixup_off_epoch`.
             size = source.train_format.in_epoch(epoch - 1).size
             draw_mix(
                 augment,

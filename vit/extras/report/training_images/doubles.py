@@ -40,8 +40,8 @@ from vit.system.host import num_cores
 THRESHOLD = 0.9
 """The minimum cosine similarity of near duplicates."""
 RIDGE = 0.02
-"""The fraction of the largest standard deviation to add to that of each axis. This keeps axes
-without variance small."""
+"""This fraction of the largest standard deviation is added to that of each axis, so that axes
+without variance stay small."""
 BLOCK = 8192
 """The number of rows and columns in a block of the similarity matrix (256 MiB)."""
 FEW_IMAGES = 2000
@@ -197,7 +197,7 @@ def whiten_(features: Tensor) -> None:
         covariance += centred.T @ centred
     variances, axes = torch.linalg.eigh(covariance / len(features))
     deviations = variances.clamp(min=0).sqrt()
-    # Avoid dividing by 0 if all features are equal, as in a model whose weights are 0.
+    # Avoid division by 0 if all features are equal, as in a model whose weights are all 0.
     scale = 1 / (deviations + RIDGE * deviations[-1]).clamp(min=1e-12)
     whitening = (axes * scale).float()
     for rows in features.split(BLOCK):
@@ -224,7 +224,7 @@ def nearest(
             columns = features[first : min(first + BLOCK, num_train)].to(device, dtype)
             cosines = rows @ columns.T
             if first == start:
-                cosines.fill_diagonal_(-2.0)  # an image must not match itself
+                cosines.fill_diagonal_(-2.0)  # An image must not match itself.
             values, places = cosines.max(1)
             closer = values > best
             best = torch.where(closer, values, best)

@@ -4,7 +4,7 @@
     runs/<name>/report/samples.csv     all images, in order of mean margin
 
 Pictures are embedded as data URIs, and curves as inline SVG. The page has no script. Predictions
-are those of the run's last weights, with the preprocessing of evaluation.
+use the run's last weights and the evaluation preprocessing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _predict(
             shares, classes = source.model(inputs).float().softmax(1).max(1)
             for sample, share, label in zip(part, shares.tolist(), classes.tolist(), strict=True):
                 predictions[sample] = (label, share)
-    except ValueError as error:  # no weights yet, or an image that cannot be decoded
+    except ValueError as error:  # The weights do not exist yet, or an image cannot be decoded.
         return predictions, as_sentence(error)
     return predictions, ""
 
@@ -180,7 +180,7 @@ def _curve(curves: SampleCurves, sample: int) -> Markup:
     ]
     line = " ".join(f"{x},{y}" for x, y in places)
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="1.6"/>' for x, y in places if len(places) <= 32)
-    # `Markup` prevents escaping. The SVG is safe, because this function generates it from numbers.
+    # `Markup` prevents escaping. The SVG is safe, because it is generated from numbers.
     return Markup(
         f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img"'
         f' aria-label="margins from {margins[seen[0]]:.2f} to {margins[seen[-1]]:.2f}">'
