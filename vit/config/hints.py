@@ -81,7 +81,7 @@ OTHER_NAMES = {
     "train.activation_checkpointing": (
         "checkpoint_activations grad_checkpointing gradient_checkpointing recompute"
     ),
-    "ema.decay": "ema model_ema model_ema_decay",
+    "ema.decay": "ema ema_decay model_ema model_ema_decay",
     "ema.every_steps": "ema_steps model_ema_steps",
     "eval.every_epochs": "eval_freq eval_interval val_every val_interval",
     "checkpoint.every_steps": "ckpt_every save_every save_freq save_interval save_steps",
