@@ -123,7 +123,8 @@ class WandbProcess:
             return
         status = self._process.poll()  # before reading, so that no line is missed
         for line in (self._output.read() or b"").decode().splitlines():
-            self._opened_at = self._opened_at or time.monotonic()
+            if not line.startswith("stopped ("):
+                self._opened_at = self._opened_at or time.monotonic()
             self._log(line)
         if status in (0, REPORTED):
             self._process = None

@@ -53,6 +53,7 @@ PROBE_S = 3.0
 MAX_MISSES = 3
 """The upload is abandoned after this many unanswered probes in a row."""
 POLL_S = 0.1
+_first_failure = threading.Lock()
 REPORTED = 3
 """The exit status of this script after it printed why it failed."""
 STATE_FILE = "state.json"
@@ -239,6 +240,9 @@ def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: 
 
 
 def _fail(run_dir: Path, mode: str, reason: str, log_line: LogLine) -> NoReturn:
+    # Killing W&B's service makes the other thread fail, too. Only the first failure is printed, and
+    # the other thread waits here until the process exits.
+    _first_failure.acquire()
     log_line(f"stopped ({reason}); {remedy(run_dir, mode)}")
     _leave(run_dir, REPORTED)
 
