@@ -62,9 +62,9 @@ from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.writer import write_quarantine
 from vit.data.shards import info_file
 from vit.data.shards.index_file import save_index
-from vit.data.shards.members import printable
 from vit.data.shards.tar import describe_ignored
 from vit.system.files import remove_leftovers
+from vit.system.redact import escape_to_one_line
 from vit.system.urls import bare
 
 
@@ -209,7 +209,7 @@ def _print_repeated(
 
 
 def _describe(entry: dict[str, Any]) -> str:
-    return printable(f"{entry['file']}: sample {entry['key']!r} {entry['reason']}")
+    return escape_to_one_line(f"{entry['file']}: sample {entry['key']!r} {entry['reason']}")
 
 
 def _refuse_invalid(

@@ -55,7 +55,8 @@ from data_prep.check.shard_checks import (
 from data_prep.command import WORKERS_FLAG, Flags, make_parser, positive, run
 from data_prep.write.card_text import number_range
 from data_prep.write.jobs import run_jobs
-from vit.data.shards.members import printable, recorded_layout
+from vit.data.shards.members import recorded_layout
+from vit.system.redact import escape_to_one_line
 
 SAMPLE = 500
 """The total number of images that a quick check decodes."""
@@ -166,9 +167,9 @@ def print_report(report: Report) -> None:
             if findings:
                 print(f"  {title}")
             for finding in findings:
-                print(f"    {printable(f'{finding.place}: {finding.text}')}")
+                print(f"    {escape_to_one_line(f'{finding.place}: {finding.text}')}")
                 for detail in finding.details:
-                    print(f"      {printable(detail)}")
+                    print(f"      {escape_to_one_line(detail)}")
     print()
     Console(highlight=False).print(table(report))
     num_checked = sum(part.num_checked for part in report.data.parts)

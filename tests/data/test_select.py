@@ -100,14 +100,7 @@ def test_a_filter_agrees_with_python_on_each_row(text):
         ("width in (label, 'b')", "text is only allowed as a class name that label is compared"),
         ("width == 'a'", "text is only allowed as a class name that label is compared with"),
         ("(" * 500 + "width" + ")" * 500 + " > 1", "cannot be read"),
-        ("width" + " + 1" * 450 + " > 1", "is nested more than 100 deep"),
-        ("-" * 1900 + "width < 1", "more than 100 deep|cannot be read"),
-        (
-            "width + 99999999999999999999999 > 1",
-            r"'9{23}' at character 9 of .*: expected integers up to 2\*\*53 \(9,007,199,254,",
-        ),
         ("label in ()", "expected values in brackets after `in`"),
-        ("1 <" * 3000 + "2", "has 9,001 characters, expected at most 2,000"),
     ],
 )
 def test_an_invalid_filter_is_reported_with_the_place(text, message):
@@ -134,7 +127,7 @@ def test_classes_are_reported_by_name():
         == (~np.isin(ROWS["label"], (0, 6, 3))).tolist()
     )
     with pytest.raises(
-        ValueError, match=r"'\"apple\"' at character 10 .*: not a class, did you mean 'apples'\?"
+        ValueError, match=r"'\"apple\"' at character 10 .*: not a class \(did you mean apples\b"
     ):
         RowFilter('label == "apple"')(ROWS, ["pears", "apples"])
 

@@ -19,8 +19,9 @@ from processes import run, run_here
 
 import vit
 from vit.inference.inputs import Place, find_inputs
-from vit.inference.output import csv_file, printable
+from vit.inference.output import csv_file
 from vit.inference.predict import predict
+from vit.system.redact import escape_to_one_line
 
 IN_ORDER = [
     *("a/alpha.png", "a/cmyk.jpg", "a/turned.jpg", "b/grey16.png", "b/smaller_than_a_patch.png"),
@@ -206,8 +207,8 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 def test_file_names_cannot_control_the_terminal():
     """Control characters must be escaped, but letters of all languages must stay readable."""
-    assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
-    assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
+    assert escape_to_one_line("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
+    assert escape_to_one_line("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 
 
 @needs("report")

@@ -107,7 +107,8 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
                 _add(argument, inputs)
                 if len(inputs.places) == before:
                     kind = "folder" if os.path.isdir(argument) else "tar"
-                    raise ValueError(f"{argument}: a {kind} without images ({_suffixes()})")
+                    suffixes = " ".join(EXTENSIONS)
+                    raise ValueError(f"{argument}: a {kind} without images ({suffixes})")
         except OSError as error:
             problems.append(f"{error.filename or argument}: cannot be read ({error.strerror})")
         except ValueError as error:
@@ -120,10 +121,6 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
             "no images given: pass files, folders or tars, or - to read a list of names from stdin"
         )
     return inputs
-
-
-def _suffixes() -> str:
-    return " ".join(EXTENSIONS)
 
 
 def _listed_names(stdin: IO[bytes]) -> Iterator[str]:

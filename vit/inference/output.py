@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch import Tensor
 from vit.inference.inputs import Place
 from vit.inference.predict import Predictions
 from vit.system.files import replacing, report_write_errors
-from vit.system.redact import UNPRINTED
+from vit.system.redact import escape_to_one_line
 
 BAR_CELLS = 20
 """The width of the bar for a probability of 1, in characters."""
@@ -77,7 +76,7 @@ def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Tabl
     for name, classes in rows:
         for rank, (class_name, probability) in enumerate(classes):
             table.add_row(
-                Text(printable(name) if rank == 0 else ""),
+                Text(escape_to_one_line(name) if rank == 0 else ""),
                 Text(class_name, style="bold" if rank == 0 else ""),
                 f"{100 * probability:.1f}",
                 Text("█" * round(BAR_CELLS * probability), style="blue"),
@@ -144,13 +143,3 @@ class Summary:
             share = f"{100 * number / total:.1f} %"
             table.add_row(f"{len(hidden):,} more classes", f"{number:,}", share, "")
         return table
-
-
-def printable(name: str) -> str:
-    """Return a file name on one line, with unprintable characters escaped."""
-    return "".join(
-        letter.encode("unicode_escape").decode()
-        if unicodedata.category(letter) in UNPRINTED
-        else letter
-        for letter in name
-    )

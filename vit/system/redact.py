@@ -180,6 +180,11 @@ def escape_unprinted(text: str) -> str:
     )
 
 
+def escape_to_one_line(text: str) -> str:
+    """Return `text` like `escape_unprinted`, with line breaks and tabs escaped as well."""
+    return escape_unprinted(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
 class _Guarded:
     """A stream that masks secrets in text, and forwards everything else to `stream`.
 

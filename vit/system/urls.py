@@ -251,31 +251,22 @@ def _is_hugging_face(host: str) -> bool:
 
 
 def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
-    named = os.environ.get("NETRC")
-    for file in [named] if named else ["~/.netrc", "~/_netrc"]:
-        path = Path(file).expanduser()
-        try:
-            hosts = _netrc(path, path.stat().st_mtime_ns)
-        except FileNotFoundError:
-            continue
-        except (OSError, netrc.NetrcParseError) as error:
-            reason = (
-                f"line {error.lineno}: {error.msg}"
-                if isinstance(error, netrc.NetrcParseError)
-                else error.strerror
-            )
-            raise ShardError(
-                f"{path}: cannot be read ({reason}): fix the file, or set NETRC to another file"
-            ) from None
-        for host in _names(parts):
-            if login := hosts.get(host):
-                return _basic(login[0], login[2] or "")
-    return {}
-
-
-@functools.lru_cache(maxsize=4)
-def _netrc(path: Path, changed_ns: int) -> dict[str, tuple[str, str, str]]:
-    return netrc.netrc(str(path)).hosts
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        hosts = netrc.netrc(str(path)).hosts
+    except FileNotFoundError:
+        return {}
+    except (OSError, netrc.NetrcParseError) as error:
+        reason = (
+            f"line {error.lineno}: {error.msg}"  # without the path, which `str(error)` repeats
+            if isinstance(error, netrc.NetrcParseError)
+            else error.strerror
+        )
+        raise ShardError(
+            f"{path}: cannot be read ({reason}): fix the file, or set NETRC to another file"
+        ) from None
+    login = next((hosts[host] for host in _names(parts) if host in hosts), None)
+    return _basic(login[0], login[2] or "") if login else {}
 
 
 def _names(parts: urllib.parse.SplitResult) -> tuple[str, str]:

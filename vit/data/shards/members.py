@@ -20,6 +20,7 @@ from typing import Any
 from vit.config.sample_layout import IMAGE_EXTENSIONS, NO_LABEL, Names, image_suffixes
 from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
+from vit.system.redact import escape_to_one_line
 
 MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
 """The suffixes that a layout may specify for the image."""
@@ -109,7 +110,7 @@ class SampleLayout:
         is_unique = len(set(suffixes)) == len(suffixes)
         if len(images) == 1 and has_label and is_unique:
             return images[0]
-        members = printable(f"its members: {', '.join(suffixes)}")
+        members = escape_to_one_line(f"its members: {', '.join(suffixes)}")
         if not is_unique:
             raise InvalidSample(
                 f"has two members with the same extension, or two samples have this key ({members})"
@@ -174,7 +175,7 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
     for suffix in (suffix for suffix in members if suffix not in images):
         content = _parsed(members[suffix][:MAX_LABEL_BYTES])
         if isinstance(content, dict) and content:
-            text += f"; its .{suffix} has the fields {printable(', '.join(content)[:200])}"
+            text += f"; its .{suffix} has the fields {escape_to_one_line(', '.join(content)[:200])}"
             values |= {f"{suffix}:{field}": value for field, value in content.items()}
         else:
             values[suffix] = members[suffix][:MAX_LABEL_BYTES].decode("utf-8-sig", "replace")
@@ -207,7 +208,7 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
         if label not in valid and not layout.class_names:
             options.append(names.class_names)
         if options:
-            return f"{text}; try {printable(' '.join(options))}"
+            return f"{text}; try {escape_to_one_line(' '.join(options))}"
     return (
         f"{text}. Repair such samples, move the shard away, or describe other layouts with"
         f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"
@@ -239,9 +240,8 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
         value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
     if value is _ABSENT:
         fields_text = ", ".join(content) if isinstance(content, dict) else repr(content)
-        raise InvalidSample(
-            f"has no field {field!r} in its .{suffix} (its fields: {printable(fields_text[:200])})"
-        )
+        shown = escape_to_one_line(fields_text[:200])
+        raise InvalidSample(f"has no field {field!r} in its .{suffix} (its fields: {shown})")
     return value
 
 
@@ -256,9 +256,3 @@ def as_integer(value: Any) -> int | None:
         return None
     text = str(value).strip()
     return int(text) if INTEGER.fullmatch(text) else None
-
-
-def printable(text: str) -> str:
-    """Escape characters that a terminal would interpret, because tars from others may contain any
-    name."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
