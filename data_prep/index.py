@@ -11,7 +11,7 @@ and hashed once. The command writes an `.idx` file and a sidecar next to each ta
 each split's shards, is compared with the tars and never changed. Tars contain no class names.
 Without --classes, the number of classes is the largest label of any split plus one. Invalid samples
 (an image of 0 bytes, no image or two images, no label) are skipped and listed in the sidecars and
-in `quarantine.jsonl`. Too many invalid samples for --max-unreadable are an error.
+in `quarantine.jsonl`. It is an error if more samples are invalid than --max-unreadable allows.
 
 As in webdataset, a sample is a run of members with the same name up to the first dot. The image is
 the member jpg, jpeg, png or webp, and the label is the integer in the member cls. --image and

@@ -11,8 +11,8 @@ class becomes val. An evaluation split is skipped if none of its images has a la
 
 The schema of the files or `dataset_info` in README.md names the image column, the label column and
 the classes. Otherwise the image is the column of bytes, and the sorted numbers or texts of the
-label column are the classes. A key is the row number in the split and the image's name. Images are
-copied once to ROOT/_spool, because parquet has no random access.
+label column are the classes. A key consists of the row number in the split and the image's name.
+Images are copied once to ROOT/_spool, because parquet has no random access.
 """
 
 from __future__ import annotations

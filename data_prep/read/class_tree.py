@@ -277,8 +277,8 @@ def split_by_hash(
     """Split the keys of a class by the given fractions, in the order of their hashes.
 
     Every split but the first gets a rounded number of keys with the smallest hashes. The first
-    split gets the rest, at least one key. The hash depends only on the seed and key, so adding a
-    third split does not change the second.
+    split gets the remaining keys. At least one must remain. The hash depends only on the seed and
+    key, so adding a third split does not change the second.
     """
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)

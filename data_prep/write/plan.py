@@ -68,7 +68,7 @@ class Settings:
 
 
 def parse_part(part: str) -> tuple[int, str, int]:
-    """Parse "A-B" to (A, "-", B), or "I/N" to (I, "/", N). Raises PrepError."""
+    """Parse "A-B" into (A, "-", B), or "I/N" into (I, "/", N). Raises PrepError."""
     match = re.fullmatch(r"([0-9]+)([-/])([0-9]+)", part)
     first, last = (int(match[1]), int(match[3])) if match else (0, 0)
     if match is None or not (first <= last if match[2] == "-" else first < last):

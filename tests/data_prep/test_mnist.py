@@ -31,8 +31,8 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def contents(counts: dict[str, int] = COUNTS) -> dict[str, bytes]:
-    """Return the four files by name. The images have stripes as wide as the label, and each image
-    is brighter than the previous one."""
+    """Return the four files by name. Each image has stripes whose width in pixels equals its label,
+    and is brighter than the previous image."""
     x = np.arange(28, dtype=np.uint8)
     files = {}
     for part, count in counts.items():

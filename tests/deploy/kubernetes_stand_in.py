@@ -2,10 +2,10 @@
 
 A pod is a process with the command, arguments and variables of its container. With `isolated`, the
 pod has its own network, host name, /etc/hosts (the names of a headless service) and process ids.
-The pod is then process 1, as in a container. Pods are terminated as by a kubelet: SIGTERM, the
-grace period, SIGKILL. `podFailurePolicy` applies to a failed pod, and JobSet's `failurePolicy` to a
-failed Job. Both policies are read from the file, and the first matching rule is used
-(https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
+The pod is then process 1, as in a container. Pods are terminated as a kubelet would terminate them:
+SIGTERM, the grace period, SIGKILL. `podFailurePolicy` applies to a failed pod, and JobSet's
+`failurePolicy` to a failed Job. Both policies are read from the file, and the first matching rule
+is used (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
 kubernetes-sigs/jobset:keps/262-ConfigurableFailurePolicy).
 """
 

@@ -262,7 +262,7 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """Return the last error in a program's output, which starts with "error: "."""
+    """Return the last error, which starts with "error: ", in a program's output."""
     return text[text.rfind("error: ") :].strip()
 
 

@@ -134,8 +134,8 @@ class Place:
         config: Path | None = None,
         **variables: str,
     ) -> None:
-        """Run `launch/train.py` on one rank. With a prefix or environment variables, which have no
-        effect on a warm interpreter, a new interpreter starts."""
+        """Run `launch/train.py` on one rank. A prefix or environment variables would have no effect
+        on a warm interpreter, so a new interpreter starts."""
         arguments = [
             "--config",
             config or self.config,

@@ -1,6 +1,6 @@
 """Create batches by writing any rows of any batch of a rank into preallocated memory.
 
-The order gives the sample numbers of this rank's rows at a position. The index contains the byte
+The order maps each position to the sample numbers of this rank's rows. The index contains the byte
 offset, width and height of each image, so crops are drawn before decoding. Images are decoded
 directly into their rows in memory (`vit.data.slots`). The content of a row depends neither on the
 process that creates it nor on earlier rows, so a run can start at any position. The loader

@@ -251,7 +251,8 @@ def evaluate_model(
 ) -> Accuracy:
     """Evaluate a model on every image of a split, each once, on any number of ranks.
 
-    If `torch.distributed` is initialized, all ranks must call this and get the same result.
+    If `torch.distributed` is initialized, all ranks must call this function. They all get the same
+    result.
 
     Args:
         model: (B, C, H, W) float32 -> (B, num_classes) logits. The weights determine the device.

@@ -54,7 +54,8 @@ class Utilization:
         return next((flops for until, flops in self.stages if step < until), self.flops_per_image)
 
     def mfu(self, images_per_s: float, step: int | None = None) -> float | None:
-        """Return the fraction of the peak at `images_per_s` on one device, or None without a peak.
+        """Return the fraction of the peak FLOP/s reached at `images_per_s` on one device, or None
+        if the peak is unknown.
 
         step: the step of these images, counted from 0; None means after all stages.
         """
@@ -87,7 +88,7 @@ def train_flops_per_image(
 
 @functools.cache
 def find_peak(device: torch.device, precision: str) -> Peak | None:
-    """Return the peak of `device` in `precision`, or None for a CPU.
+    """Return the peak FLOP/s of `device` at `precision`, or None for a CPU.
 
     The peak of a GPU that is not in the table is measured, which takes tens of milliseconds.
     """

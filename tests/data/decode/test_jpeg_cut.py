@@ -82,7 +82,7 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 @st.composite
 def cases(draw):
     """Generate an image, tiled or not, and a window in the image. Narrow images and windows at the
-    border are frequent."""
+    border are common."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "grey" not in arranged else 8

@@ -1,4 +1,5 @@
-"""Test faults of shards at a URL: retries must succeed, or an error must describe the fault."""
+"""Test faults while reading shards from a URL: a retry must succeed, or an error must describe the
+fault."""
 
 from __future__ import annotations
 

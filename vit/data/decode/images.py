@@ -14,8 +14,8 @@ rejected because their range is unknown. Only the first frame of an animation is
 orientation is ignored, as in all published results, except that Pillow rotates TIFFs.
 
 The size in the header is compared with `MAX_PIXELS` before memory is allocated. Pillow's decoder
-takes 1 to 4 bytes per pixel of the image. Apart from this, only the requested pixels are allocated,
-so the largest image takes about 0.7 GB plus its window.
+uses 1 to 4 bytes of memory per pixel. Apart from this, only the requested pixels are allocated, so
+the largest image takes about 0.7 GB plus its window.
 """
 
 from __future__ import annotations

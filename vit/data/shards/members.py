@@ -163,7 +163,7 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
 
 
 def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> str:
-    """Return advice on a sample that does not match a layout, as the end of a sentence.
+    """Return advice about a sample that does not match a layout, worded to complete a sentence.
 
     members: maps suffixes to the content of the sample's members. If there is one image and one
     possible label, the advice lists the options that would accept them. Possible labels are

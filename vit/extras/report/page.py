@@ -1,9 +1,9 @@
 """Write the report of a run as a single HTML file that needs no server and no network.
 
-Attempts, tables, faults and curves come from metrics.jsonl, even if the file is damaged. Settings
-come from the config. Pictures come from `vit.extras.report.pictures` and are embedded as data URIs.
-A missing picture is replaced by the reason. Curves are inline SVG, which is sharp at any size and
-matches the page's colors in light and dark mode.
+Attempts, tables, faults and curves are read from metrics.jsonl, even if parts of it are damaged.
+Settings come from the config. Pictures come from `vit.extras.report.pictures` and are embedded as
+data URIs. A missing picture is replaced by the reason. Curves are inline SVG, which is sharp at any
+size and matches the page's colors in light and dark mode.
 
 All content of a run is escaped, because it is untrusted. The page's content security policy blocks
 all external resources, and allows only one script, which is identified by its hash.

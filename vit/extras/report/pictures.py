@@ -88,7 +88,7 @@ def draw_pictures(
     device: torch.device,
     on_picture: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> Pictures:
-    """Draw all pictures of a run into `run_dir`/report/, with the model on `device`.
+    """Draw all pictures of a run into `run_dir`/report/, running the model on `device`.
 
     `on_picture(done, total, name)` is called after each picture. The caller's random state does not
     change. Raises ValueError if `run_dir` is not a run folder.

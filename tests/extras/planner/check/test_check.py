@@ -153,7 +153,7 @@ def test_a_failed_check_under_torchrun_ends_with_the_summary(config, shards, tmp
 
 
 SECONDS = ("model.image_size=224", "model.depth=12", "loader.num_workers=1")
-"""Settings with which a step takes several seconds."""
+"""Settings that make a step take several seconds."""
 
 
 def has_workers(pid: int) -> bool:

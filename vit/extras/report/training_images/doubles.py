@@ -207,7 +207,8 @@ def whiten_(features: Tensor) -> None:
 def nearest(
     features: Tensor, num_train: int, device: torch.device, on_images: OnImages
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosine and the number of the most similar training image of each image.
+    """For each image, return the cosine similarity and the number of the most similar training
+    image.
 
     The results are (N,) float32 and (N,) int64, on the CPU. Training images are the first
     `num_train` images, and an image is not compared with itself. features: (N, D), rows of length
