@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Use one compilation cache per vector length. Otherwise, torch 2.15 loads code that was
-    # compiled for a different length and leaves half of the results uninitialized.
+    # Use one compilation cache per vector length, because torch 2.15 computes garbage with code
+    # that was compiled for a different vector length.
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)

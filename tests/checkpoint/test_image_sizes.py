@@ -1,7 +1,7 @@
 """Test runs that change the image size during training.
 
-Such runs must resume exactly, and must train identically on any number of ranks. Their metrics and
-curves must show the image size.
+Runs that change the image size must resume exactly, and must train identically on any number of
+ranks. The metrics and curves must show the image size.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
     state = run.train_step.model
-    # This buffer changes during the forward pass, like batch norm statistics.
+    # The buffer `seen` changes during the forward pass, like batch norm statistics.
     state.register_buffer("seen", torch.ones(3))
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)

@@ -1,8 +1,8 @@
 """Test that every setting has an effect.
 
 For each setting, the tests build one run with the default and one with the value in
-`other_values.VALUES`. Both runs train for two steps and evaluate. Their results must differ in more
-than the stored configs. The tables below list the settings that need a different test, and the
+`other_values.VALUES`. Both runs train for two steps and evaluate. The two results must differ in
+more than the stored configs. The tables below list the settings that need a different test, and the
 reasons.
 """
 

@@ -236,8 +236,8 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 @needs_proc
 def test_workers_share_one_index_of_any_length(shards, tmp_path):
-    """A worker must need as much private memory for two million samples as for sixty. It would need
-    more if it copied the index."""
+    """A worker must need as much private memory for two million samples as for sixty. If workers
+    copied the index, they would need more."""
     small = open_split(shards, "train")
     own_bytes = {}
     for repeats in (1, 120_000):

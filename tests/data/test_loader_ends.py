@@ -38,7 +38,7 @@ class Dying(Numbered):
         if position == 3:
             if self.ending == "exit":
                 os._exit(7)
-            # Otherwise, pytest's fault handler would print the crash.
+            # Disable pytest's fault handler, which would print the crash.
             faulthandler.disable()
             os.kill(os.getpid(), getattr(signal, self.ending))
         return super().fill(position, first, rows)

@@ -81,7 +81,7 @@ class LateGpu:
         self.changes_done = 0
         self.locked: Tensor | None = None
         self.blocks: list[object] = []
-        """All memory blocks. They are kept alive, so that delayed operations cannot read memory
+        """All memory blocks, which are kept alive so that delayed operations cannot read memory
         that Python has freed."""
         self.free: defaultdict[tuple[str, int], list[bytearray]] = defaultdict(list)
         """The free memory blocks, keyed by stream and size."""

@@ -4,8 +4,8 @@
 
 JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), and PYTHON is an
 interpreter with SkyPilot installed. All three projects use the Apache-2.0 license. The script drops
-descriptions, and fields that the files in deploy/ do not use. It forbids unknown fields, so that a
-misspelled field is an error, although an API server would silently drop such a field. Unknown
+descriptions, and fields that the files in deploy/ do not use. The extracted schemas forbid unknown
+fields, so a misspelled field is an error, although an API server would silently drop it. Unknown
 fields remain allowed in the Job inside a JobSet, because the tests check the Job against
 Kubernetes' own schema.
 """

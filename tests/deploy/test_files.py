@@ -24,7 +24,7 @@ from vit.config.io import load_config
 sys.path.insert(0, str(REPOSITORY / "launch"))
 job = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "launch" / "job.py")))
 sys.path.pop(0)
-# This is the oldest version that docs/clusters.md supports.
+# Kubernetes 1.31 is the oldest version that docs/clusters.md supports.
 KUBERNETES = "1.31"
 SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())["schemas"]
 [JOBSET] = documents("jobset.yaml")

@@ -36,8 +36,8 @@ def on_this_host() -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_path, on_this_host):
-    """One pod receives SIGTERM. Both pods must then save the same step and exit with the status
-    that requests a restart. Kubernetes must not count such a restart as a failure."""
+    """One pod receives SIGTERM. Both pods must save the same step and exit with the status that
+    requests a restart. Kubernetes must not count the restart as a failure."""
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
 
@@ -105,8 +105,8 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
     assert ended.codes[1] == [75, 75], logs
     assert sorted(ended.codes[2]) == [75, 137], logs
     assert sorted(ended.codes[3]) == [75, 137], logs
-    # The Job's failure depends on the killed pod, because that pod exits first. Its exit status
-    # does not show that a newer checkpoint exists.
+    # The action depends on the killed pod, because that pod exits first. The exit status of a
+    # killed pod does not show that a newer checkpoint exists.
     assert ended.actions == [ignored, ignored, "RestartJobSet", "RestartJobSet"], logs
     assert ended.codes[-1] == [0, 0], logs
     whole = tmp_path / "whole"

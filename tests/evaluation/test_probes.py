@@ -65,8 +65,8 @@ def test_the_nearest_neighbors_are_found_among_all_pairs():
 
 
 def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegression:
-    """Train scikit-learn's classifier. Its loss is a sum over N images instead of a mean, so C = 1
-    / (l2 N)."""
+    """Train scikit-learn's classifier. scikit-learn sums the loss over N images instead of
+    averaging it, so C = 1 / (l2 N)."""
     return LogisticRegression(C=1 / (l2 * len(labels)), tol=1e-8, max_iter=5000).fit(
         features, labels
     )

@@ -28,8 +28,8 @@ def ip(*arguments: str) -> None:
 
 
 class Host:
-    """A simulated host with its own name, network and process ids. It shares the files of this
-    machine."""
+    """A simulated host with its own name, network and process ids. All hosts share the files of
+    this machine."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name

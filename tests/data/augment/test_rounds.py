@@ -1,6 +1,6 @@
 """Test that augmentation applies operations of the same kind to many images together.
 
-This batching must not change the pixels, must launch few kernels, and must never wait for the
+Grouping operations must not change the pixels, must launch few kernels, and must never wait for the
 device.
 """
 

@@ -163,7 +163,7 @@ def test_no_file_starts_another_program(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011  this one's words are Pillow's
+    with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011
         image.load()
     assert log.exists(), "Pillow must start the program, or this test proves nothing"
     log.unlink()

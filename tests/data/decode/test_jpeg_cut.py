@@ -16,9 +16,8 @@ from PIL import Image
 from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
-# Maps each chroma subsampling to one that Pillow can encode, and to the sampling factors that the
-# tests write into the header. Both have the same number of blocks per MCU, so only the header
-# differs.
+# Maps each chroma subsampling to one that Pillow can encode with the same number of blocks per MCU,
+# and to the sampling factors that the tests write into the header.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),

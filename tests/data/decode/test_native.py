@@ -169,8 +169,8 @@ def handmade(
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
 def test_images_with_random_huffman_codes_equal_simplejpeg(long):
-    """No encoder writes random Huffman tables. Their codes have up to 16 bits, and 15-bit values
-    overflow when multiplied by the quantization step."""
+    """No encoder writes random Huffman tables. The random codes have up to 16 bits, and 15-bit
+    values overflow when multiplied by the quantization step."""
     rng = random.Random(int(long))
     for k in range(150):
         lengths = (
@@ -188,7 +188,7 @@ def test_images_with_random_huffman_codes_equal_simplejpeg(long):
 
 def test_samplings_that_no_encoder_writes_equal_simplejpeg():
     """The header declares a different layout for the four luma blocks of a 4:2:0 MCU, for example a
-    single column. This scrambles the image, but both decoders must return the same pixels."""
+    single column. The image is scrambled, but both decoders must return the same pixels."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
     for factors, width, height in (

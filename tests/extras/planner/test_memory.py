@@ -111,8 +111,8 @@ def test_counted_bytes_agree_with_measured_bytes_within_a_tenth(precision, check
         capture_output=True,
         text=True,
         cwd=ROOT,
-        # Return freed memory to the operating system immediately. Otherwise, the measurement would
-        # include earlier peaks.
+        # Make the allocator return freed memory to the operating system immediately, so that the
+        # measurement does not include earlier peaks.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

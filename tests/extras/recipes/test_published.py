@@ -69,7 +69,7 @@ def test_each_setting_of_a_recipe_is_explained_and_the_yaml_loads(name, imported
     assert max(map(len, file.read_text().splitlines())) <= 100 or "command " in file.read_text()
 
 
-# These values were copied from papers and READMEs, independently of the importer.
+# The expected values were copied from papers and READMEs, independently of the importer.
 STATED: dict[str, dict] = {
     # The DeiT paper states a batch size of 1024 and a learning rate of 5e-4 x 1024 / 512 (Table 9).
     # The README states 83.1 % after 30 epochs of fine-tuning at 5e-6.

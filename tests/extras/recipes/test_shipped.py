@@ -29,7 +29,7 @@ BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
 """Maps each run folder to its recipe."""
 CHEAPEST = "big_vision/vit_s16_90ep"
 """The recipe of which `make test` trains a small version. All other recipes are marked `full`."""
-# These settings for paths, hardware and the frequency of evaluations may differ from the published
+# Settings for paths, hardware and the frequency of evaluations may differ from the published
 # recipe.
 PLACES = {
     "data.root",

@@ -1,8 +1,8 @@
 """Test that our tables of other programs' arguments match the flags, types and defaults of the
 programs' parsers.
 
-A script extracted `parsers.json` from the sources of the other programs. It contains the flags and
-the default of each `add_argument` call.
+`parsers.json` contains the flags and the default of each `add_argument` call. A script extracted
+them from the sources of the other programs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONLY_OURS = {
     "deit_submitit": {"nb_classes"},
     "vit5": {"nb_classes"},
     "rope": {"nb_classes"},
-    # These arguments existed in earlier versions of timm and occur in published YAML files.
+    # The arguments of earlier timm versions occur in published YAML files.
     "timm": {
         *("amp_impl", "apex_amp", "native_amp", "force_cpu", "aot_autograd"),
         *("dynamo", "dynamo_backend"),

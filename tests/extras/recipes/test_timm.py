@@ -136,7 +136,7 @@ def test_the_warning_lists_every_unstated_argument():
 @pytest.mark.parametrize(
     "flags",
     [
-        # This flag was added to timm together with today's defaults.
+        # timm introduced --lr-base together with today's defaults.
         "--lr-base 0.1",
         "--lr 1e-3 --weight-decay 0.1 --warmup-lr 0 --min-lr 0 --warmup-epochs 5 --sched cosine"
         " --epochs 9 --cooldown-epochs 0",
@@ -276,7 +276,7 @@ def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
         "batch_size": 256,
         "amp": True,
         "amp_dtype": "bfloat16",
-        # This argument existed only in earlier versions of timm.
+        # amp_impl existed only in earlier versions of timm.
         "amp_impl": "native",
         "lr": None,
         "lr_base": 8e-4,

@@ -63,7 +63,7 @@ def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path)
     url = s3.new_bucket()
     one = os.urandom(20 << 20)
     two = os.urandom(20 << 20)
-    # This client bypasses the proxy, like a client on another machine.
+    # The test's own S3 client bypasses the proxy, like a client on another machine.
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{s3.port}")
     client.put_object(Bucket=url[5:], Key="run/weights", Body=one)
     ranges = []
