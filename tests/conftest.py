@@ -1,5 +1,5 @@
-"""Fixtures for shared shards, and pytest hooks that end leftover processes and report missing
-programs."""
+"""Define fixtures with small shards, and pytest hooks that kill leftover processes and report
+missing programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import warm_python
 from processes import make_shards, write_config
 
-# Disable Hypothesis's deadline, which would fail an example just because the machine is slow.
+# Disable the Hypothesis deadline, because examples would fail on slow machines.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 60 training images and 23 validation images from 3 classes into 3 shards."""
+    """Write shards with 60 training images and 23 validation images from three classes."""
     return make_shards(tmp_path_factory.mktemp("data"))
 
 
@@ -48,8 +48,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first. pytest-xdist distributes whole files, so a long file that
-    started last would keep only one worker busy."""
+    """Run the longest test files first. pytest-xdist assigns whole files to workers, so a long file
+    that starts last would keep one worker busy while the others are idle."""
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
@@ -61,14 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Use one cache per vector length. Otherwise, torch loads code that was compiled for a different
-    # length, and half of the numbers are uninitialized memory (torch 2.15).
+    # Use one compilation cache per vector length, because torch 2.15 computes garbage with code
+    # that was compiled for a different vector length.
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # Two threads sum numbers in a different order than one thread. Processes started by tests also
-    # use one thread (`processes.environment`), because multithreaded processes slow each other
-    # down.
+    # Use one thread, because two threads sum numbers in a different order. Processes started by
+    # tests also use one thread (`processes.environment`), because more threads would slow each
+    # other down.
     torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """End the processes of a test that has failed or timed out before its own cleanup."""
+    """Kill the processes started by a test that failed or timed out before it could clean up."""
     try:
         return (yield)
     except BaseException:
@@ -86,8 +86,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fail if processes are still running when the session ends, and list the tests that started
-    them."""
+    """Fail if processes are still running when the test session ends, and list the tests that
+    started them."""
     yield
     warm_python.stop()
     left = families.end_session()
@@ -98,7 +98,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def remedy(reasons: list[str]) -> str:
-    """Return a line that lists the missing programs that caused skips, or ""."""
+    """Return a line that lists the missing programs that caused tests to be skipped, or ""."""
     matches = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
     packages = sorted({package for match in matches if match for package in match[1].split()})
     number = sum(match is not None for match in matches)
@@ -110,7 +110,7 @@ def remedy(reasons: list[str]) -> str:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the missing programs after pytest's list of skips (-ra)."""
+    """Print the missing programs after pytest's list of skipped tests (-ra)."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         skipped = [report.longrepr for report in reporter.stats.get("skipped", [])]

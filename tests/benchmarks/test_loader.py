@@ -1,5 +1,5 @@
-"""Test that benchmarks/loader.py runs every installed library, and pauses each library while
-another is measured."""
+"""Test that benchmarks/loader.py measures every installed library and pauses all other libraries
+during each measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 from processes import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # users do not run the benchmark
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 BENCHMARKS = REPOSITORY / "benchmarks"
 OURS = "ours, restart markers, pip only"
 V1 = "torchvision v1"
@@ -25,8 +25,7 @@ WHOLE = "limit: whole JPEGs"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Run the benchmark, and return its output folder, which contains found.json, .md, .png and
-    data/."""
+    """Run the benchmark and return its output folder."""
     folder = tmp_path_factory.mktemp("loader")
     command = [
         sys.executable,
@@ -94,7 +93,7 @@ def test_contestants_and_their_workers_are_idle_between_turns_and_end(data, load
         for server in servers:
             assert min(server.turn("train", 2)) > 0
         assert len(list(servers[0].processes())) >= 3
-        for _ in range(6000):  # stopping may take up to a minute
+        for _ in range(6000):
             states = {stat[0] for server in servers for _, stat in server.processes()}
             if states == {"T"}:
                 break

@@ -1,5 +1,5 @@
-"""Test the confidence intervals over seeds and images, and that the project trains exactly like a
-plain loop built from timm's parts."""
+"""Test the confidence intervals of benchmarks/trainings.py, and that the project trains exactly
+like a plain loop built from timm's components."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scipy import stats
 
 from vit.config.io import ConfigError, load_config
 
-pytestmark = pytest.mark.full  # users do not run the benchmark
+pytestmark = pytest.mark.full
 BENCHMARKS = REPOSITORY / "benchmarks"
 SEEDS = 5
 ORIGINALS = 100
@@ -31,12 +31,11 @@ def module(monkeypatch):
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Simulate the results of two programs that are equally good, averaged over seeds and
-    images."""
+    """Simulate which images two equally good programs classify correctly."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
     for _ in range(2):
-        own = rng.normal(0, 0.8, ORIGINALS)  # images that are hard for this program with every seed
+        own = rng.normal(0, 0.8, ORIGINALS)
         luck = rng.normal(0, 0.6, (SEEDS, 1))
         logits = np.repeat(hard + own + luck, RENDERINGS, axis=1)
         both.append(rng.logistic(size=logits.shape) < logits)
@@ -56,10 +55,10 @@ def test_the_interval_covers_the_true_difference_over_seeds_and_images(module):
         covered += difference.low <= 0 <= difference.high
         gaps = (second.astype(float) - first).ravel()
         by_images_alone += abs(gaps.mean()) <= 1.96 * gaps.std() / gaps.size**0.5
-    # At a true coverage of 95 %, 79 of 80 tests with 600 simulations each exceed 93 %. The coverage
-    # may be higher, because the larger of two intervals is used.
+    # If an interval covers the true value in 95 % of all cases, 79 of 80 tests with 600 simulations
+    # each measure a coverage above 93 %.
     assert covered / draws >= 0.93
-    # Intervals that treat images as independent across seeds have much lower coverage.
+    # Intervals that treat all predictions as independent are too narrow.
     assert by_images_alone / draws < 0.85
 
 
@@ -158,7 +157,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
         std = torch.tensor(config.data.std).view(3, 1, 1)
         own_images = (batch.images / 255 - mean) / std
     their_images = torch.stack([loader.dataset[i][0] for i in range(50)])
-    # Pillow and torch round differently, so some pixels differ by one or two levels of 255.
+    # Pillow and torch round differently, so some pixel values differ by 1/255 or 2/255.
     assert float((own_images - their_images).abs().mean()) < 2 / 255 / min(config.data.std)
 
 
@@ -173,7 +172,7 @@ def test_both_benchmarks_run_resume_and_plot(tmp_path, digits):
         again = subprocess.run([*line, *small], capture_output=True, text=True, timeout=100)
         trained = [line for line in begun.stdout.splitlines() if "seed" in line and " s" in line]
         assert len([line for line in trained if line.endswith(" s")]) == count
-        # The report reuses the stored results, so the timings must not change.
+        # The second run reuses stored results, so it must print the same timings as the first run.
         assert [line for line in again.stdout.splitlines() if line in trained] == trained
         report = json.loads((tmp_path / f"{name}.json").read_text())
         assert report["rounds"] == 2

@@ -1,4 +1,5 @@
-"""Test the JSON state of checkpoints, the choice of the best evaluation, and reads during saves."""
+"""Test the JSON state in checkpoints, the choice of the best evaluation, and reading checkpoints
+while another one is being saved."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from vit.weights.files import read_weights
     [
         (-1.0, [(0.0, 2.3)], True),
         (90.0, [(95.0, 1.35)], True),
-        (100.0, [(100.0, 1.0)], False),  # a tie in accuracy
+        (100.0, [(100.0, 1.0)], False),
         (100.0, [(100.0, 0.43)], True),
         (100.0, [(100.0, 1.2)], False),
-        (100.0, [(99.0, 0.1), (100.0, 0.5)], True),  # the weights and the averaged weights
+        (100.0, [(99.0, 0.1), (100.0, 0.5)], True),
         (100.0, [(100.0, math.nan)], False),
     ],
 )
@@ -33,7 +34,8 @@ def test_the_smaller_loss_wins_at_equal_accuracy(before, evaluation, expected):
 
 
 def test_compares_with_the_best_evaluation_of_an_older_checkpoint():
-    """The older checkpoint has no loss, so an evaluation with the same accuracy replaces it."""
+    """Older checkpoints do not contain a loss, so a new evaluation with the same accuracy replaces
+    their best evaluation."""
     older = {
         key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
     }
@@ -50,8 +52,8 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
 
 
 def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path):
-    """In a mounted bucket, renaming a folder copies its files one by one. A killed run can leave
-    only some of them."""
+    """In a mounted bucket, a folder is renamed by copying its files one by one, so a killed run can
+    leave an incomplete checkpoint behind."""
 
     def save(step: int) -> None:
         state = {"step": step, "facts": {}}

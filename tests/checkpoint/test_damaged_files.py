@@ -1,6 +1,6 @@
 """Test that corrupt checkpoints and weights are never loaded.
 
-The tests truncate, alter or remove each file. The run must then load the previous checkpoint, or
+Each test truncates, alters or removes one file. The run must then load the previous checkpoint, or
 raise an error that names the file.
 """
 
@@ -52,7 +52,7 @@ def plain(step: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
-    """Return a run with two checkpoints, and the weights that were saved with the newer one."""
+    """Return a run folder with two checkpoints and the weights of the newer one."""
     folder = tmp_path_factory.mktemp("pristine")
     for step in (BEFORE, NEWEST):
         state = asdict(RunState(step=step, best_top1=10.0 * step, facts=FACTS))
@@ -71,8 +71,8 @@ def cut(content: bytes) -> Iterator[bytes]:
 
 
 def flipped(content: bytes) -> Iterator[bytes]:
-    """Yield copies with one flipped bit in each of the first 16 bytes, and then in every 61st
-    byte."""
+    """Yield copies of `content` with one flipped bit in each of the first 16 bytes, and then in
+    every 61st byte."""
     draw = random.Random(0)
     for place in {*range(16), *range(16, len(content), 61)}:
         if place < len(content):
@@ -101,7 +101,7 @@ def is_equal(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def weights_at(place: Path) -> tuple[LoadedWeights | None, str]:
-    """Return the weights at `path`, or the error raised when reading them."""
+    """Return the weights in `place`, or the error message that was raised while reading them."""
     try:
         return read_weights(place), ""
     except WeightsError as error:
@@ -124,19 +124,18 @@ def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
         else:
             (folder / file).write_bytes(content)
 
-        # Evaluation, export and new runs read weights with this function.
+        # Evaluation, export and new runs call `read_weights`.
         for place in (folder, *([(folder / file).parent] if "step_" in file else [])):
             loaded, problem = weights_at(place)
             if loaded is None:
                 assert str((folder / file).parent) in problem
                 noticed += 1
             else:
-                # Without its info file, the checkpoint's model is unknown, so the names in the file
-                # are unchanged.
+                # If the info file of a checkpoint is missing, `read_weights` does not know the
+                # model and returns the tensor names in the file unchanged.
                 expected = tensors(NEWEST) if loaded.step is None else plain(loaded.step)
                 assert is_equal(loaded.weights, expected)
 
-        # Resume the run.
         messages = list[str]()
         path, info = newest_checkpoint(folder, verify=True, log_line=messages.append)
         assert {key: info[key] for key in infos[BEFORE] if key != SEAL} == infos[info["step"]]
@@ -155,7 +154,8 @@ def test_reports_and_keeps_all_checkpoints_if_all_are_damaged(pristine, tmp_path
     for path in folder.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     messages = list[str]()
-    for _ in range(2):  # an automatic restart must not silently start from step 0
+    # An automatic restart must not silently start from step 0 when it tries a second time.
+    for _ in range(2):
         with pytest.raises(CheckpointError, match="all checkpoints are damaged or missing"):
             newest_checkpoint(folder, verify=True, log_line=messages.append)
     assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(messages) == 2
@@ -170,7 +170,7 @@ def test_a_run_at_a_url_does_not_start_over_if_all_checkpoints_are_damaged(prist
     for path in copy_at_url.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     values = {"run": {"dir": f"file://{copy_at_url}"}, "data": {"root": "-"}, "train": {"steps": 9}}
-    for number in range(2):  # simulate another machine, which has no local copy
+    for number in range(2):
         values["run"]["local_dir"] = str(tmp_path / str(number))
         store = RunStore(from_dict(values, "test"))
         lock = RunLock(store.folder)
@@ -187,7 +187,7 @@ def test_an_unreadable_checkpoint_is_not_treated_as_damaged(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     info = folder / "checkpoints" / f"step_{NEWEST:08d}" / "checkpoint.json"
     whole = info.rename(tmp_path / "whole")
-    # A read of this link starts at the first page of memory, which is not mapped, and fails.
+    # Reading /proc/self/mem from the start fails, because the first memory page is not mapped.
     info.symlink_to("/proc/self/mem")
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)") as error:
         newest_checkpoint(folder, verify=True)

@@ -1,7 +1,7 @@
 """Test runs that change the image size during training.
 
-Such runs must resume exactly, and train identically on any number of ranks. Metrics and curves must
-show the image size.
+Runs that change the image size must resume exactly, and must train identically on any number of
+ranks. The metrics and curves must show the image size.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from processes import TINY, Background, final_state, metrics, run_here, train, w
 
 STAGES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}, {until_epoch: 2, image_size: 8}]"
 SIZES = [24] * 5 + [8] * 5 + [16] * 2
-"""The image size at each step of a run with 12 steps and five steps per epoch."""
+"""The expected image size at each of the 12 training steps."""
 PLAIN = ("model.drop_path_rate=null", "model.proj_drop_rate=null")
-"""Settings that turn off all random numbers that depend on the number of ranks."""
+"""Settings that disable dropout and drop path, whose random numbers depend on the number of
+ranks."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, Path]:
-    """Return a config, and the folder of its uninterrupted run with all checkpoints."""
+    """Return a config and the folder of an uninterrupted run that has kept all its checkpoints."""
     folder = tmp_path_factory.mktemp("sizes")
     config = write_config(folder, shards)
     train_here(config, folder / "run")
@@ -36,7 +37,7 @@ def train_here(config: Path, run_dir: Path, *overrides: str) -> None:
 
 
 def begin_again(run_dir: Path, copy: Path, step: int) -> None:
-    """Copy the run without the checkpoints after `step`."""
+    """Copy the run, but omit all checkpoints after `step`."""
     shutil.copytree(run_dir, copy)
     for folder in (copy / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
@@ -91,7 +92,8 @@ def test_a_run_of_one_size_does_not_mention_sizes(config, tmp_path):
 
 @pytest.mark.slow
 def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
-    """If ranks changed the image size at different steps, the mean loss would differ."""
+    """If ranks changed the image size at different steps, the mean loss would differ from that of
+    one rank."""
     config, _ = whole
     train_here(config, tmp_path / "one", *PLAIN)
     train(config, tmp_path / "two", STAGES, *PLAIN, ranks=2)
@@ -100,7 +102,8 @@ def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
         for folder in (tmp_path / "one", tmp_path / "two")
     )
     assert len(one) == len(SIZES)
-    # After twelve updates, results differ only because of the order of summation.
+    # After twelve updates, the weights differ only because gradients were summed in a different
+    # order.
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
@@ -108,8 +111,8 @@ def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("step", [4, 6, 11])
 def test_killed_ranks_resume_bit_for_bit_even_in_a_later_stage(ranks, step, whole, tmp_path):
-    """With three or more ranks, the order of summation depends on the buckets that DDP rebuilds in
-    each attempt. The second attempt starts in a later stage than the first attempt."""
+    """The second attempt starts at a later image size than the first one. With three or more ranks,
+    the order of summation depends on the gradient buckets that DDP rebuilds in each attempt."""
     config, _ = whole
     train(config, tmp_path / "whole", STAGES, ranks=ranks)
     background = Background(config, tmp_path / "run", STAGES, ranks=ranks)

@@ -1,7 +1,7 @@
-"""Test that no file refers to lost data after a power cut.
+"""Test that files never refer to data that a power cut has destroyed.
 
-A power cut loses all data that has not been flushed to disk, so a file must be flushed before
-another file refers to it.
+A power cut destroys all data that has not been flushed to disk, so every file must be flushed
+before another file refers to it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from processes import TINY, run_here
 
 
 class Disk:
-    """The contents of a disk after a power cut.
+    """A simulated disk that loses all unflushed data in a power cut.
 
-    A file contains the bytes of its last fsync. A folder contains an entry only if the folder was
+    A file contains the bytes of its last fsync. A folder entry exists only if the folder was
     flushed after the entry last changed.
     """
 

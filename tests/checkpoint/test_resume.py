@@ -20,7 +20,7 @@ from vit.weights.files import read_weights
 def test_metrics_of_intervals_and_epochs_split_by_a_kill_equal_the_uninterrupted_ones(
     config, tmp_path
 ):
-    """The run is killed after the checkpoint of step 9, in the middle of a logging interval and of
+    """The run is killed after the checkpoint at step 9, in the middle of a logging interval and of
     an epoch."""
     folder = tmp_path / "run"
     often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
@@ -46,8 +46,8 @@ def test_metrics_of_intervals_and_epochs_split_by_a_kill_equal_the_uninterrupted
 
 @pytest.mark.parametrize("present", ["discarded", "gone"])
 def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, capfd, present):
-    """As after a kill, the first attempt loses its checkpoint of step 6 but keeps the weights. The
-    second attempt uses a different learning rate, so its weights differ."""
+    """The test removes the checkpoint at step 6 but keeps the weights, as a kill could. The second
+    attempt trains with a different learning rate, so its weights differ."""
     folder = tmp_path / "run"
     settings_of_run = ("ema.decay=null", "train.steps=6", "eval.every_steps=3", f"run.dir={folder}")
 
@@ -67,7 +67,8 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
     shutil.rmtree(folder / "checkpoints" / "step_00000006")
     if present == "gone":
         (folder / "weights" / "best.safetensors").unlink()
-    # The evaluation at step 6 ties with the one at step 3, so step 6 is not a new best.
+    # With a learning rate of 1e-30, the evaluations at steps 3 and 6 are equal, so step 6 is not a
+    # new best.
     go_on("optim.lr=1e-30")
     assert "resumed at step 3 of 6" in (messages := capfd.readouterr().err)
     step, best = weights_of("best")

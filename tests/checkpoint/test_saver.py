@@ -1,6 +1,6 @@
-"""Test that a thread saves while training continues.
+"""Test that a background thread saves checkpoints while training continues.
 
-Each file must be complete and contain the state of a single step.
+Each file must be complete and must contain the state of a single step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fill(run: Run, step: int) -> None:
 
 
 def held_at(path: Path, step: int) -> bool:
-    """Return whether every weight in a file has the value `step`."""
+    """Return whether every weight in the file equals `step`."""
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if not name.startswith("scaler.")]  # noqa: SIM118
         return all((file.get_tensor(name) == step).all() for name in names)
@@ -78,10 +78,9 @@ def _hook(event: str, args: tuple) -> None:
 
 @contextmanager
 def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
-    """Call `function` before each file operation of the saver thread, using Python's audit
-    events."""
+    """Call `function` before each file operation of the saver thread, using Python audit hooks."""
     global _at_each
-    # Add the hook only once, because Python cannot remove an audit hook.
+    # Add the hook only once, because Python cannot remove audit hooks.
     if not getattr(sys, "_saver_hook", False):
         sys.addaudithook(_hook)
         sys._saver_hook = True  # type: ignore[attr-defined]
@@ -104,7 +103,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 
 def save_all(run: Run) -> None:
-    """Save a checkpoint and an evaluation at each of steps 1 to STEPS."""
+    """Save a checkpoint and an evaluation at each step from 1 to STEPS."""
     saver = Saver(run.place, run.train_step, config_io.to_dict(run.config), [], 1, run.record)
     saver.prepare()
     for step in range(1, STEPS + 1):
@@ -128,13 +127,12 @@ def count_operations(run: Run) -> int:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
-    """SIGKILL ends the run just before each operation that writes, renames or removes a file."""
     first = built(config, tmp_path / "counted")
     first.record.close()
     total = count_operations(first)
     assert total > 30 * STEPS, "a save must consist of more than 30 file operations"
     steps_found = set()
-    # Start with the second save, because the first save replaces no files.
+    # Start with the second save, because the first save does not replace any files.
     moments = range(total // STEPS, total, stride)
     run = built(config, tmp_path / "run")
     run.record.close()
@@ -188,13 +186,14 @@ def _empty(folder: Path) -> None:
 
 @pytest.mark.parametrize("limit_kib", [60, 300])
 def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, config, limit_kib):
-    """The kernel kills the process at the first write beyond a file size limit, either in the
-    weights (125 KiB) or in the state (500 KiB)."""
+    """A file size limit makes the kernel kill the process while it writes either the weights (125
+    KiB) or the training state (500 KiB)."""
     run = built(config, tmp_path / "run")
     run.record.close()
 
     def limit(event: str, args: tuple) -> None:
-        if event == "shutil.rmtree":  # step 2 has been saved, so step 1 is being removed
+        # The first checkpoint is removed only after the second one has been saved.
+        if event == "shutil.rmtree":
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_kib << 10, limit_kib << 10))
 
     def save_until_killed() -> None:
@@ -215,8 +214,8 @@ def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, conf
 
 
 def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
-    """Either file of a checkpoint may be removed first. The remaining file may take up
-    gigabytes."""
+    """The process is killed after it has removed one of the two files in a checkpoint folder. The
+    other file could occupy gigabytes."""
     run = built(config, tmp_path / "run")
     run.record.close()
     removed = []
@@ -244,8 +243,8 @@ def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
 
 
 def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
-    """Evaluation workers live as long as the run. A removed file would keep its disk space if a
-    worker had inherited the open file."""
+    """Evaluation workers live as long as the run. If a worker inherited the open file, a removed
+    checkpoint would continue to occupy disk space."""
     run = built(config, tmp_path / "run")
     observations = list[tuple[list[str], int]]()
 
@@ -272,7 +271,6 @@ def open_files(folder: Path, ending: str) -> list[str]:
 
 
 def test_an_error_in_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, config):
-    """Complete files must be kept, and partial files must be removed."""
     run = built(config, tmp_path / "run")
     fill(run, 1)
     run.saver.save(run.state, True, ("last",))
@@ -301,7 +299,7 @@ def test_an_error_in_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_pa
 
 @pytest.mark.slow
 def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(tmp_path, config):
-    """The saver thread of rank 0 fails while all ranks train. A checkpoint takes 500 KiB."""
+    """The saver thread of rank 0 fails while all ranks are training."""
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
     output = call([*WITH_SHORT_FILES, *command("launch/train.py", *arguments, ranks=2)]).stderr
     assert len(re.findall(r"^error: .*: cannot be written", output, re.MULTILINE)) == 1, output
@@ -312,7 +310,7 @@ def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(
 
 
 def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, config):
-    """torch.distributed.checkpoint must be able to load the files into empty tensors."""
+    """torch.distributed.checkpoint must be able to load the saved files into empty tensors."""
     run = built(config, tmp_path / "run")
     release = threading.Event()
 
@@ -322,7 +320,8 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
     with at_each_operation(hold):
         fill(run, 1)
         run.saver.save(run.state, True, ("last", "best"))
-        fill(run, 2)  # change the state before the thread has written anything
+        # Change the weights while the saver thread is still blocked.
+        fill(run, 2)
         release.set()
         run.saver.finish()
     run.__exit__(None, None, None)
@@ -338,8 +337,8 @@ def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, conf
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """After its folder was removed, a run must not save to the same path, because another run may
-    have created a new folder with that path."""
+    """A run must not save to a path from which its folder has been removed, because another run may
+    have created a new folder there."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()
@@ -355,7 +354,7 @@ def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config
 
 
 def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config):
-    """A write can block forever after a mount is lost. The previous checkpoint must remain
+    """Writing to a lost network mount can block forever. The previous checkpoint must remain
     complete."""
     run = built(config, tmp_path / "run", "checkpoint.every_steps=2")
     release = threading.Event()
@@ -384,8 +383,8 @@ def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config)
 
 @pytest.mark.slow
 def test_a_signal_during_a_save_waits_for_the_save_and_then_saves_again(tmp_path, config):
-    """Training continues while the saver thread is blocked. After the signal, the run must wait for
-    the thread, and then save a checkpoint from which training can resume."""
+    """The run receives SIGTERM while the saver thread is blocked. The run must wait for the thread,
+    and then save a checkpoint from which it can resume."""
     overrides = ("train.steps=18", "eval.every_steps=100", "checkpoint.every_steps=6")
     train(config, tmp_path / "whole", *overrides)
     run = built(config, tmp_path / "run", *overrides, "checkpoint.keep_last=9")
@@ -398,7 +397,7 @@ def test_a_signal_during_a_save_waits_for_the_save_and_then_saves_again(tmp_path
             assert release.wait(240)
 
     def stop() -> None:
-        while last_step(run.folder) < 8:  # step 8 is two steps after the blocked save
+        while last_step(run.folder) < 8:
             time.sleep(0.01)
         held_at_step.append(last_step(run.folder))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -431,8 +430,8 @@ def _functions(thread: int | None) -> set[str]:
 
 
 def test_weights_are_read_from_a_newer_checkpoint(tmp_path, config):
-    """Weights files are written only at evaluations, so a checkpoint of a killed run can be
-    newer."""
+    """Weights files are written only after evaluations, so a killed run may have a checkpoint that
+    is newer than its weights files."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=9", "eval.every_steps=6", "checkpoint.every_steps=3")
     assert find_weights(folder) == folder / "weights" / "last_ema.safetensors"

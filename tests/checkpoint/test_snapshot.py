@@ -1,7 +1,6 @@
 """Test that the saver thread's copy contains the state of a single step.
 
-The tests use a CPU and a simulated GPU. This GPU's streams run in any order that the waits between
-them allow.
+The tests use a simulated GPU whose streams run in any order that the waits between them allow.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A simulated CUDA stream: a queue of functions and waits that execute in order at arbitrary
+    """A simulated CUDA stream: a queue of functions and waits that run in order, but at arbitrary
     times."""
 
     def __init__(self, cuda: FakeCuda):
@@ -67,7 +66,7 @@ class FakeStream:
 class FakeCuda(TorchDispatchMode):
     """A replacement for torch.cuda that queues tensor operations and runs them one at a time.
 
-    choose: a function that selects the next stream to run. without: the wait to omit.
+    choose: a function that selects the next stream to run. without: the name of a wait to omit.
     """
 
     def __init__(self, choose: Callable[[list[FakeStream]], FakeStream], without: str = ""):
@@ -122,17 +121,17 @@ class FakeCuda(TorchDispatchMode):
 
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
-    """Train a parameter with optimizer state and a buffer for `steps` steps, and copy the state
-    after every second step. Return each copy's step and the values that the thread reads."""
+    """Train for `steps` steps, copying the state after every second step. Return each copy's step
+    and the values that the saver thread reads."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
     copies = []
     copied = None
     with cuda:
         for step in range(1, steps + 1):
-            state["model.buffer"].fill_(step)  # simulate the forward pass
+            state["model.buffer"].fill_(step)
             if copied is not None:
-                copied.wait()  # wait at the same point as TrainStep
+                copied.wait()
                 copied = None
             state["model.weight"].fill_(step)
             state["optim.slot"].fill_(step)
@@ -140,7 +139,6 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
                 copied = snapshot.take(state, ["model.buffer"])
                 if cuda.without == "buffers at once":
                     copied = snapshot.take(state)
-                # The host may be far ahead of the GPU when the thread reads the copy.
                 pending = step
             else:
                 snapshot.wait()
@@ -174,17 +172,18 @@ def test_each_wait_is_needed_in_some_order(wait):
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """The fake GPU makes progress only while the host waits, and runs the training step first."""
+    """The fake GPU makes progress only while the host waits, and it runs the training step
+    first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
     state = run.train_step.model
-    # Like batch norm statistics, this buffer changes in the forward pass.
+    # The buffer `seen` changes during the forward pass, like batch norm statistics.
     state.register_buffer("seen", torch.ones(3))
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
     run.saver._snapshot = snapshot
-    # Set when the update is queued. Until then, the saver thread must not run the fake GPU.
+    # The saver thread must not run the fake GPU until the weight update has been queued.
     is_queued = threading.Event()
     snapshot.wait = lambda: is_queued.wait(60) and Snapshot.wait(snapshot)
     expected = {name: tensor.clone() for name, tensor in named_tensors(run.train_step).items()}
@@ -213,12 +212,13 @@ def test_closing_after_a_device_failure_raises_no_second_error():
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot({"weight": torch.zeros(2)}, GPU, cuda)
     snapshot._copied = Failed(cuda)
-    snapshot._is_locked = True  # real page-locking would need a driver
+    snapshot._is_locked = True
     snapshot.close()
 
 
 def test_forked_processes_do_not_inherit_the_copy():
-    """If loader workers inherited the copy, each worker would keep an old state in memory."""
+    """If loader workers inherited the copy, each worker would keep an outdated copy of the state in
+    memory."""
     state = {"weight": torch.ones(2**20)}
     snapshot = Snapshot(state, torch.device("cpu"))
     snapshot.prepare()
@@ -235,7 +235,7 @@ def test_forked_processes_do_not_inherit_the_copy():
     child = os.fork()
     if not child:
         os.close(write)
-        os.read(read, 1)  # block until the parent process has checked
+        os.read(read, 1)
         os._exit(0)
     try:
         assert any(begin <= address < end for begin, end in maps(os.getpid()))

@@ -1,6 +1,8 @@
-"""List a non-default value for each setting, and the settings that it requires to have an effect.
+"""List a non-default value for each setting, and the other settings that it needs to have an
+effect.
 
-Add each new setting to `VALUES`. Dependencies stated by `OnlyWith` are read from the schema.
+When you add a setting to the project, add a value to `VALUES`. The settings required by `OnlyWith`
+are read from the schema.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ class Setting(NamedTuple):
     """A field of a config section, such as `momentum` of the optimizer `sgd`."""
 
     key: str
-    """The full name of the setting, with dots."""
+    """The full name of the setting, such as `optim.momentum`."""
     kind: type[Section]
 
     @property
@@ -234,13 +236,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
-"""Settings that another setting requires, both with its default and with its value in `VALUES`."""
+"""Maps a setting to other settings that both of its tested values require."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "stream.urls": {"stream.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
     "init.select_classes": {"init.reset_head": False},
 }
-"""Settings that are set together with another setting's value in `VALUES`, but not with its
+"""Maps a setting to other settings that only its value in `VALUES` requires, but not its
 default."""
 
 
@@ -249,13 +251,14 @@ def _dotted(setting: Setting, name: str) -> str:
 
 
 def _conditions(needed: OnlyWith, setting: Setting) -> list[tuple[str, str, list[str]]]:
-    """Return the dotted key, relation and values of each condition."""
+    """Return the dotted key, relation and allowed values of each condition in `needed`."""
     split = [re.split("(!?=|$)", each, maxsplit=1) for each in needed.conditions]
     return [(_dotted(setting, name), sign, allowed.split("|")) for name, sign, allowed in split]
 
 
 def _find(key: str, kind: type[Section]) -> Setting:
-    """Return the setting `key`. kind: selects the optimizer for a setting of an optimizer."""
+    """Return the setting named `key`. If several optimizers have this setting, select the one of
+    class `kind`."""
     own = [each for each in SETTINGS if each.key == key]
     return next((each for each in own if each.kind is kind), own[0])
 
@@ -301,7 +304,7 @@ def changed(setting: Setting) -> dict[str, Any]:
 
 
 def without(setting: Setting, needed: OnlyWith) -> dict[str, Any]:
-    """Return settings that violate `needed` but satisfy every other requirement of `setting`."""
+    """Return settings that violate `needed` but satisfy all other requirements of `setting`."""
     chosen = beside(setting)
     for key, sign, allowed in _conditions(needed, setting):
         partner = _find(key, setting.kind)

@@ -1,4 +1,4 @@
-"""Test that contradictory settings are rejected, including settings that select samples."""
+"""Test that contradictory settings are rejected, including those that select samples."""
 
 import re
 import textwrap

@@ -1,8 +1,9 @@
 """Test that every setting has an effect.
 
-Each test builds one run with a setting's default and one with its value in `other_values.VALUES`.
-Both runs train for two steps and evaluate; they must differ in more than their configs. The tables
-below list the settings that need a different test, and the reasons.
+For each setting, the tests build one run with the default and one with the value in
+`other_values.VALUES`. Both runs train for two steps and evaluate. The two results must differ in
+more than the stored configs. The tables below list the settings that need a different test, and the
+reasons.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.report": "where the record is shown",
 }
 REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
-"""Maps each setting that the runs in this file reject to the expected error message."""
+"""Maps each setting that these runs reject to the expected error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},
     "eval.best_by": {"train.steps": 4},
     "guard.rewind_skip_steps": {"optim.lr": 1e30},
 }
-"""Maps each setting that only the training loop reads to the settings of a short run that shows its
-effect."""
+"""Maps each setting that only the training loop reads to the other settings of a short run that
+shows its effect."""
 SEVERAL = {
     "model.image_size": {"batches", "evaluators", "step"},
     "model.in_chans": {"batches", "evaluators", "step"},
@@ -84,7 +85,7 @@ SEVERAL = {
     "train.seed": {"batches", "step"},
     "train.precision": {"step", "evaluators"},
 }
-"""Maps settings that affect several parts of a run to these parts, which must all differ."""
+"""Maps settings that affect several components of a run to the components that must change."""
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
@@ -101,7 +102,7 @@ BASE: dict[str, Any] = {
     "log.report": False,
     "run.dir": "{folder}/run",
 }
-"""Settings that all runs in this file share. An epoch has two steps."""
+"""The settings of all runs in this file, which have two steps per epoch."""
 NUM_STEPS = 2
 
 
@@ -110,7 +111,7 @@ NUM_STEPS = 2
 
 def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     """Yield the content of `value` as bytes. Config sections are skipped, because merely storing a
-    setting is not an effect."""
+    setting does not count as an effect."""
     if isinstance(value, Section | World | Record | Path):
         return
     if isinstance(value, Tensor):
@@ -122,7 +123,8 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | type):
         yield repr(value).encode()
     elif id(value) not in seen:
-        seen[id(value)] = value  # Keep a reference, so that Python does not reuse the id.
+        # Store the object to prevent Python from reusing its id.
+        seen[id(value)] = value
         yield type(value).__name__.encode()
         for part in content(value):
             yield from parts(part, seen)
@@ -130,14 +132,14 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
 
 def content(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        # skip integer keys: torch numbers hooks across the process, so the numbers differ between
-        # runs
+        # Skip integer keys, because torch numbers hooks across the whole process.
         return [*(key for key in value if not isinstance(key, int)), *value.values()]
     if isinstance(value, list | tuple | range):
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if isinstance(value, Synchronized):  # strip the memory address, which differs between runs
+    # Return only the value, because the memory address differs between runs.
+    if isinstance(value, Synchronized):
         return [value.value]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
@@ -178,14 +180,15 @@ def judged(config: Config, record: Record) -> list[str]:
 
 
 def of_hook(run: Run, kind: str, name: str) -> Any:
-    """Return an attribute of the run's hook of class `kind`, or None if the run has no hook of this
-    class."""
+    """Return an attribute of the run's hook of class `kind`, or None if the run does not have such
+    a hook."""
     hooks = [hook for hook in run.hooks if type(hook).__name__ == kind]
     return getattr(hooks[0], name) if hooks else None
 
 
 def built(config: Config) -> dict[str, str]:
-    """Build a run. Return digests of its parts, of two steps and of an evaluation."""
+    """Build a run, train for two steps and evaluate. Return digests of its components and
+    results."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         digests = {
             "plan": digest(run.plan, of_hook(run, "ReferenceCurve", "_comparison")),
@@ -215,7 +218,8 @@ def built(config: Config) -> dict[str, str]:
 
 
 def trained(config: Config) -> dict[str, str]:
-    """Train, and return a description of the checkpoints and of the steps that rewinds skipped."""
+    """Train, and return a description of the checkpoints and of the steps that were skipped after
+    rewinds."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
@@ -228,7 +232,7 @@ def trained(config: Config) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread, because more threads slow down operations on small tensors."""
+    """Limit torch to one thread, because several threads slow down operations on small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -237,7 +241,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """Return the values of the {placeholders} in settings."""
+    """Return the paths that replace the {placeholders} in settings."""
     folder = tmp_path_factory.mktemp("every_setting")
     (folder / "exclude.txt").write_text("label=1\n")
     (folder / "real.json").write_text(json.dumps({f"class{n % 3}_{n:04d}": [0] for n in range(23)}))
@@ -294,7 +298,7 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable metrics.jsonl, because writing it takes two thirds of the time."""
+    """Disable metrics.jsonl, because writing it would take two thirds of the test's time."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
         folder.mkdir(parents=True, exist_ok=True)
@@ -342,11 +346,11 @@ WITHIN: dict[str, tuple[Any, Any]] = {
         [{"until_epoch": 1, "image_size": 24}],
     ),
 }
-"""Maps a setting inside a list to the list before and after a change of the setting."""
+"""Maps a setting inside a list to two versions of the list, which differ only in this setting."""
 
 
 def case(tested: Any, settings: dict[str, Any], name: str) -> Any:
-    """Return a case that is skipped if `settings` need a deleted extra."""
+    """Return a test case that is skipped if `settings` need a deleted folder of vit/extras/."""
     extras = ["stream"] if settings.get("stream.urls") else []
     extras += ["recipes"] if settings.get("eval.reference") else []
     return pytest.param(tested, id=name, marks=needs(*extras))

@@ -1,5 +1,5 @@
 """Test that configs are read exactly from files and command lines, and that error messages contain
-the line and the remedy."""
+the line and a remedy."""
 
 import re
 
@@ -16,7 +16,8 @@ from vit.config.optim_section import AdamWConfig, OptimizerConfig
 from vit.config.schema import Config, EvalSetConfig, ImageSizeStage, Section
 
 MOST_SETTINGS = 190
-"""The maximum number of settings. A new setting must replace one that few users need."""
+"""The maximum number of settings in the project. A new setting must replace an existing one that
+few users need."""
 BASE = """\
 data:
   root: shards
@@ -242,7 +243,8 @@ def test_an_unknown_key_is_reported_with_the_nearest(problems, text, expected):
 
 @pytest.mark.parametrize("section", ["data", "train", "optim", "model"])
 def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section):
-    """If the error suggested eval.batch_size first, users would train with a wrong batch size."""
+    """If the error message suggested eval.batch_size first, users would train with the wrong batch
+    size."""
     (line,) = problems(BASE, f"{section}.batch_size=64")
     assert (
         line == f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "
@@ -261,7 +263,8 @@ def test_names_of_other_programs_map_to_existing_settings():
         "another program's name must map to a single setting"
     )
     assert not {key.rpartition(".")[2] for key in OTHER_NAMES} & set(other_names) - {
-        *("batch_size", "decay")  # ema.decay is also similar to weight decay
+        # Some programs call weight decay `decay`, which is also the name of our setting ema.decay.
+        *("batch_size", "decay")
     }, "a setting's own name must not be listed as another program's name"
     assert not set(ADVICE) & set(other_names)
 

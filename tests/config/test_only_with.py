@@ -1,4 +1,5 @@
-"""Test that a setting marked with `OnlyWith` is rejected without the setting that it requires."""
+"""Test that a setting marked with `OnlyWith` is rejected if the setting that it requires is
+missing."""
 
 from __future__ import annotations
 

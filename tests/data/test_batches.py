@@ -51,7 +51,8 @@ def global_batches(
 
 @pytest.fixture(scope="module")
 def reference(shards):
-    # The run has six epochs of two batches. Each epoch omits 12 of the 60 samples.
+    # The run has six epochs with two batches of 24 images, so each epoch omits 12 of the 60
+    # samples.
     return global_batches(shards, 1, 0, 0, 12)
 
 
@@ -59,7 +60,8 @@ def reference(shards):
 def test_batches_are_the_same_for_any_number_of_ranks_and_workers(
     ranks, workers, shards, reference, monkeypatch
 ):
-    monkeypatch.setattr(slots, "PART_ROWS", 5)  # make workers share each batch
+    # Make all workers contribute to each batch.
+    monkeypatch.setattr(slots, "PART_ROWS", 5)
     for step, (ours, expected) in enumerate(
         zip(global_batches(shards, ranks, workers, 0, 12), reference, strict=True)
     ):
@@ -91,15 +93,15 @@ def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_pa
             with Loader(batches, 0, 1) as loader:
                 next(loader)
             assert isinstance(split.tars, cached_tars.CachedTars)
-            while split.tars._under_way:  # wait for the prefetched blocks
+            # Wait until the prefetched blocks have arrived.
+            while split.tars._under_way:
                 time.sleep(0.01)
             return [f"{path} {part}" for _, path, part in server.requests[num_before:]]
 
     of_the_first_alone = fetched(1, "a")
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
-    # The order within the first batch varies, because requested blocks are fetched before
-    # prefetched ones.
+    # The requests for the first batch may arrive in any order.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 

@@ -1,7 +1,7 @@
 """Test image sizes that change between epochs.
 
-Samples and random numbers must not change with the image size. Each crop must have the size set for
-its epoch, whatever the number of ranks and workers.
+Samples and random numbers must not depend on the image size. Each crop must have the size that is
+set for its epoch, regardless of the number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
 ):
     """Workers may prepare batches of two image sizes at the same time, using buffers of one
     size."""
-    monkeypatch.setattr(slots, "PART_ROWS", 5)  # make workers share each batch
+    # Make all workers contribute to each batch.
+    monkeypatch.setattr(slots, "PART_ROWS", 5)
     expected = []
     for step in range(start, len(SIZES)):
         form = ImageFormat(SIZES[step], 3, "bilinear")
@@ -78,7 +79,7 @@ def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
 
 
 def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
-    """Only parameters in pixels may differ, because they are rounded."""
+    """Only parameters that are measured in pixels may differ, because they are rounded."""
     staged, plain = (
         [
             batches[:2] + batches[3:]
@@ -97,12 +98,12 @@ def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
         num_cut += int(is_cut.sum())
         assert torch.equal(table[~is_cut, LAMBDA], plain_table[~is_cut, LAMBDA])
         sides = torch.tensor([size[0], size[0], size[1], size[1]])
-        # Centers and half widths are whole pixels at both image sizes. Boxes therefore differ by at
-        # most two pixels at the smaller size.
+        # The centers and half widths of boxes are rounded to whole pixels at each image size, so
+        # boxes may differ by up to two pixels at the smaller size.
         apart = (table[:, in_pixels] / sides - plain_table[:, in_pixels] / 16).abs()
         assert apart.max() <= 2 / 8
         columns = [n for n in range(table.shape[1]) if n not in (*in_pixels, LAMBDA)]
-        # The last columns contain the four borders of the box and the noise seed.
+        # The last five columns contain the borders of the erased box and its noise seed.
         erased = range(table.shape[1] - 5, table.shape[1])
         for column in columns:
             if column not in erased or column == erased[-1]:
@@ -111,8 +112,8 @@ def test_samples_and_random_numbers_equal_those_of_a_run_without_stages(shards):
 
 
 def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
-    """Pillow and torchvision cut out and resize the random box, which must not depend on the image
-    size."""
+    """Pillow and torchvision compute the expected crops. The randomly chosen box must not depend on
+    the image size."""
     augment = AugmentConfig(hflip_prob=0.0)
     batches = create(shards, augment, STAGED)
     split = batches.split
@@ -130,7 +131,7 @@ def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
                     pixels, top, left, height, width, list(size), antialias=True
                 )
                 apart = (batch.images[row].int() - expected.int()).abs().max()
-                # JPEG decoders may differ by one level because of rounding.
+                # JPEG decoders round differently, so pixel values may differ by one.
                 assert apart <= 1, f"row {row} of step {step}"
 
 

@@ -1,5 +1,5 @@
-"""Test that workers return the same batches as a single process, and that shared memory is
-limited."""
+"""Test that worker processes produce the same batches as a single process, and that shared memory
+is limited."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_batches_are_complete_and_in_order(workers):
 
 
 class Held(Numbered):
-    """A `Numbered` that does not fill any part of a batch until the event `go` is set."""
+    """Numbered batches that are not filled until the event `go` is set."""
 
     def __init__(self, *args: int):
         super().__init__(*args)
@@ -63,11 +63,11 @@ class Held(Numbered):
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
 def test_waiting_parts_fit_into_the_smallest_pipe():
-    """Linux gives smaller pipes to a user with many pipes. If the trainer had to wait for space in
-    the pipe, it would deadlock with the workers."""
+    """Linux gives smaller pipes to users who have many pipes open. If the trainer had to wait for
+    space in a pipe, it would deadlock with the workers."""
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
-        # Linux refuses this size if the pipe already contains more bytes.
+        # Linux refuses to shrink the pipe if it already contains more than 4,096 bytes.
         fcntl.fcntl(loader._pool._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)
         batches.go.set()
         for position, batch in enumerate(loader):
@@ -77,8 +77,8 @@ def test_waiting_parts_fit_into_the_smallest_pipe():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_held_batch_stays_unchanged(workers):
-    """The loop keeps more batches than the loader has buffers, or keeps only views of every fifth
-    batch."""
+    """The training loop keeps more batches than the loader has buffers, and then keeps only views
+    of parts of the batches."""
     batches = Numbered()
     with Loader(
         batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
@@ -188,8 +188,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         plan_ring(layout, 4, 10**6, 4, 0.05, False)
     enough = float(re.search("raise it to ([0-9.]+)", str(raised.value))[1])
     assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
-    # Batches of thousands of images do not need one buffer per worker, and small batches must not
-    # use a gigabyte.
+    # Large batches do not need one buffer per worker, and small batches must not use a gigabyte.
     assert (
         plan_ring(
             BatchLayout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False
@@ -237,8 +236,8 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 @needs_proc
 def test_workers_share_one_index_of_any_length(shards, tmp_path):
-    """A worker must need as much private memory for two million samples as for sixty. Copying the
-    index would need more."""
+    """A worker must need as much private memory for two million samples as for sixty. If workers
+    copied the index, they would need more."""
     small = open_split(shards, "train")
     own_bytes = {}
     for repeats in (1, 120_000):
@@ -280,7 +279,7 @@ def test_memory_does_not_grow_over_20_epochs(shards):
     used = []
     with Loader(batches, 0, 20 * 5, num_workers=2) as loader:
         for position, _ in enumerate(loader):
-            # Exclude mapped files such as libraries, because other processes share them.
+            # The sum excludes mapped files such as libraries, because other processes share them.
             if position % 5 == 4:
                 tree = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
                 used.append(sum(memory_bytes(pid, "Pss_Anon", "Pss_Shmem") for pid in tree))

@@ -28,7 +28,7 @@ from vit.data.worker_pool import WorkerError
 
 
 class Dying(Numbered):
-    """Batches whose worker fails at position 3. `ending` selects how the worker fails."""
+    """Numbered batches whose worker fails at position 3. `ending` selects how the worker fails."""
 
     def __init__(self, ending: str):
         super().__init__()
@@ -38,7 +38,8 @@ class Dying(Numbered):
         if position == 3:
             if self.ending == "exit":
                 os._exit(7)
-            faulthandler.disable()  # pytest's handler would print the crash
+            # Disable pytest's fault handler, which would print the crash.
+            faulthandler.disable()
             os.kill(os.getpid(), getattr(signal, self.ending))
         return super().fill(position, first, rows)
 
@@ -120,11 +121,11 @@ def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
 
 
 def test_closing_does_not_wait_for_workers():
-    """All buffers are full, parts of batches are queued, and a worker is still busy with a long
-    part. The loader must kill this worker."""
+    """The loader is closed while all its buffers are full and a worker is preparing a batch that
+    takes ten minutes. The loader must kill this worker."""
     loader = Loader(Numbered(pause_s=600), 0, 1000, num_workers=2)
     assert len(multiprocessing.active_children()) == 2
-    time.sleep(0.5)  # wait until the workers have started
+    time.sleep(0.5)
     loader.close()
     loader.close()
     assert not multiprocessing.active_children()
@@ -168,8 +169,8 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    # The younger worker has inherited the write end of the pipe that signals the parent's death to
-    # the older worker.
+    # The younger worker has inherited the write end of the pipe whose closing tells the older
+    # worker that the parent has died.
     os.kill(max(workers), signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -183,8 +184,8 @@ def test_a_killed_parent_leaves_no_workers():
 
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
-    """torchrun, Slurm and terminals signal every process of a job, but the rank must still be able
-    to continue and save. In this test, the rank never closes its loader."""
+    """torchrun, Slurm and terminals send signals to every process of a job, but a rank must still
+    be able to finish its step and save. In this test, the rank never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -210,7 +211,7 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     torch.cuda.is_available(), reason="the CUDA runtime of this machine locks the memory"
 )
 def test_a_failure_to_page_lock_memory_is_only_a_note(capsys):
-    """gVisor, WSL, some virtual machines and machines without a driver cannot lock memory."""
+    """gVisor, WSL, some virtual machines and machines without a driver cannot lock memory pages."""
     memory = torch.zeros(4096, dtype=torch.uint8)
     assert page_lock(memory, "memory of batches", "each is copied") is False
     stderr = capsys.readouterr().err

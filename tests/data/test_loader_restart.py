@@ -1,6 +1,7 @@
 """Test loaders that restart with the same workers, as evaluation does.
 
-Leftover batches must be dropped. Workers that died or stopped between passes must be detected.
+Leftover batches must be dropped. The loader must detect workers that died or stopped between
+passes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def test_each_pass_begins_with_the_first_batch_even_after_an_incomplete_pass(wor
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [1, 2, 9])
 def test_held_batches_outlive_the_pass(num_batches, workers):
-    """A pass of a single batch needs only one buffer, but the caller may keep the batch."""
+    """A pass over a single batch needs only one buffer, but the caller may keep the batch."""
     batches = Numbered()
     held: list[Batch] = []
     with Loader(batches, 0, num_batches, num_workers=workers, max_ready=0) as loader:
@@ -107,14 +108,15 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
         list(loader)
         os.kill(crew_of(loader)[0], signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"process \d+\) was killed by SIGKILL"):
-            passes_of(loader, 1000)  # retry until the kernel has ended the worker
+            # Retry until the kernel has ended the worker.
+            passes_of(loader, 1000)
     assert not multiprocessing.active_children()
 
 
 @ON_LINUX
 def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next():
     batches = Numbered()
-    # The timeout includes the time that stopped workers need to die.
+    # The timeout includes the time until stopped workers have been killed.
     with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:
         list(loader)
         crew = crew_of(loader)

@@ -1,7 +1,7 @@
 """Test the sample order: its hash, permutation, batches and sizes.
 
-A brute-force implementation (tests/helpers/order_oracle.py) and a golden file provide the expected
-batches.
+The expected batches come from a brute-force implementation (tests/helpers/order_oracle.py) and a
+golden file.
 
 `PYTHONPATH=tests/helpers python tests/data/test_order.py` rewrites golden_order.json. Rewrite the
 file only if a change intentionally prevents existing runs from resuming.
@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).with_name("golden_order.json")
 
 def test_hash_is_the_published_splitmix64():
     steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    # The published first outputs from state 0.
+    # The published first outputs of the generator for state 0.
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert hash64(steps).tolist() == published
 

@@ -1,7 +1,7 @@
 """Test the properties of the sample order that users rely on.
 
-Batches must depend only on the order and not on ranks or workers. Repeated samples must be counted
-exactly.
+Batches must depend only on the order and not on the number of ranks or workers. Repeated samples
+must be counted exactly.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Return the rows of a rank's batch, filled as by a new worker."""
+    """Return some rows of a rank's batch, filled the way a new worker fills them."""
     layout = batches.layout
     rows = Batch(
         torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
@@ -201,7 +201,7 @@ def test_by_batch_copies_share_a_batch_and_every_image_occurs_equally_often(orde
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
 def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_shard_readers(order, position):
-    """In the form `sampler`, each batch contains all copies of its images."""
+    """With `aug_repeats_form=sampler`, each batch contains all copies of its images."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [
@@ -259,8 +259,8 @@ def order_of(config: Config) -> Order:
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    # `create_order` rejects fewer images, because the copies of a sample would be too close
-    # together.
+    # `create_order` rejects batches with fewer than four distinct images, because the copies of a
+    # sample would be too close together.
     assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)

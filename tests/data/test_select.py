@@ -276,7 +276,7 @@ def test_subsets_are_nested_and_have_the_requested_sizes(split):
 
 
 def with_labels(labels: np.ndarray) -> Split:
-    """Return a split with one shard that is never read."""
+    """Return a split with the given labels, whose shard does not exist."""
     index = np.zeros(len(labels), INDEX_DTYPE)
     index["label"] = labels
     return Split("nowhere", "train", ["t.tar"], [len(labels)], index, int(labels.max()) + 1, [])

@@ -16,7 +16,8 @@ from vit.data.order import make_order
 from vit.data.shuffle_quality import PERFECT_DISTANCE, measure_shuffle, quality_of
 
 SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle.py"))
-BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # Blocks of 64 need this many samples.
+# The tests use blocks of 64 samples, which require a large dataset.
+BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)
 
 
 def test_measures_equal_a_brute_force_count():
@@ -30,14 +31,14 @@ def test_measures_equal_a_brute_force_count():
         np.bincount(labels),
     )
     assert quality.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
-    # Samples 0 to 5 are read at times 0 1 5 2 3 4.
+    # Samples 0 to 5 are read at times 0, 1, 5, 2, 3 and 4.
     assert quality.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)
     hits = [1 - scipy.stats.hypergeom(6, size, 2).pmf(0) for size in (3, 2, 1)]
     assert quality.perfect_classes_per_batch == pytest.approx(sum(hits))
 
 
 def test_a_perfect_shuffle_has_the_expected_measures():
-    # The classes have many different sizes, and two classes are unused.
+    # The 50 classes differ widely in size.
     labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)
     shuffled = np.random.default_rng(1).permutation(len(labels)).reshape(-1, 40)
     quality = quality_of(
@@ -77,8 +78,8 @@ def test_an_epoch_of_one_batch_and_one_class_is_measured():
 
 
 def test_the_buffer_of_webdataset_mixes_class_sorted_shards_worse(tmp_path):
-    """The test reads 30 real shards of 50 samples. The buffer holds two shards, a typical size for
-    ImageNet."""
+    """The test reads 30 real shards of 50 samples. The shuffle buffer holds two shards, which is
+    typical for ImageNet."""
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)
     theirs = {

@@ -31,8 +31,8 @@ from vit.system.files import ShardError
 
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
-    """Return the samples in pass `number` over a source: its shuffled blocks, cut at the block
-    borders of the endless sequence."""
+    """Return the samples in pass `number` over a source. Blocks are shuffled, and the pass starts
+    and ends at the block borders of an endless sequence."""
     whole = num_samples // block
     blocks = [
         range(b * block, (b + 1) * block)
@@ -40,14 +40,13 @@ def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int
     ]
     rest = [*range(whole * block, num_samples)]
     lead = min(-number * num_samples % block, num_samples)
-    # Together, the partial blocks at both ends may be as long as a full block.
     if (num_samples - lead) // block < whole:
         rest += blocks.pop()
     return [*rest[:lead], *(sample for b in blocks for sample in b), *rest[lead:]]
 
 
 def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, int]]:
-    """Return (sample, number of times it was drawn before) for each draw of one shuffle."""
+    """Return a list of (sample, number of times it was drawn before) for one shuffle."""
     chosen = range(share.num_samples) if share.chosen is None else share.chosen.tolist()
     if share.num_draws == share.num_samples:
         return [(share.first + sample, 0) for sample in chosen]
@@ -62,7 +61,7 @@ def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, 
 
 @st.composite
 def mixtures(draw):
-    """Generate shares of up to three sources, some with selected samples, and an order."""
+    """Generate an order and up to three sources, some of which have selected samples."""
     shares = []
     first = 0
     for _ in range(draw(st.integers(1, 3))):
@@ -141,8 +140,8 @@ def test_the_example_in_the_module_docstring_is_correct():
 
 
 def test_blocks_stay_whole_in_every_pass():
-    """Adjacent samples in a shard must be read together, so 64 consecutive draws from one block
-    cross at most one block border."""
+    """Adjacent samples in a shard must be read together, so each run of 64 consecutive samples may
+    contain at most one jump."""
     share = Share(640, 1000)
     for shuffle in range(20):
         samples, _ = share(np.arange(640), shuffle, 64, np.uint64(7))
@@ -154,7 +153,7 @@ def test_batch_shares_and_shuffle_measures_follow_the_weights():
     order = make_order(3000, 60, 1, shares=(Share(2000, 500), Share(1000, 4000, 500)))
     from_first = [int((order.batch(step) < 500).sum()) for step in range(order.steps_per_epoch)]
     assert sum(from_first) == pytest.approx(2000, abs=60)
-    # Allow five standard deviations.
+    # Allow a deviation of five standard deviations.
     assert max(abs(count - 40) for count in from_first) < 16
     quality = measure_shuffle(order, np.arange(4500) % 90)
     assert quality.classes_per_batch == pytest.approx(quality.perfect_classes_per_batch, rel=0.05)

@@ -1,8 +1,8 @@
-"""Test that batches arrive intact on a GPU for any timing that the streams and events allow.
+"""Test that batches arrive intact on a GPU, whatever timing the streams and events allow.
 
-`LateGpu` queues work and runs it in random order, as late as the waits allow. It reuses memory as
-torch's allocator does. Each step compares the batch that it reads with the data that was written.
-If a wait is omitted, at least one order must fail.
+`LateGpu` queues GPU operations and runs them in random order, as late as the waits allow. Memory is
+reused the way torch's allocator does it. Each step compares its batch with the data that was
+written. If a wait is omitted, the comparison must fail for at least one order.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Cuda` that stores device memory on the host. without: the wait to omit."""
+    """A fake `vit.data.to_gpu.Cuda` that stores device memory on the host. without: the name of a
+    wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)
         self.without = without
         self.locks = locks
         self.queues: dict[str, deque[Work]] = {"copying": deque(), "computing": deque()}
-        # The probability that each stream advances while the host does other work.
+        # Each stream advances with this probability while the host does other work.
         self.pace = {name: self.random.choice([0.0, 0.5, 1.0]) for name in self.queues}
         self.current = "computing"
         self.faults: list[str] = []
@@ -80,14 +81,15 @@ class LateGpu:
         self.changes_done = 0
         self.locked: Tensor | None = None
         self.blocks: list[object] = []
-        """All memory blocks, kept alive so that late work cannot read memory that Python has
-        freed."""
+        """All memory blocks, which are kept alive so that delayed operations cannot read memory
+        that Python has freed."""
         self.free: defaultdict[tuple[str, int], list[bytearray]] = defaultdict(list)
-        """The free blocks, keyed by stream and size."""
+        """The free memory blocks, keyed by stream and size."""
         self.freed: deque[tuple[bytearray, str, list[LateEvent]]] = deque()
-        """The unused blocks, each with the events that must complete before the block is reused."""
+        """The unused blocks, each with the events that must complete before the block can be
+        reused."""
         self.kept: defaultdict[int, set[str]] = defaultdict(set)
-        """Maps the address of a block to the streams, other than its owner, that use the block."""
+        """Maps a block's address to the streams, other than its owner, that use the block."""
 
     # ---- queues ----
 
@@ -126,7 +128,7 @@ class LateGpu:
         of_size = self.free[home, tensor.nbytes]
         block = of_size.pop() if of_size else bytearray(tensor.nbytes)
         self.blocks.append(block)
-        memory = memoryview(block)  # each tensor in the block references this object
+        memory = memoryview(block)
         out = torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
         address = out.data_ptr()
 
@@ -164,7 +166,7 @@ class LateGpu:
 
     def copied(self, tensor: Tensor) -> Tensor:
         is_slot = self.is_locked(tensor)
-        # CUDA immediately copies pageable memory to a staging buffer.
+        # CUDA copies pageable memory to a staging buffer immediately.
         if not is_slot and self.locks:
             tensor = tensor.clone()
             self.blocks.append(tensor)
@@ -224,7 +226,7 @@ class LateGpu:
         return replace(batch, images=out)
 
     def step(self, number: int, batch: Batch) -> None:
-        """Queue a comparison of all parts of `batch`, including those on the host, with the
+        """Queue a comparison of all tensors in `batch`, including those on the host, with the
         expected data."""
         names = (*DTYPES, "table", "ids")
         tensors = {name: untracked(getattr(batch, name)) for name in names}
@@ -244,7 +246,8 @@ class LateGpu:
 
 
 def untracked(tensor: Tensor) -> Tensor:
-    """Return a view that does not keep the memory alive, like the address that a kernel gets."""
+    """Return a view that does not keep the memory alive, like the address that a kernel
+    receives."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -255,7 +258,8 @@ def fill(batch: Batch, number: int) -> None:
 
 
 class Training:
-    """A loop over `ToGpu` with real buffers. Workers overwrite each free buffer immediately."""
+    """A training loop that uses `ToGpu` with real buffers. Simulated workers overwrite each free
+    buffer immediately."""
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
@@ -310,7 +314,7 @@ def test_omitting_any_wait_breaks_some_order_of_work(wait):
 
 
 def test_a_batch_is_changed_while_the_previous_step_computes():
-    """The host runs one step ahead of the GPU, and waits only for the step before the previous
+    """The host runs one step ahead of the GPU, so it waits only for the step before the previous
     one."""
     gpu = LateGpu(0)
     gpu.pace = {"copying": 1.0, "computing": 0.0}

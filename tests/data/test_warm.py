@@ -167,7 +167,7 @@ sys.exit(warm.main(sys.argv[1:]))
             "--shards 5: expected a number or a range, such as 0-2, of 3 shards",
         ),
         (
-            # An unset shell variable leads to an empty value.
+            # An unset shell variable results in an empty argument.
             ["ROOT", "--cache-dir", "CACHE", "--shards", ""],
             "--shards : expected a number or a range, such as 0-2, of 3 shards",
         ),

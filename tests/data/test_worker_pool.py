@@ -38,7 +38,7 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
 class Reading(Numbered):
-    """A `Numbered` whose parts take a moment and report that they read sample 7."""
+    """Numbered batches whose workers report that they are reading sample 7."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -49,7 +49,8 @@ class Reading(Numbered):
 
 
 class Hanging(Reading):
-    """Batches in which the first `times` processes that reach row 0 of position 3 hang."""
+    """Numbered batches for which the first `times` processes that reach row 0 at position 3
+    hang."""
 
     def __init__(self, times: int):
         super().__init__()
@@ -74,8 +75,8 @@ class Killed(Numbered):
 
 
 class Stopped(Reading):
-    """Batches in which the first worker that reaches row 0 of position 3 stops itself with
-    SIGSTOP."""
+    """Numbered batches for which the first worker that reaches row 0 at position 3 stops itself
+    with SIGSTOP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,8 +93,7 @@ class Stopped(Reading):
         return super().fill(position, first, rows)
 
     def wake(self, may_go_on: Callable[[], bool]) -> None:
-        """Start a thread that continues the stopped process as soon as `may_go_on()` returns
-        True."""
+        """Start a thread that resumes the stopped process as soon as `may_go_on()` returns True."""
 
         def wait() -> None:
             while not (self.stopped.value and state_of(self.stopped.value) == "T" and may_go_on()):
@@ -130,7 +130,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._pool._queued:
             loader._note(loader._pool.results(wait=True))
-        # Wait, because the worker becomes idle shortly after it has returned its result.
+        # A worker becomes idle only a moment after it has returned its result.
         while loader._pool.statuses[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._pool._workers[0][0].pid
@@ -152,7 +152,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
 def test_a_part_that_a_worker_took_but_did_not_begin_is_made_by_another_worker(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        # Take a part, like a worker that is stopped immediately afterwards.
+        # Take a task from the queue, like a worker that is stopped before it begins the task.
         os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -200,8 +200,8 @@ def test_a_part_that_hangs_two_workers_ends_the_run(caplog):
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_worker_that_does_not_die_is_reported_repeatedly(dies, caplog):
-    """A worker that waits in the kernel for an unavailable mount cannot be killed until the mount
-    comes back."""
+    """A process that waits in the kernel for an unavailable mount cannot be killed until the mount
+    is available again."""
     batches = Stopped()
     with Loader(batches, 0, 10, num_workers=1, stall_timeout_s=2.0) as loader:
         worker = loader._pool._workers[0][0]
@@ -279,7 +279,8 @@ def test_a_slow_batch_is_reported_without_workers(caplog):
 
 def test_decoding_between_batches_is_not_counted_as_waiting_in_training(caplog):
     """While training has a loader open, the report decodes images in the same process."""
-    with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # a wait is reported after 1 s
+    # Waits are reported after one second.
+    with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:
         next(loader)
         stages.current.enter(Stage.RESIZE)
         time.sleep(2.0)
@@ -288,7 +289,7 @@ def test_decoding_between_batches_is_not_counted_as_waiting_in_training(caplog):
 
 
 class Trickling(Reading):
-    """Batches whose parts are each ready in time but together take too long. No worker hangs."""
+    """Numbered batches whose workers make steady progress but take too long to fill a batch."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -361,8 +362,8 @@ def test_a_status_works_in_any_kind_of_memory():
 
 
 def test_a_pause_requested_by_a_store_is_not_a_hang():
-    """A pause counts as progress, because it may exceed `stall_timeout_s`. The retry is counted
-    when the pause ends."""
+    """A pause requested by the server may be longer than `stall_timeout_s`, so it must count as
+    progress. The retry must be counted when the pause ends."""
 
     def attempt() -> None:
         if num_retries() == before:
@@ -390,7 +391,8 @@ def test_a_pause_requested_by_a_store_is_not_a_hang():
 def test_only_an_increased_count_of_oom_kills_is_reported_as_out_of_memory(
     monkeypatch, before, after, message
 ):
-    """A count of None means that the loader could not read the kernel's counter when it started."""
+    """A count of None means that the loader could not read the kernel's counter of OOM kills when
+    it started."""
     counts = iter([before, after])
     monkeypatch.setattr(worker_pool, "num_oom_kills", lambda: next(counts))
     with (
@@ -406,7 +408,7 @@ def test_workers_run_at_the_set_niceness(niceness):
     slots = Slots(plan_ring(layout, 1, 4, 1, None, False), 1)
     pool = WorkerPool(Numbered(), slots, 1, None, niceness)
     pool.put(0, 0, 0)
-    pool.results(wait=True)  # wait until the worker has started
+    pool.results(wait=True)
     worker_niceness = os.getpriority(os.PRIO_PROCESS, pool._workers[0][0].pid)
     assert worker_niceness == min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, 19)
     pool.end()

@@ -11,8 +11,8 @@ from deploy.kubernetes_stand_in import Cluster, ip
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[Cluster]:
-    """Return a cluster whose pods are ordinary processes. Two pods communicate over the network of
-    this host."""
+    """Return a simulated cluster whose pods are ordinary processes. Two pods communicate over the
+    network of this host."""
     cluster = Cluster(tmp_path, isolated=False)
     yield cluster
     cluster.close()
@@ -20,8 +20,8 @@ def cluster(tmp_path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def isolated_cluster(tmp_path) -> Iterator[Cluster]:
-    """Return a cluster whose pods have their own namespaces. The namespaces require root on
-    Linux."""
+    """Return a simulated cluster whose pods have their own Linux namespaces, which requires
+    root."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vtprobe", "type", "bridge"], capture_output=True)

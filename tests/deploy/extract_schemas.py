@@ -3,10 +3,11 @@
     python tests/deploy/extract_schemas.py JOBSET TRAINER PYTHON > tests/deploy/schemas.json
 
 JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), and PYTHON is an
-interpreter that has SkyPilot. All three projects have the Apache-2.0 license. Descriptions and
-fields that deploy/ does not use are dropped. Objects are closed, so that a misspelled field is an
-error. An API server would silently drop such a field. The Job inside a JobSet stays open, because
-the tests check it against Kubernetes' own schema.
+interpreter with SkyPilot installed. All three projects use the Apache-2.0 license. The script drops
+descriptions, and fields that the files in deploy/ do not use. The extracted schemas forbid unknown
+fields, so a misspelled field is an error, although an API server would silently drop it. Unknown
+fields remain allowed in the Job inside a JobSet, because the tests check the Job against
+Kubernetes' own schema.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def extract(schema: Any, cut: tuple[str, ...]) -> Any:
-    """Return `schema` with closed objects, and without descriptions and the properties in `cut`."""
+    """Return `schema` with unknown fields forbidden, and without descriptions and the properties in
+    `cut`."""
     if isinstance(schema, list):
         return [extract(item, cut) for item in schema]
     if not isinstance(schema, dict):
@@ -79,7 +81,7 @@ def extract(schema: Any, cut: tuple[str, ...]) -> Any:
 
 
 def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
-    """Return SkyPilot's schemas of a task and of its resources, and their source code."""
+    """Return the source of SkyPilot's schemas, and the schemas for tasks and resources."""
     done = subprocess.run([python, "-c", SKY], check=True, capture_output=True, text=True)
     version, sky_schemas = json.loads(done.stdout.splitlines()[-1])
     schemas = {}
@@ -91,7 +93,8 @@ def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
             "additionalProperties": False,
         }
     for choice in schemas["sky_resources"]["properties"]["job_recovery"]["anyOf"]:
-        if "properties" in choice:  # SkyPilot's server rejects unknown names
+        # SkyPilot's server rejects unknown names.
+        if "properties" in choice:
             choice["additionalProperties"] = False
     return f"skypilot {version} (PyPI): sky/utils/schemas.py", schemas
 

@@ -1,11 +1,12 @@
 """Run the files in deploy/kube/ as processes that behave as in Kubernetes.
 
-A pod is a process with the command, arguments and variables of its container. With `isolated`, the
-pod has its own network, host name, /etc/hosts (the names of a headless service) and process ids.
-The pod is then process 1, as in a container. Pods are terminated as a kubelet would terminate them:
-SIGTERM, the grace period, SIGKILL. `podFailurePolicy` applies to a failed pod, and JobSet's
-`failurePolicy` to a failed Job. Both policies are read from the file, and the first matching rule
-is used (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
+A pod is a process with the command, arguments and environment variables of its container. If the
+cluster is isolated, each pod has its own network, host name, process ids, and an /etc/hosts with
+the names of a headless service. The pod's main process is then process 1, as in a container. Pods
+are terminated the way a kubelet does it: SIGTERM, the grace period, SIGKILL. `podFailurePolicy`
+applies to a failed pod, and JobSet's `failurePolicy` to a failed Job. Both policies are read from
+the file, and the first matching rule is used
+(https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
 kubernetes-sigs/jobset:keps/262-ConfigurableFailurePolicy).
 """
 
@@ -33,8 +34,8 @@ SUBNET = "10.213.7"
 
 
 class Ended(NamedTuple):
-    """The result of a JobSet, and the exit codes of its pods in each attempt, in the order in which
-    the pods exited."""
+    """The result of a JobSet. `codes` contains the exit codes of the pods in each attempt, in the
+    order in which the pods exited."""
 
     is_complete: bool
     actions: list[str]
@@ -55,11 +56,12 @@ class Pod:
             )
 
     def _first(self) -> int | None:
-        """Return the process id of process 1 in the pod, or None if the pod is not running."""
+        """Return the id of the pod's main process, or None if the pod is not running."""
         pid = self.process.pid
         if not self._is_isolated:
             return pid
-        pids = children(pid)  # nsenter has executed unshare, whose child is process 1
+        # nsenter has replaced itself with unshare, whose child is process 1 in the pod.
+        pids = children(pid)
         return pids[0] if pids else None
 
     def signal(self, number: int) -> None:
@@ -70,8 +72,7 @@ class Pod:
                 os.kill(pid, number)
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM. `poll` then sends SIGKILL if the pod is still alive after the grace
-        period."""
+        """Send SIGTERM. `poll` sends SIGKILL if the pod is still alive after the grace period."""
         if self.kill_at is None and self.process.poll() is None:
             self.kill_at = time.monotonic() + grace_s
             self.signal(signal.SIGTERM)
@@ -82,14 +83,15 @@ class Pod:
             self.signal(signal.SIGKILL)
         if code is None:
             return None
-        if self._is_killed:  # return the exit status of process 1, not of unshare
+        # Return the exit status of process 1 in the pod, not that of unshare.
+        if self._is_killed:
             return 128 + signal.SIGKILL
         return code if code >= 0 else 128 - code
 
 
 class Cluster:
-    """A cluster that runs the Job in a file of deploy/kube/, and restarts it according to the
-    JobSet's policy."""
+    """A simulated cluster that runs the Job in a file of deploy/kube/, and restarts it according to
+    the JobSet's policy."""
 
     def __init__(self, folder: Path, isolated: bool):
         self.folder = folder
@@ -170,8 +172,8 @@ class Cluster:
         disturb: Callable[[list[Pod]], None],
         deadline: float,
     ) -> tuple[str, str, list[int]]:
-        """Wait until all pods have exited. Return (reason, message) for the failure of the Job, or
-        ("", ""), and the exit codes in the order in which the pods exited."""
+        """Wait until all pods have exited. Return the reason and message of the Job's failure, or
+        two empty strings, and the exit codes in the order in which the pods exited."""
         grace_s = job["template"]["spec"]["terminationGracePeriodSeconds"]
         running = list(pods)
         failures = 0
@@ -259,13 +261,14 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
             variables[variable["name"]] = str(index)
         else:
             assert source["secretKeyRef"]["optional"] is True
-    variables.pop("TMPDIR", None)  # TMPDIR is a path in the volume
+    # TMPDIR is a path in a volume that does not exist outside Kubernetes.
+    variables.pop("TMPDIR", None)
     return variables
 
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
     """Return the action of the first rule in podFailurePolicy that matches a failed pod, or "Count"
-    if no rule matches. If the action fails the Job, also return the Job's message."""
+    if no rule matches. If the action fails the Job, also return the Job's failure message."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
@@ -290,8 +293,8 @@ def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
 
 
 def evict(pod: Pod, grace_s: float) -> None:
-    """Evict a pod like a drain or a preemption: set the condition, then send the kubelet's
-    signal."""
+    """Evict a pod like a node drain or a preemption: set the pod's condition, then send the
+    kubelet's signal."""
     pod.conditions.add("DisruptionTarget")
     pod.terminate(grace_s)
 

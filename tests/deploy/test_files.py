@@ -1,4 +1,5 @@
-"""Check the files in deploy/ with the schemas and checkers of the programs that read them."""
+"""Check the files in deploy/ against the schemas and with the checkers of the programs that read
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from vit.config.io import load_config
 sys.path.insert(0, str(REPOSITORY / "launch"))
 job = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "launch" / "job.py")))
 sys.path.pop(0)
-KUBERNETES = "1.31"  # the oldest version that docs/clusters.md supports
+# Kubernetes 1.31 is the oldest version that docs/clusters.md supports.
+KUBERNETES = "1.31"
 SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())["schemas"]
 [JOBSET] = documents("jobset.yaml")
 RUNTIME, TRAINJOB = documents("trainjob.yaml")

@@ -36,8 +36,8 @@ def on_this_host() -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_path, on_this_host):
-    """After one pod has received SIGTERM, both pods must save the same step and exit with the
-    status that requests a restart. Kubernetes must not count such a restart as a failure."""
+    """One pod receives SIGTERM. Both pods must save the same step and exit with the status that
+    requests a restart. Kubernetes must not count the restart as a failure."""
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
 
@@ -61,7 +61,8 @@ def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_pa
 def test_a_mistake_of_the_user_fails_the_jobset_immediately(
     cluster, shards, tmp_path, on_this_host
 ):
-    """Only the ranks detect this mistake: 13 images cannot be divided between two ranks."""
+    """The mistake can be detected only by the ranks: 13 images cannot be divided between two
+    ranks."""
     [jobset] = documents("jobset.yaml")
     arguments = training(tmp_path, shards, "data.global_batch_size=13")
     ended = cluster.run(jobset, arguments, **on_this_host)
@@ -75,9 +76,9 @@ def test_a_mistake_of_the_user_fails_the_jobset_immediately(
 def test_pods_with_their_own_network_survive_evictions_and_kills(
     isolated_cluster, shards, tmp_path
 ):
-    """The port, names and variables come from the file, but the number of ranks per pod differs.
-    One pod is evicted while it waits for the other pod, evicted during training, killed after a new
-    checkpoint, and killed before a new checkpoint. Kubernetes must count only the last failure."""
+    """Ports, names and variables come from the JobSet file, but each pod has only one rank. In four
+    attempts, a pod is evicted while it waits for the other pod, evicted during training, killed
+    after a new checkpoint, and killed before a new checkpoint."""
     cluster = isolated_cluster
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
@@ -104,8 +105,8 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
     assert ended.codes[1] == [75, 75], logs
     assert sorted(ended.codes[2]) == [75, 137], logs
     assert sorted(ended.codes[3]) == [75, 137], logs
-    # A Job sees the killed pod first. The exit status of this pod does not show that a newer
-    # checkpoint exists.
+    # The action depends on the killed pod, because that pod exits first. The exit status of a
+    # killed pod does not show that a newer checkpoint exists.
     assert ended.actions == [ignored, ignored, "RestartJobSet", "RestartJobSet"], logs
     assert ended.codes[-1] == [0, 0], logs
     whole = tmp_path / "whole"
@@ -119,8 +120,8 @@ def test_pods_with_their_own_network_survive_evictions_and_kills(
 def test_parts_of_a_dataset_are_written_according_to_the_completion_index(
     cluster, shards, tmp_path
 ):
-    """The arguments are those in prep-job.yaml, except for the source and the target. The parts
-    must form the complete dataset."""
+    """The arguments are those in prep-job.yaml, except for the source and the target. Together, the
+    parts must form the complete dataset."""
     [job] = documents("prep-job.yaml")
     [container] = job["spec"]["template"]["spec"]["containers"]
     [part] = [word for word in container["args"] if word.startswith("--shards=")]

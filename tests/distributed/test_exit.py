@@ -1,4 +1,5 @@
-"""Test which signals end a process immediately, and which signals let it finish the step."""
+"""Test which signals end a process immediately, and which signals let it finish the current
+step."""
 
 from __future__ import annotations
 

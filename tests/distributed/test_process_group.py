@@ -1,5 +1,5 @@
-"""Test messages between ranks. The ranks are threads that share a real store, or real processes if
-necessary."""
+"""Test messages between ranks. The ranks are threads that share a real store, or separate processes
+if necessary."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedPro
 
 
 def test_work_on_the_main_rank_may_outlast_the_timeout_of_collectives(tmp_path):
-    """Indexing a large dataset or saving may take longer than the timeout of collectives."""
+    """Indexing a large dataset or saving a checkpoint may take longer than the timeout of
+    collectives."""
     done = launch(SLOW_MAIN, tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 has 0 and 7", "rank 1 has 10 and 7"]
@@ -134,7 +135,8 @@ def test_a_later_mistake_of_another_rank_ends_ranks_that_are_ahead():
         try:
             world.main_first(lambda: open(__file__ if world.is_main else "nowhere").close())
         except OSError as error:
-            world.announce_end(str(error))  # report the error as `run_command` does
+            # Report the error the way `run_command` does.
+            world.announce_end(str(error))
             raise
         with world.fail_together():
             pass
@@ -160,7 +162,7 @@ def test_names_a_rank_that_does_not_arrive(monkeypatch):
 @pytest.mark.parametrize("silent", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
 def test_missing_ranks_are_found_by_bisection(silent):
     store = dist.HashStore()
-    ranks = [rank for rank in range(8) if rank != 4]  # Rank 4 is already known to be lost.
+    ranks = [rank for rank in range(8) if rank != 4]
     silent = [ranks[place] for place in silent]
     for rank in set(ranks) - {*silent}:
         store.set(f"part 3 {rank}", "")
@@ -197,9 +199,10 @@ run_command(main)
 
 @contextmanager
 def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start ranks without torchrun, and make all of them wait. Rank 0 hosts the store."""
+    """Start ranks without torchrun, with the store on rank 0, and wait until all of them are
+    waiting for each other."""
     with socket.socket() as reserved:
-        # Keep the port bound, so that no other process takes it. Rank 0 can still listen on the
+        # Keep the port bound, so that no other process takes it. Rank 0 can still listen on this
         # port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -241,15 +244,15 @@ def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
 
 
 def test_a_waiting_rank_notices_a_killed_rank_of_its_host(tmp_path):
-    """Rank 0 is killed while it saves. torchrun's SIGTERM does not end ranks that still have to
-    save."""
+    """Rank 0 is killed while it saves. The SIGTERM that torchrun then sends does not end ranks that
+    still have to save."""
     script = tmp_path / "wait.py"
     waits = """
     with world.fail_together():
         time.sleep(3600 if world.rank == 1 else 0)
 """
     changes = {
-        # No signal may end a rank before the rank reports that it is waiting.
+        # No signal may end a rank before the rank has reported that it is waiting.
         "    StopSignals()": "    StopSignals().remember_only()",
         "    world.main_first(lambda: time.sleep(3600))": waits,
     }
@@ -369,9 +372,9 @@ def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_reported_loudly():
 
 def test_counts_gpus_on_the_bus_independently_of_the_driver(tmp_path):
     for name, vendor, kind in (
-        ("0000:00:02.0", "0x8086", "0x030000"),  # an Intel GPU
-        ("0000:17:00.0", "0x10de", "0x030200"),  # a 3D controller
-        ("0000:17:00.1", "0x10de", "0x040300"),  # the controller's audio device
+        ("0000:00:02.0", "0x8086", "0x030000"),
+        ("0000:17:00.0", "0x10de", "0x030200"),
+        ("0000:17:00.1", "0x10de", "0x040300"),
         ("0000:65:00.0", "0x10de", "0x030000"),
     ):
         folder = tmp_path / "sys/bus/pci/devices" / name
@@ -399,7 +402,7 @@ run_command(main)
 
 def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
     """If ranks used different devices, some would use NCCL and others gloo, and all ranks would
-    wait for ten minutes."""
+    hang for ten minutes."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "the exit status must be torchrun's own"
     message = (
@@ -420,8 +423,8 @@ def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
 
 @pytest.mark.parametrize(("norm", "sent"), [(nn.BatchNorm1d(4), True), (nn.LayerNorm(4), False)])
 def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
-    """The fixed positions of a ViT are identical on all ranks from the start, so the ranks need not
-    send them."""
+    """The fixed position embeddings of a ViT are identical on all ranks from the start, so ranks do
+    not need to send them."""
     model = nn.Sequential(nn.Linear(4, 4), norm)
     model.register_buffer("pos_embed", torch.zeros(4))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -24,8 +24,8 @@ LIMIT = timedelta(seconds=60)
 
 
 def attempt(store: dist.Store, size: int, late: int | None = None) -> list[dist.Store]:
-    """Run each rank in a thread, and return the stores of the ranks. Rank `late` joins when all
-    other ranks are waiting."""
+    """Run each rank in a thread, and return the stores of the ranks. Rank `late` joins after all
+    other ranks have started to wait."""
     stores: dict[int, dist.Store] = {}
 
     def meet(rank: int) -> None:

@@ -28,8 +28,8 @@ LIMIT_S = 60.0
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
-    """Return the watchdog's record of a rank that last made progress (number `count`) `ago_s`
-    seconds ago, and sent its last heartbeat `heard_s` seconds ago."""
+    """Return the watchdog's record of a rank that made progress for the last time `ago_s` seconds
+    ago, and sent its last heartbeat `heard_s` seconds ago."""
     seen = _Seen(number=1, count=count, step=7, doing="in the step")
     return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
 
@@ -44,8 +44,8 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
             (1,),
             "rank 1 on h1 has made no progress for 61 s; last at step 7",
         ),
-        # The slowest rank has just made progress, so it has not stalled, however long the other
-        # ranks have waited.
+        # The slowest rank has just made progress, so it has not stalled, even if the other ranks
+        # have waited for a long time.
         ([beat(9, 500), beat(8, 2), beat(9, 500)], None, ""),
         (
             [beat(8, 70), beat(9, 1), beat(8, 70)],
@@ -71,7 +71,7 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
         ),
         ([beat(9, 99), beat(8, 99, is_away=True)], None, ""),
         ([beat(9, 9999), beat(8, LONGEST_WAIT.total_seconds() + 1, is_away=True)], (1,), "rank 1"),
-        # A rank without a heartbeat is still starting, and starting has a different time limit.
+        # A rank without a heartbeat is still starting, which has a different time limit.
         ([beat(9, 99), _Seen()], None, ""),
         ([beat(9, 99)] + [beat(8, 99)] * 6, (1, 2, 3, 4, 5, 6), "4 on h4 and 2 more has made"),
     ],
@@ -124,8 +124,8 @@ def test_a_rank_that_stops_comparing_is_not_considered_silent():
 
 
 def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
-    """Slurm can suspend all ranks of a job. A rank that stays silent after the job resumes must be
-    named."""
+    """Slurm can suspend all ranks of a job. A rank that remains silent after the job has resumed
+    must be named."""
     store = dist.HashStore()
     world = World(0, 2, torch.device("cpu"), store, ("first", "second"))
     watch = Watch(world, LIMIT_S, print)
@@ -142,8 +142,8 @@ def test_time_while_suspended_is_not_counted_as_silence(monkeypatch):
 
 
 class Cable:
-    """A proxy that forwards data until `pull` is called. It then forwards nothing but keeps all
-    connections open."""
+    """A network proxy that forwards data until `pull` is called. Afterwards, the proxy drops all
+    data but leaves the connections open."""
 
     def __init__(self, port: int):
         self._to = port
@@ -197,7 +197,7 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
         time.sleep(0.01)
     if is_cut:
         cable.pull()
-    # The rank must continue for twice the limit, because a slow store must not end the run.
+    # The run must continue as long as the rank makes progress, even if the store is unreachable.
     for step in range(1, 20):
         watch.mark(step, "in the step")
         time.sleep(0.1)
@@ -210,7 +210,8 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
         )
         assert "; last at step 19, in the step: that host or the" in verdict.message
     else:
-        time.sleep(1.5)  # the rank has stalled although the store responds
+        # The rank has stalled, but the store still responds.
+        time.sleep(1.5)
         assert verdicts.empty()
     cable.close()
     watch.close()

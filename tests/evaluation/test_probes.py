@@ -65,8 +65,8 @@ def test_the_nearest_neighbors_are_found_among_all_pairs():
 
 
 def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegression:
-    """Train scikit-learn's classifier. Its penalty applies to the sum over N images, so C = 1 / (l2
-    N)."""
+    """Train scikit-learn's classifier. scikit-learn sums the loss over N images instead of
+    averaging it, so C = 1 / (l2 N)."""
     return LogisticRegression(C=1 / (l2 * len(labels)), tol=1e-8, max_iter=5000).fit(
         features, labels
     )
@@ -76,7 +76,7 @@ def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegre
 def test_the_linear_probe_has_the_same_optimum_as_scikit_learn(l2, monkeypatch):
     monkeypatch.setattr(linear_probe, "ROWS", 64)
     features, labels = blobs(333, 10, 4, seed=0)
-    features[:, 3] = 2.5  # a constant feature carries no information
+    features[:, 3] = 2.5
     features = 4 + 3 * features
     inputs = torch.from_numpy(features)
     probe, scale = linear_probe.fit_probe(inputs, torch.from_numpy(labels), 4, WORLD, l2)
@@ -84,7 +84,7 @@ def test_the_linear_probe_has_the_same_optimum_as_scikit_learn(l2, monkeypatch):
     deviation = features.std(0)
     standard = (features - features.mean(0)) / np.where(deviation < 1e-9, np.inf, deviation)
     expected = theirs(standard, labels, l2)
-    # The final gradient is at most 1e-5, and the smallest curvature is l2.
+    # The norm of the final gradient is at most 1e-5, and the curvature of the loss is at least l2.
     assert np.abs(probe.weight.numpy() - expected.coef_).max() < 3e-5 / l2
     ours = linear_probe.logits_of(probe, scale, inputs).softmax(1).numpy()
     assert np.abs(ours - expected.predict_proba(standard)).max() < 1e-3
@@ -128,7 +128,7 @@ def test_features_are_the_inputs_of_the_head(base, shards):
     ]
     tokens = trained.model.forward_features(trained.preprocess.normalize(torch.stack(pixels)))
     expected = trained.model.fc_norm(tokens[:, 0])
-    # fp16 has an 11-bit significand.
+    # Features are stored in fp16, which has an 11-bit significand.
     assert torch.allclose(features_of_images.float(), expected, rtol=2**-11, atol=1e-6)
     logits = trained.model.head(expected)
     assert torch.allclose(logits, trained(trained.preprocess.normalize(torch.stack(pixels))))

@@ -1,7 +1,7 @@
 """Skip tests that need a deleted folder of vit/extras/.
 
-A folder is deleted together with its tests (tests/extras/NAME), its commands and its pages. A test
-that uses one of them, but mainly tests something else, is marked with `needs` or `needs_of`.
+When a folder is deleted, its tests (tests/extras/NAME), commands and pages are deleted as well. All
+other tests that use one of them are marked with `needs` or `needs_of`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ OWN = {
 """Maps each folder of vit/extras/ to the commands and pages that are deleted with it."""
 DELETED = [name for name in OWN if not (ROOT / "vit" / "extras" / name / "__init__.py").is_file()]
 NO_REPORT = ["log.report=false"] if "report" in DELETED else []
-"""The setting that runs need if the report, which is on by default, was deleted."""
+"""The setting that turns off the report. Runs need it if the folder of the report has been
+deleted."""
 
 
 def extra_of(path: str) -> str:
-    """Return the extra to which a path in the repository or its parent belongs, or an empty
-    string."""
+    """Return the folder of vit/extras/ to which `path` belongs, or an empty string."""
     if match := re.match(r"(?:vit|tests)/extras/(\w+)(?:/|$)", path):
         return match[1] if match[1] in OWN else ""
     return next(
@@ -44,18 +44,18 @@ def extra_of(path: str) -> str:
 
 
 def is_deleted(path: str) -> bool:
-    """Return whether a path in the repository belongs to a deleted extra."""
+    """Return whether `path` belongs to a deleted folder of vit/extras/."""
     return extra_of(path) in DELETED
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    """Return the mark of a test that needs extras."""
+    """Return a pytest mark for a test that needs the given folders of vit/extras/."""
     assert set(names) <= set(OWN), names
     deleted = [f"vit/extras/{name}" for name in names if name in DELETED]
     return pytest.mark.skipif(bool(deleted), reason=f"needs {', '.join(deleted)}, now deleted")
 
 
 def needs_of(text: str) -> pytest.MarkDecorator:
-    """Return the mark of a test that needs the extras whose files `text` names."""
+    """Return a pytest mark for a test that needs the extras whose files are named in `text`."""
     paths = re.findall(r"\b(?:launch|benchmarks|docs|vit|tests)/[\w/.]*\w", text)
     return needs(*{name for path in paths if (name := extra_of(path))})

@@ -1,4 +1,4 @@
-"""Generate random settings, ranks and kills for training runs that take seconds."""
+"""Generate random settings, numbers of ranks and kills for training runs that take seconds."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""Maps the name of a row to its choices, which apply to any model."""
+"""Maps the name of a row to its possible settings, which apply to any model."""
 
 VIT: Choices = {
     "dropout": [
@@ -151,7 +151,7 @@ VIT: Choices = {
         ),
     ],
 }
-"""Rows with choices that only this project's ViT supports."""
+"""Rows with settings that only this project's ViT supports."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
@@ -162,8 +162,8 @@ GUESTS = [
 
 @dataclass(frozen=True)
 class Data:
-    """The files to which random settings refer: shards with 60 images, shards with 24 images (one
-    cannot be decoded), and a run whose weights are used for initialization or as a teacher."""
+    """The files that random settings use: shards with 60 images, shards with 24 images (one of them
+    unreadable), and a run whose weights are used for initialization or as a teacher."""
 
     shards: Path
     spoiled: Path
@@ -172,9 +172,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL to one rank or all ranks in an attempt with a given number of ranks. The signal is
-    sent `delay_s` seconds after the metrics contain `step` (-1: after the start). takes_folder:
-    whether a run at a URL also loses its local folder."""
+    """A SIGKILL to one rank or to all ranks. The signal is sent `delay_s` seconds after the metrics
+    contain `step`, or after the start if `step` is -1. takes_folder: whether a run at a URL also
+    loses its local folder."""
 
     ranks: int
     step: int
@@ -185,8 +185,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Combination:
-    """The settings of a run, its location ("" for a folder, "file" or "s3"), the number of ranks,
-    and the kills. other_ranks: a second number of ranks that must produce the same bits, or 0."""
+    """The settings, location and number of ranks of a run, and the kills during the run. place: ""
+    for a folder, "file" or "s3". other_ranks: a second number of ranks that must produce the same
+    bits, or 0."""
 
     settings: tuple[str, ...]
     place: str
@@ -264,7 +265,8 @@ def _named(data: Data) -> Choices:
 
 
 def _trained(data: Data) -> Choices:
-    """Return settings for a run that starts from a trained model. It must be this project's ViT."""
+    """Return settings for a run that starts from a trained model, which must be this project's
+    ViT."""
     teacher = f"distill.teacher={data.trained}"
     begin = f"init.checkpoint={data.trained}"
     return {

@@ -28,7 +28,8 @@ def ip(*arguments: str) -> None:
 
 
 class Host:
-    """A host with its own name, network and process ids. It shares the files of this machine."""
+    """A simulated host with its own name, network and process ids. All hosts share the files of
+    this machine."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name
@@ -42,7 +43,7 @@ class Host:
         return self._folder / f"{self.name}.log"
 
     def start(self, arguments: list[str], **variables: str) -> None:
-        # Keep the shell as process 1, because even SIGKILL from inside the namespace cannot end
+        # Run the shell as process 1, because even SIGKILL from inside the namespace cannot end
         # process 1.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
@@ -118,7 +119,7 @@ class TwoHosts:
         (folder / "hosts").write_text(table)
 
     def cut(self) -> None:
-        """Drop all packets silently, so that neither host gets an error."""
+        """Drop all packets silently, so that neither host receives an error."""
         ip("link", "set", f"{self._mark}n1", "down")
 
     def mend(self) -> None:
@@ -151,7 +152,8 @@ class TwoHosts:
         for host in self.hosts:
             host.close()
         for number in range(len(self.hosts)):
-            # Stop the hosts first, because a namespace exists as long as one of its processes.
+            # The hosts must be stopped first, because a namespace exists as long as one of its
+            # processes.
             ip("link", "delete", f"{self._mark}n{number}")
             ip("netns", "delete", f"{self._mark}n{number}")
         ip("link", "delete", f"{self._mark}b")
@@ -159,7 +161,7 @@ class TwoHosts:
 
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    """Simulate two hosts. This requires root on Linux."""
+    """Simulate two hosts, which requires root on Linux."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("network namespaces need root on Linux")
     probe = subprocess.run(["ip", "link", "add", "vhprobe", "type", "bridge"], capture_output=True)

@@ -1,6 +1,6 @@
 """Compare augmentation on the device with loops over samples, torchvision and timm.
 
-The libraries' random numbers are replaced by ours.
+All libraries receive the random numbers that our code draws.
 """
 
 import numpy as np
@@ -78,8 +78,8 @@ def test_normalization_equals_torchvision(channels, mean, std):
 
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
-    """The shorter side of the image matches the view, so the image is not resized. torchvision pads
-    the image and crops it at our random position."""
+    """The shorter side of the image equals the crop size, so the image is not resized. torchvision
+    pads the image and crops it at the random position that our code draws."""
     config = AugmentConfig(crop="simple", hflip_prob=0.0)
     num = 60
     side = 32
@@ -150,8 +150,8 @@ def test_layers_are_applied_to_each_row_in_order_after_the_flip(name):
 
 
 def test_three_augment_equals_deit3_with_torchvision_and_pillow():
-    """The reference is facebookresearch/deit:augment.py on Pillow images, with our random numbers:
-    a flip, one of three operations, and color jitter in random order."""
+    """The reference is facebookresearch/deit:augment.py, applied to Pillow images with our random
+    numbers: a flip, one of three operations, and color jitter in random order."""
     config = DEIT3.model_copy(update={"crop": "random_resized"})
     images = np.concatenate([photographs()] * 8)
     table = table_of(config, len(images), images.shape[2:])
@@ -208,8 +208,8 @@ def test_boxes_of_normalized_images_are_erased(mode, channels):
 
 
 def test_a_compiled_erasing_graph_computes_nothing_on_the_host():
-    """If the graph computed a table on the host, the GPU would wait in each step for the table to
-    be copied."""
+    """If the compiled graph computed a table on the host, the GPU would wait in each step until the
+    table has been copied."""
     operators = []
 
     def note(graph, inputs):
@@ -257,7 +257,7 @@ def test_noise_is_normal_and_depends_only_on_seed_and_position():
 
 
 def _lowbias32(x: int) -> int:
-    """Return the published hash (Wellons 2018), computed with Python integers."""
+    """Compute the published hash (Wellons 2018) with Python integers."""
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32
     x = (x ^ x >> 15) * 0x846CA68B % 2**32
     return x ^ x >> 16
@@ -346,7 +346,8 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # Rows 2, 11 and 20, and the rows after them, must be in different mixing groups of four rows.
+    # Rows 2, 11 and 20 would be mixed with the unreadable rows 3, 8 and 21, so they must not be
+    # mixed at all.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
@@ -355,9 +356,8 @@ def test_an_unreadable_row_is_not_mixed_into_other_rows():
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
-    """timm mixes row i with row B - 1 - i. In a group of two rows, our rotation mixes the same
-    rows, even in the modes `batch` and `elem`. Each group is passed to timm as a batch, with our
-    random numbers."""
+    """timm mixes row i with row B - 1 - i. In groups of two rows, our code mixes the same pairs, so
+    each group is passed to timm as a batch with our random numbers."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),
@@ -385,7 +385,8 @@ def test_mixing_equals_timm_with_our_random_numbers(mode, kind, monkeypatch):
             timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
         )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
-        # timm skips rows with a lambda of 1. For CutMix, timm recomputes lambda from the box.
+        # timm skips rows with a lambda of 1. For CutMix, timm recomputes lambda from the area of
+        # the box.
         lambdas = (
             rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
         )

@@ -1,4 +1,4 @@
-"""Compare augmentation parameters with golden values, and with the distributions of torchvision,
+"""Compare augmentation parameters with golden values, and with the distributions in torchvision,
 timm and the papers."""
 
 import itertools
@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[3]
     "name", json.loads((Path(__file__).parent / "golden_draws.json").read_text())
 )
 def test_random_numbers_of_a_recipe_equal_the_golden_values(name):
-    """If this test fails, a seed no longer reproduces its run. Do not update the golden file. Draw
-    the random numbers of a new augmentation from a separate stream."""
+    """If this test fails, existing seeds no longer reproduce their runs. Do not update the golden
+    file. Instead, draw the random numbers of a new augmentation from a separate stream."""
     golden = json.loads((Path(__file__).parent / "golden_draws.json").read_text())[name]
     recipe, *settings = name.split()
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings)
@@ -118,8 +118,8 @@ def test_the_sets_of_other_programs_always_apply_an_operation_at_the_set_strengt
 
 
 def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
-    """Compute the probability and strengths of each pair of operations ("" means none) from the
-    policy's source code."""
+    """Compute the probability and strengths of each pair of operations from the policy's source
+    code. An empty name means that an operation is not applied."""
     if name in ("imagenet", "cifar10", "svhn"):
         auto = autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name))
         pairs = auto.policies

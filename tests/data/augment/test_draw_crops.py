@@ -178,8 +178,8 @@ def test_simple_crops_are_the_largest_windows_with_the_aspect_ratio_of_the_view(
 
 @pytest.mark.parametrize(("width", "height"), [(320, 200), (200, 320), (200, 200)])
 def test_simple_crops_are_distributed_like_a_padded_random_crop(width, height):
-    """The shorter side of the image matches the view, so the image is not resized. Positions must
-    have the distribution of torchvision's RandomCrop(200, padding=4)."""
+    """The shorter side of the image equals the crop size, so the image is not resized. The crop
+    positions must have the distribution of torchvision's RandomCrop(200, padding=4)."""
     num = 20_000
     config = AugmentConfig(crop="simple")
     size = (200, 200)

@@ -28,7 +28,7 @@ MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
     [((32, 48), (0.02, 1 / 3), (0.3, 1 / 0.3)), ((40, 16), (0.3, 0.9), (0.2, 2.0))],
 )
 def test_boxes_are_erased_as_in_timm(size, area, ratio):
-    """In the second case, timm often fails to find a valid box in its ten attempts."""
+    """With the second set of parameters, timm often fails to find a valid box in ten attempts."""
     num = 6000
     prob = 0.7
     config = AugmentConfig(
@@ -36,7 +36,8 @@ def test_boxes_are_erased_as_in_timm(size, area, ratio):
     )
     boxes = table_of(config, num, size)[:, FIRST_OP:]
     eraser = RandomErasing(prob, *area, *ratio, mode="const", device="cpu")
-    random.seed(0)  # timm uses Python's global generator
+    # timm uses Python's global random number generator.
+    random.seed(0)
     theirs = []
     for image in eraser(torch.ones(num, 1, *size)):
         rows, columns = (torch.nonzero(image[0].amin(axis) == 0)[:, 0].tolist() for axis in (1, 0))
@@ -87,7 +88,8 @@ def test_cutmix_boxes_are_distributed_as_in_timm(alpha):
     table = mixed_table(
         AugmentConfig(cutmix_alpha=alpha, mix_group_size=2), 2 * num, (height, width)
     )[::2]
-    np.random.seed(0)  # timm uses numpy's global generator
+    # timm uses numpy's global random number generator.
+    np.random.seed(0)
     theirs = [
         cutmix_bbox_and_lam((1, 3, height, width), np.random.beta(alpha, alpha)) for _ in range(num)
     ]

@@ -1,10 +1,11 @@
 """Compare each operation of each policy with a reference implementation at all strengths.
 
-The references are the installed timm, torchvision and Pillow, and stored results of big_vision.
+The references are the installed versions of timm, torchvision and Pillow, and stored results of
+big_vision.
 
-Pixel values are compared as integers. A bilinear warp may differ by one level, because our warp
-computes in float32 and Pillow's in double. At the border, our warp fills a few pixels that Pillow
-treats as part of the image. All other operations must match exactly.
+Pixel values are compared as integers. Our bilinear warp computes in float32, and Pillow's in
+double, so results may differ by one level. At the image border, our warp fills a few pixels that
+Pillow treats as part of the image. All other operations must match exactly.
 """
 
 from functools import partial
@@ -40,8 +41,8 @@ def assert_equal_levels(
     share: float = 0.0,
     on_border: float = 0.0,
 ) -> None:
-    """Assert that at most a fraction `share` of all levels differ, and that at most a fraction
-    `on_border` of each image differs by more than `largest`."""
+    """Assert that at most a fraction `share` of all pixel values differ. In each image, at most a
+    fraction `on_border` may differ by more than `largest`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
     assert further.max() <= on_border, (
@@ -55,8 +56,8 @@ def assert_equal_levels(
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
 UNSIGNED = ("AutoContrast", "Equalize", "Invert", "Posterize", "Solarize")
 ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
-"""The timm operations that are not "increasing". Their levels are unsigned and range from 0.1 to
-1.9."""
+"""The timm operations that have an increasing variant and a plain variant. The strengths of the
+plain variant range from 0.1 to 1.9."""
 
 
 def by_timm(
@@ -67,7 +68,7 @@ def by_timm(
     is_signed = not name.startswith(UNSIGNED) and name not in ENHANCE
     signed = strength if is_signed else abs(strength)
     arguments = to_argument(signed, {}) if to_argument else ()
-    # Pillow 13 raises an error at 0 bits. Earlier versions returned a black image.
+    # Pillow 13 raises an error when posterizing to 0 bits. Earlier versions return a black image.
     if name.startswith("Posterize") and arguments == (0,):
         return np.zeros(images.shape, int)
     options = {"resample": Image.Resampling.BILINEAR, "fillcolor": (124, 116, 104)}
@@ -91,7 +92,7 @@ def test_policies_have_the_operations_of_their_sources_in_order():
         ]
 
 
-# Maps each policy to the operations that it adds to the earlier policies.
+# The timm operations to test, as (policy, index, timm's name).
 TIMM_OPS = [("timm", op, name) for op, name in enumerate(TIMM_NAMES)]
 TIMM_OPS += [
     ("timm_inc0", op, name)
@@ -139,7 +140,7 @@ TORCHVISION_SPACES = {
 
 
 def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> np.ndarray:
-    """Apply a torchvision operation. The strength is a signed index into the operation's
+    """Apply a torchvision operation. `strength` is a signed index into the operation's
     magnitudes."""
     name, (magnitudes, is_signed) = list(TORCHVISION_SPACES[op_set](SMALL).items())[op]
     magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
@@ -153,7 +154,8 @@ def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> n
 @pytest.mark.parametrize("op", range(14))
 @pytest.mark.parametrize(("op_set", "largest"), [("torchvision_auto", 9), ("ta_wide", 30)])
 def test_operations_of_policies_equal_torchvision(op_set, largest, op):
-    """One of the two images is noise, in which up to two sevenths of the levels may differ."""
+    """One of the two images is noise, in which up to two sevenths of the pixel values may
+    differ."""
     images = photographs()[[0, 4]]
     is_warp = OP_NAMES[op_set][op] in WARPS
     config = AugmentConfig(auto_augment="ta_wide" if op_set == "ta_wide" else "imagenet")
@@ -184,11 +186,12 @@ BIG_VISION = np.load(Path(__file__).parent / "golden_big_vision.npz")
 
 @pytest.mark.parametrize("op", range(16), ids=OP_NAMES["big_vision"])
 def test_operations_equal_big_vision(op):
-    """The stored results are from google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py,
-    run on two images with TensorFlow 2.21. tf.raw_ops.ImageProjectiveTransformV3 replaces
-    tensorflow_addons, which does not support TensorFlow 2.21. Cutouts are centered at 0.8 of the
-    width and 0.3 of the height. TensorFlow sums numbers in a different order, so one level in a
-    hundred may differ by one, or by two for sharpness."""
+    """The stored results come from
+    google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py, run on two images with
+    TensorFlow 2.21. tensorflow_addons does not support TensorFlow 2.21, so
+    tf.raw_ops.ImageProjectiveTransformV3 replaces it. The cutout box is centered at 80 % of the
+    width and 30 % of the height. TensorFlow sums numbers in a different order, so one pixel value
+    in a hundred may differ by one, or by two for sharpness."""
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
     cases = [case for case in BIG_VISION.files if case.split()[0].lower() == name]
@@ -264,7 +267,6 @@ def test_jitter_equals_torchvision_on_pillow_images(op, name):
     factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
     jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
-        # Pass Pillow the value rounded to float32.
         theirs = levels(
             [
                 getattr(tv, name)(picture, float(np.float32(factor)))
@@ -275,8 +277,8 @@ def test_jitter_equals_torchvision_on_pillow_images(op, name):
 
 
 def test_hue_equals_torchvision_on_tensors():
-    """torchvision's function for Pillow images has only 256 hues, which causes differences of
-    several levels."""
+    """The comparison uses tensors, because torchvision's hue adjustment for Pillow images has only
+    256 hues, which causes differences of several levels."""
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
     for turn, ours in zip(turns, at_strengths(jitter, photographs(), 3, turns), strict=True):

@@ -1,6 +1,7 @@
-"""Test that augmentation runs operations of the same kind together.
+"""Test that augmentation applies operations of the same kind to many images together.
 
-This batching must not change the pixels, must launch few kernels, and must not wait for the device.
+Grouping operations must not change the pixels, must launch few kernels, and must never wait for the
+device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LAUNCHES = {
     "auto_augment": 92,
 }
 """The expected number of kernel launches for 512 images with each policy in `POLICIES`. For timm,
-38 of the launches are for random erasing."""
+38 of the launches perform random erasing."""
 
 
 def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
@@ -40,7 +41,8 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_images(name):
     launches = []
     for num in (256, 512):
         augment, arguments = on_meta(name, num)
-        augment(*arguments)  # exclude the first call, which also copies constants
+        # The first call also copies constants, so its kernel launches are not counted.
+        augment(*arguments)
         with Launches() as counted:
             augment(*arguments)
         launches.append(counted.total())
@@ -55,15 +57,16 @@ def test_pooling_on_a_gpu_equals_the_sums_on_a_cpu():
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_the_device(name):
-    """The fake GPU raises an error for `.item()`, a branch on a pixel value, a mask of unknown
-    size, or a tensor on the host."""
+    """The fake GPU reports `.item()`, branches on pixel values, masks of unknown size, and tensors
+    on the host."""
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     gpu = torch.device("cuda", 0)
     with gpu_without_memory() as mode:
         augment = Augment(POLICIES[name], 10, (0.5,), (0.25,), gpu)
         images = torch.empty(56, 3, 40, 120, dtype=torch.uint8, device=gpu)
         labels = torch.empty(56, dtype=torch.int64, device=gpu)
-        augment(images, labels, table)  # the first call may wait, because it copies constants
+        # The first call may wait, because it copies constants to the GPU.
+        augment(images, labels, table)
         mode.waits.clear()
         inputs, targets = augment(images, labels, table)
     assert (inputs.shape, inputs.dtype, targets.shape) == (images.shape, torch.float32, (56, 10))

@@ -4,14 +4,15 @@ All decoders must return the same pixels, or all must reject the image.
 
     python tests/data/decode/fuzz_images.py --minutes 10 [--seed 7]
 
-A window is decoded by the C decoder, by pip packages, and by cropping the whole image. The script
-also compares the training and evaluation views, the bytes that preparation writes, and the size in
-the index. A window of a damaged JPEG may be intact if all decoders agree, but a truncated JPEG must
-be rejected. The damage is typical of disks, networks and users: flipped, lost, inserted and
-repeated bytes, truncated files, bytes after the end and between headers, and wrong headers.
+Each window is decoded by the C decoder, by pip packages, and by cropping the fully decoded image.
+The script also compares the training and evaluation views, the bytes that preparation writes, and
+the image size in the index. A truncated JPEG must be rejected. A window of a corrupt JPEG may be
+accepted if all decoders agree. The script simulates typical damage by disks, networks and users:
+flipped, lost, inserted and repeated bytes, truncated files, extra bytes after the end and between
+headers, and wrong headers.
 
 The script prints counts. If results differ, the script keeps the file and exits with status 1.
-tests/data/decode/test_images.py tests one image of each kind in the same way.
+tests/data/decode/test_images.py runs the same comparison on one image of each kind.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ POLICY = ImagePolicy(jpeg_quality=100)
 VIEW = EvalConfig(crop_pct=0.875)
 SIDE = 16
 MOST_PIXELS = 1 << 20
-"""The maximum number of pixels that a header may declare. Larger images are legal but slow to
+"""The maximum number of pixels that a header may declare. Larger images are valid but slow to
 decode."""
 
 
@@ -88,7 +89,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 
 def png(color_type: int, width: int, height: int, bits: int = 16) -> bytes:
-    """Write a PNG without Pillow, which cannot write 16-bit colors."""
+    """Encode a PNG without Pillow, which cannot write 16-bit colors."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[color_type] * bits // 8
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -115,8 +116,8 @@ def at_frame(data: bytes) -> int:
 
 
 def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return JPEGs of nearly all kinds. JPEGs with declared samplings have only approximately this
-    size."""
+    """Yield JPEGs of nearly all kinds. The size of JPEGs with unusual chroma subsampling is only
+    approximate."""
     rgb = picture(width, height)
     grey = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
@@ -129,7 +130,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
                 "4:2:2": [(0x12, "4:4:0")],
                 "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")],
             }.get(sampling, []):
-                # Change the sampling in the header but not the codes.
+                # Change the chroma subsampling in the header, but not the compressed data.
                 at = at_frame(data) + 11
                 yield f"JPEG {name}{interval}", data[:at] + bytes([factors]) + data[at + 1 :]
         yield f"JPEG grey{interval}", encoded(grey, "JPEG", **marks)
@@ -147,7 +148,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     yield "JPEG rows of markers", encoded(rgb, "JPEG", restart_marker_rows=1)
     plain = encoded(rgb, "JPEG", quality=85)
     header = read_header(plain)
-    # Any bytes are valid arithmetic codes of some image.
+    # Any byte sequence is valid arithmetic-coded data for some image.
     codes = random.Random(0).randbytes(width * height).replace(b"\xff", b"\0")
     arithmetic = (
         plain[: header.frame_offset + 1]
@@ -168,7 +169,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
-    """Return images in other formats, in all modes that Pillow writes and some that it does not."""
+    """Yield images in other formats, in all modes that Pillow can write and some that it cannot."""
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         yield f"PNG {mode}", encoded(picture(width, height, mode), "PNG")
     yield (
@@ -240,7 +241,7 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
 
 
 def kinds(width: int, height: int) -> dict[str, bytes]:
-    """Map the name of each kind to an image."""
+    """Return a dict that maps the name of each kind to an encoded image."""
     return dict([*jpegs(width, height), *others(width, height)])
 
 
@@ -275,8 +276,8 @@ def centre_of(data: bytes, channels: int) -> Pixels:
 
 
 def tried(decoder: Callable[..., Pixels], *about: Any) -> Pixels | None:
-    """Return the pixels, or None if the decoder rejects the file with a ValueError. Any other error
-    is a bug."""
+    """Return the pixels, or None if the decoder raises a ValueError. Any other error is a bug in
+    the decoder."""
     try:
         return decoder(*about)
     except ValueError:
@@ -296,14 +297,14 @@ def description(pixels: Pixels | None) -> str:
 
 
 class Comparison:
-    """Compares all decoders on one file, for random windows from `rng`."""
+    """Compares the results of all decoders for random windows of one image file."""
 
     def __init__(self, data: bytes, rng: random.Random):
         self.data = data
         self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
-        """The number of windows that look intact in a file that is corrupt elsewhere."""
+        """The number of accepted windows in a corrupt file."""
         try:
             self.size: tuple[int, int] | None = read_image_size(data)
         except ValueError:
@@ -359,8 +360,8 @@ class Comparison:
         return ways
 
     def _judge(self, part: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
-        """Require the full image's pixels, or a rejection. If no decoder reads the corrupt codes,
-        the result may differ from a full decode, but all decoders must agree with each other."""
+        """Require the fully decoded image's pixels, or a rejection. If no decoder reads the corrupt
+        data, the pixels may differ from the full image, but all decoders must agree."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -377,7 +378,7 @@ class Comparison:
         try:
             header = read_header(self.data)
             simplejpeg.decode_jpeg(self.data)
-            return False  # the file is not corrupt
+            return False
         except ValueError:
             return self.data.endswith(b"\xff\xd9") and (
                 whole is None or header.restart_interval > 0
@@ -399,7 +400,8 @@ class Comparison:
             )
         elif prepared.data is not self.data:
             far = np.abs(decode(prepared.data).astype(int) - whole).max()
-            if far > 6:  # allow for rounding at quality 100
+            # Differences of up to six levels are caused by encoding with JPEG quality 100.
+            if far > 6:
                 self.differences.append(
                     f"prepared pixels ({prepared.change}) are {far} levels away"
                 )

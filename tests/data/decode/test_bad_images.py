@@ -1,5 +1,5 @@
-"""Test that unusual images are decoded, and that unreadable images are skipped and counted, or
-raise an error with their key."""
+"""Test that unusual images are decoded, and that unreadable images are either skipped and counted
+or raise an error that contains their key."""
 
 import io
 import os
@@ -65,9 +65,7 @@ GOOD = {
 BAD = {
     "truncated": encoded(200, 150)[:-2000],
     "truncated_markers": encoded(200, 150, restart_marker_blocks=1)[:-2000],
-    "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[
-        :-40
-    ],  # most crops end above the cut
+    "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[:-40],
     "truncated_png": encoded(200, 150, form="PNG")[:-200],
     "header_only": encoded(200, 150)[: read_header(encoded(200, 150)).scan_offset],
     "empty": b"",
@@ -79,8 +77,8 @@ BAD = {
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
-    """Write `images` to a shard and index them. Then overwrite some with `stored`, truncated or
-    zero-padded to the original size."""
+    """Write `images` to a shard and index them. Then overwrite some of them with `stored`,
+    truncated or zero-padded to the original size."""
     root.mkdir()
     path = root / "train-00000.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -179,8 +177,7 @@ LYING = {
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
 def test_wrong_restart_markers_give_the_same_pixels_as_pillow(data, tmp_path, decoder):
-    """Pillow decodes images with wrong restart markers, and published results are based on
-    Pillow."""
+    """Published results are based on Pillow, which decodes images with wrong restart markers."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})
@@ -223,7 +220,8 @@ def test_repeated_images_equal_separate_views_and_each_bad_copy_counts(tmp_path,
         bad = batches.fill(position, 0, rows)
         assert bad == ("k3",) * 3 * (3 in rows.ids), "each copy of a bad image must be counted"
         assert torch.equal(rows.weights == 0, rows.ids == 3)
-        for row in range(12):  # Rows that are decoded one by one cannot share a decoded image.
+        # Fill one row at a time, so that copies of an image cannot share its decoded pixels.
+        for row in range(12):
             batches.fill(position, row, one.rows(row, row + 1))
         assert torch.equal(rows.images, one.images)
         seen += rows.ids.tolist()

@@ -1,4 +1,4 @@
-"""Compare the evaluation view with those of torchvision, timm and Pillow."""
+"""Compare the evaluation view with the views that torchvision, timm and Pillow produce."""
 
 import io
 
@@ -38,8 +38,8 @@ def test_center_view_equals_torchvision(original, size, crop_pct, interpolation)
     )
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
     ours = decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation)
-    # Without AVX2, torchvision's bilinear resize uses floating point, so pixels may differ by one
-    # level.
+    # Without AVX2, torchvision's bilinear resize uses floating-point arithmetic, so pixel values
+    # may differ by one.
     in_floats = interpolation == "bilinear" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
     np.testing.assert_allclose(ours.int(), theirs.int(), rtol=0, atol=int(in_floats))
 

@@ -31,14 +31,14 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.shards.tar import scan_tar
 
 REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
-"""Kinds of images that are rejected. No decoder supports the first kind, and the value ranges of
-the others are unknown."""
+"""The kinds of images that must be rejected. No decoder supports 12-bit JPEGs, and the value ranges
+of the other kinds are unknown."""
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (97, 64)], ids=str)
 def test_every_kind_of_image_has_the_same_pixels_on_every_path(size):
-    """The paths are the C decoder, pip packages, whole images, training, evaluation and
-    preparation. The size in the index must match as well."""
+    """The test compares the C decoder, pip packages, full decoding, training, evaluation and
+    preparation. The image size in the index must match as well."""
     differences_by_name = {}
     refused = set()
     for name, data in kinds(*size).items():
@@ -72,7 +72,7 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels):
-    """For such a window, simplejpeg reports a warning about bytes below the window before it has
+    """For a window of a CMYK image, simplejpeg warns about bytes below the window before it has
     written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
@@ -87,13 +87,15 @@ def test_a_cmyk_window_without_restart_markers_equals_pillow(transform, channels
 
 
 def test_uninitialized_pixels_are_not_returned():
-    """The file causes a warning, and then an error before the first line of pixels. If simplejpeg
-    ignored warnings, it would return without an error."""
+    """The corrupt file makes simplejpeg report a warning, and then an error before it has written
+    any pixels. If simplejpeg ignored warnings, it would return uninitialized memory."""
     data = bytearray(encoded(picture(128, 128), "JPEG"))
     scan = read_header(bytes(data)).scan_offset
-    # In a baseline file, the first coefficient of a progressive scan causes a warning.
+    # A coefficient index that is valid only in progressive scans causes a warning in a baseline
+    # file.
     data[scan - 3] = 1
-    data[scan - 8] = 0x33  # a reference to a missing table causes an error
+    # A reference to a missing Huffman table causes an error.
+    data[scan - 8] = 0x33
     with without_native(), pytest.raises(ValueError, match="cannot decode"):
         decode_box(bytes(data), (10, 10, 20, 20))
 
@@ -153,14 +155,15 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComment
 
 
 def test_no_file_starts_another_program(tmp_path, monkeypatch):
-    """Pillow starts Ghostscript for any file that begins like PostScript, whatever its name."""
+    """Pillow starts Ghostscript for any file that begins like PostScript, regardless of the file's
+    name."""
     log = tmp_path / "log"
     program = tmp_path / "gs"
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho 10.0\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011  this one's words are Pillow's
+    with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011
         image.load()
     assert log.exists(), "Pillow must start the program, or this test proves nothing"
     log.unlink()
@@ -197,7 +200,7 @@ def said_to_have(data: bytes, width: int, height: int) -> bytes:
 
 def huge_tiles() -> bytes:
     """Return a TIFF of 64 x 48 pixels whose tiles are so large that libtiff would allocate 1.6 GB
-    for one tile."""
+    for each tile."""
     content = zlib.compress(bytes(64 * 48))
     tags = {
         256: 64,
@@ -245,7 +248,7 @@ BEYOND = {
 )
 @pytest.mark.parametrize(("data", "reason"), BEYOND.values(), ids=BEYOND)
 def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, limit, monkeypatch):
-    # Another library may have changed the limit, which applies to the whole process.
+    # The limit applies to the whole process, so another library may have changed it.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     for reader in (
         read_image_size,
@@ -260,7 +263,6 @@ def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, 
 def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        # The limit is 43,030 pixels more than this image has, so one more row exceeds it.
         wide = 59_652
         high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)
@@ -276,7 +278,8 @@ def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
 
 
 def test_a_window_of_a_large_png_needs_only_the_decoders_memory(tmp_path):
-    """Pillow needs 4 bytes per pixel. With copies in other modes, it would need 16."""
+    """Pillow needs 4 bytes per pixel. Copies in other color modes would increase this to 16
+    bytes."""
     encoded_png = tmp_path / "large.png"
     Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
     code = (

@@ -1,6 +1,6 @@
 """Test that a window cut out of a JPEG has the same pixels as the fully decoded image.
 
-Files that cannot be cut safely must be decoded whole.
+Files that cannot be cut safely must be decoded completely.
 """
 
 import io
@@ -16,9 +16,8 @@ from PIL import Image
 from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
-# Maps each chroma subsampling to one that Pillow can encode, and to the sampling factors that the
-# tests write into the header. Pillow cannot encode all subsamplings, but those with the same number
-# of blocks per MCU differ only in the header.
+# Maps each chroma subsampling to one that Pillow can encode with the same number of blocks per MCU,
+# and to the sampling factors that the tests write into the header.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),
@@ -48,8 +47,6 @@ def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **
     """Return a JPEG of this size with a restart marker after every `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    # Encode the image with a subsampling that Pillow supports and that has equally many blocks per
-    # MCU.
     if pillows != "grey":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
@@ -81,8 +78,8 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 
 @st.composite
 def cases(draw):
-    """Generate an image, tiled or not, and a window in the image. Narrow images and windows at the
-    border are common."""
+    """Generate the settings of a JPEG and a window inside it. Narrow images, and windows at the
+    image border, are generated often."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "grey" not in arranged else 8
@@ -152,7 +149,7 @@ def test_a_window_at_the_end_of_a_tile_needs_the_chroma_of_the_next_tile(arrange
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 16])
 def test_a_narrow_last_tile_is_upsampled_as_in_the_complete_image(columns):
-    """libjpeg does not interpolate rows of one or two chroma samples. In the full image, the
+    """libjpeg does not interpolate rows of only one or two chroma samples. In the full image, the
     samples of a narrow tile are interpolated with their neighbors."""
     data = jpeg(48 + columns, 64, "4:2:0", 1)
     assert read_header(data).restart_interval == 1
@@ -215,8 +212,8 @@ def test_a_file_that_contradicts_its_header_is_left_to_full_decoding(data):
 
 
 def test_a_file_with_a_scan_per_component_is_not_cut():
-    """The test builds a file with one scan per component from one header and the scans of three
-    gray images."""
+    """The test combines one header and the scans of three gray images into a file with one scan per
+    component."""
     grey = jpeg(64, 64, "grey", 2)
     header = read_header(grey)
     frame = (

@@ -55,7 +55,7 @@ def segment(marker: int, content: bytes) -> bytes:
 
 def exif_block(order: str, orientation: int, num_before: int = 3) -> bytes:
     """Return the content of an EXIF segment in little-endian (<) or big-endian (>) byte order. The
-    orientation comes after `num_before` other entries."""
+    orientation tag follows `num_before` other entries."""
     entries = [struct.pack(order + "HHII", 0x0100 + n, 4, 1, 7) for n in range(num_before)]
     entries.append(struct.pack(order + "HHIHH", 0x0112, 3, 1, orientation, 0))
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8)
@@ -106,7 +106,7 @@ def test_the_frame_offset_and_whether_there_is_one_scan_are_reported():
             b"\xff\xc2" if options else b"\xff\xc0"
         )
         assert header.is_one_scan
-    # The scan header of a gray image has 10 bytes.
+    # The scan header of a gray image is 10 bytes long.
     start = header.scan_offset - 10
     assert not read_header(data[:start] + segment(0xDA, b"\2\1\0\2\0\0\x3f\0")).is_one_scan
 
@@ -294,7 +294,8 @@ def write_tar(path, images: dict[str, bytes]) -> None:
 
 
 def test_the_scan_of_a_shard_finds_the_same_sizes_as_pillow(tmp_path):
-    long = random.Random(1).randbytes(40_000)  # more than 16 KiB precede the size
+    # The image size is stored more than 16 KiB after the start of the file.
+    long = random.Random(1).randbytes(40_000)
     images = {
         "plain": encode(picture(31, 17)),
         "grey": encode(picture(32, 17, "L"), progressive=True),

@@ -1,5 +1,5 @@
-"""Test that, for any file and window, the C decoder either returns simplejpeg's pixels or rejects
-the file."""
+"""Test that the C decoder either returns simplejpeg's pixels or rejects the file, for any file and
+window."""
 
 import io
 import os
@@ -30,7 +30,7 @@ portable = pytest.mark.parametrize("portable", [False, True], ids=["simd", "port
 
 
 def pixels_of(width: int, height: int, grain: float, seed: int = 0) -> np.ndarray:
-    """Return a smooth image with noise of standard deviation `grain`."""
+    """Return a smooth image with noise that has the standard deviation `grain`."""
     rng = np.random.default_rng((width, height, seed))
     coarse = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
@@ -52,7 +52,8 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
 def some_windows(
     width: int, height: int, count: int, rng: random.Random
 ) -> list[tuple[int, int, int, int]]:
-    """Return random windows, the window of the whole image, and a single pixel in a corner."""
+    """Return random windows, a window that covers the whole image, and a single pixel in a
+    corner."""
     windows = [(0, 0, width, height), (width - 1, height - 1, 1, 1)]
     for _ in range(count - 2):
         w, h = rng.randint(1, width), rng.randint(1, height)
@@ -131,8 +132,8 @@ def segment(marker: int, content: bytes) -> bytes:
 def handmade(
     rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
 ) -> bytes:
-    """Return a grayscale JPEG with random AC symbols and values. Symbol k has a code of lengths[k]
-    bits (ascending), and the DC code is a single 0 bit."""
+    """Return a grayscale JPEG with random AC symbols and values. The Huffman code of symbol k has
+    lengths[k] bits (ascending), and the DC code is a single 0 bit."""
     codes = {}
     code = 0
     before = lengths[0]
@@ -168,7 +169,7 @@ def handmade(
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
 def test_images_with_random_huffman_codes_equal_simplejpeg(long):
-    """No encoder writes random Huffman tables. Codes have any length up to 16 bits, and 15-bit
+    """No encoder writes random Huffman tables. The random codes have up to 16 bits, and 15-bit
     values overflow when multiplied by the quantization step."""
     rng = random.Random(int(long))
     for k in range(150):
@@ -181,13 +182,13 @@ def test_images_with_random_huffman_codes_equal_simplejpeg(long):
             run << 4 | size for run in range(16) for size in range(1, 16) if not long or size >= 14
         ]
         symbols = rng.sample(candidates, len(lengths) - 1)
-        symbols.insert(rng.randrange(len(lengths)), 0)  # the end-of-block symbol
+        symbols.insert(rng.randrange(len(lengths)), 0)
         assert_same(handmade(rng, lengths, symbols, num_blocks=6), f"file {k}", count=3)
 
 
 def test_samplings_that_no_encoder_writes_equal_simplejpeg():
     """The header declares a different layout for the four luma blocks of a 4:2:0 MCU, for example a
-    column. The pixels then differ from the original image, but both decoders must agree."""
+    single column. The image is scrambled, but both decoders must return the same pixels."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
     for factors, width, height in (
@@ -204,7 +205,7 @@ def test_samplings_that_no_encoder_writes_equal_simplejpeg():
 
 
 def test_extreme_tables_and_pixels_equal_simplejpeg():
-    """Black-and-white noise with the coarsest quantization leads to long codes, and to sums far
+    """Black-and-white noise with the coarsest quantization produces long codes, and sums far
     outside the range of pixel values."""
     noise = np.random.default_rng(0).integers(0, 2, (64, 80, 3), np.uint8) * 255
     for level in (1, 16, 255):
@@ -242,7 +243,8 @@ def test_any_window_equals_simplejpeg(portable, data):
 
 @portable
 def test_strided_rows_are_written_without_touching_the_gaps(portable):
-    """The bytes between the rows, before the first row and after the last row must not change."""
+    """The decoder must not change the bytes between the rows, before the first row or after the
+    last row."""
     encoded, expected = example("420 restart")
     for channels, width in ((3, 1), (3, 31), (3, 64), (1, 31), (1, 64)):
         canvas = np.full((42, 70, channels), 77, np.uint8)
@@ -287,7 +289,7 @@ def test_a_refused_file_has_the_status_of_its_reason():
     assert status_of(by_pillow(pixels, "CMYK")) is Status.COMPONENTS
     assert status_of(plain.replace(b"\xff\xc0", b"\xff\xc9")) is Status.PROCESS
     assert status_of(plain[: frame + 4] + b"\x0c" + plain[frame + 5 :]) is Status.PRECISION
-    # With sampling factors 3 x 1 and 2 x 1, a sample of the second component covers 1.5 pixels.
+    # With sampling factors of 3 x 1 and 2 x 1, a sample of the second component covers 1.5 pixels.
     thirds = bytearray(plain)
     thirds[frame + 11] = 0x31
     thirds[frame + 14] = 0x21
@@ -311,8 +313,8 @@ def test_a_refused_file_has_the_status_of_its_reason():
 )
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
 def test_a_first_component_coarser_than_another_is_refused(factors, names):
-    """libjpeg can decode chroma with a higher resolution than luma, but encoders never write it.
-    The test declares 96 gray blocks as 16 MCUs of six blocks."""
+    """libjpeg can decode chroma that has a higher resolution than luma, but encoders never write
+    such files. The test declares 96 gray blocks as 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")
@@ -320,7 +322,7 @@ def test_a_first_component_coarser_than_another_is_refused(factors, names):
     data = b"".join(
         (
             b"\xff\xd8",
-            grey[20:frame],  # omit the JFIF segment
+            grey[20:frame],
             segment(0xC0, bytes((8, 0, 64, 0, 64, 3)) + components),
             grey[frame + 13 : scan],
             segment(0xDA, bytes((3, names[0], 0, names[1], 0, names[2], 0, 0, 63, 0))),
@@ -335,14 +337,16 @@ def test_a_first_component_coarser_than_another_is_refused(factors, names):
 
 @pytest.mark.parametrize("size", [(65500, 8), (8, 65500)], ids=str)
 def test_images_up_to_the_size_limit_of_libjpeg_are_decoded(size):
-    """libjpeg accepts sides of up to 65,500 pixels. The 16-bit field can store sides that are 35
-    pixels longer."""
+    """libjpeg accepts images with up to 65,500 pixels per side, but the 16-bit size field in the
+    header allows up to 65,535."""
     data = by_pillow(pixels_of(*size, grain=5), "L")
     assert np.array_equal(native.decode_window(data, (0, 0, *size), 1), whole(data, 1))
     place = data.index(b"\xff\xc0") + (7 if size[0] > 8 else 5)
-    for side in (65501, 65504):  # these sides need as many blocks as 65,500 pixels
+    # Images with 65,501 or 65,504 pixels per side have the same number of blocks as those with
+    # 65,500.
+    for side in (65501, 65504):
         longer = data[:place] + side.to_bytes(2, "big") + data[place + 2 :]
-        with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
+        with pytest.raises(ValueError):  # noqa: PT011
             whole(longer)
         assert status_of(longer) is Status.DAMAGED
 
@@ -356,7 +360,8 @@ def test_images_up_to_the_size_limit_of_libjpeg_are_decoded(size):
     ],
 )
 def test_invalid_tables_are_refused_only_if_they_are_used(table):
-    """In unused tables, libjpeg accepts three 1-bit codes or 16-bit DC values."""
+    """libjpeg accepts tables with three 1-bit codes or 16-bit DC values if the image does not use
+    them."""
     data = by_pillow(pixels_of(40, 24, grain=10), "L")
     scan = data.index(b"\xff\xda")
     unused, used = (
@@ -364,7 +369,7 @@ def test_invalid_tables_are_refused_only_if_they_are_used(table):
         for number in (3, 0)
     )
     assert np.array_equal(native.decode_window(unused, (0, 0, 40, 24)), whole(unused))
-    with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
+    with pytest.raises(ValueError):  # noqa: PT011
         whole(used)
     assert status_of(used) is Status.DAMAGED
 
@@ -392,7 +397,7 @@ def test_wrong_restart_markers_and_sizes_are_refused():
             data[:frame] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + data[frame + 4 :]
         )
     for lie, damaged in lies.items():
-        with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
+        with pytest.raises(ValueError):  # noqa: PT011
             whole(damaged)
         assert status_of(damaged, (0, 0, 64, 40 if "40" in lie else 48)) in (
             Status.DAMAGED,
@@ -401,7 +406,7 @@ def test_wrong_restart_markers_and_sizes_are_refused():
 
 
 def test_only_the_segments_of_the_window_are_read():
-    """The test corrupts all other segments, so the decoder fails if it reads them."""
+    """The test corrupts all other segments, so decoding would fail if the decoder read them."""
     data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
     expected = None
     expected = whole(data)
@@ -411,8 +416,8 @@ def test_only_the_segments_of_the_window_are_read():
         + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7]
         + [len(data)]
     )
-    # The window covers block columns 5 to 11 and rows 2 to 4, which are in segments 1 and 2 of the
-    # four segments per row.
+    # Each row has four segments. The window covers block columns 5 to 11 and block rows 2 to 4, so
+    # it needs segments 1 and 2 of these rows.
     window = (40, 17, 50, 20)
     scribbled = bytearray(data)
     for segment in range(32):
@@ -425,8 +430,7 @@ def test_only_the_segments_of_the_window_are_read():
 
 
 def test_a_truncated_file_is_refused_for_every_window():
-    """If the C decoder rejected a file only for some windows, the crop would determine whether the
-    image is readable."""
+    """Whether an image can be read must not depend on the position of the random crop."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},
@@ -437,7 +441,7 @@ def test_a_truncated_file_is_refused_for_every_window():
         data = by_pillow(pixels, subsampling=0, **marks)
         assert status_of(data) is Status.OK
         for num_bytes in (len(data) - 1, len(data) - 2, len(data) * 9 // 10, len(data) // 2):
-            with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
+            with pytest.raises(ValueError):  # noqa: PT011
                 whole(data[:num_bytes])
             assert status_of(data[:num_bytes]) is Status.DAMAGED, (marks, num_bytes)
         if marks:
@@ -477,7 +481,6 @@ def test_damage_is_refused_or_changes_nothing(seed):
             if len(data) < 30:
                 break
         try:
-            # Read the size again, because the corruption may have changed it.
             height, width, *_ = simplejpeg.decode_jpeg_header(bytes(data))
         except ValueError:
             height, width = 41, 50

@@ -1,5 +1,5 @@
-"""Test that a C library that does not match the Python code is not used, and that the message
-contains the remedy."""
+"""Test that a C library that does not match the Python code is not loaded, and that the error
+message contains a remedy."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ needs_gcc = pytest.mark.skipif(
     reason="no gcc: apt-get install gcc",
 )
 WRONG = ("CR_TO_R = 91881", "CR_TO_R = 93881")
-"""An edit of the sources that makes red slightly stronger."""
+"""A change of a constant in the C sources that makes red slightly stronger."""
 OTHER = (
     r"library.so was built for another version of this package; build it again: pip install -e \."
 )
@@ -37,7 +37,8 @@ def small(folder: Path, functions: str) -> Path:
 
 
 def copied(folder: Path, *change: str) -> tuple[Path, Path]:
-    """Copy the C files, edit pixels.h, and build the library. Return the folder and the library."""
+    """Copy the C sources, edit pixels.h, and build the library. Return the folder and the
+    library."""
     sources = shutil.copytree(SOURCES, folder / "sources")
     pixels = (sources / "pixels.h").read_text()
     assert not change or pixels.count(change[0]) == 1
@@ -61,8 +62,8 @@ def test_a_library_of_another_version_is_refused(tmp_path):
 
 @needs_gcc
 def test_a_library_built_from_other_sources_is_refused(tmp_path):
-    """After a git pull without a reinstall, the library does not match the sources. The check is
-    skipped for a wheel, which contains no sources."""
+    """After `git pull` without a reinstall, the library no longer matches the sources. Wheels
+    contain no sources, so the check is skipped for them."""
     sources, library = copied(tmp_path)
     load(library, sources)
     (sources / "window.c").open("a").write("\n")
@@ -125,7 +126,8 @@ def test_the_environment_can_turn_the_library_off(monkeypatch):
 
 
 def test_setup_and_loader_use_the_same_stamp():
-    """setup.py stores a hash of the sources in the library, and the loader compares the hash."""
+    """setup.py stores a hash of the sources in the library, and the loader compares this hash with
+    the current sources."""
     if native.LIBRARY is None:
         pytest.skip(f"no library: {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0'}")
     assert native.LIBRARY.vit_native_sources().decode() == stamp_of(SOURCES)

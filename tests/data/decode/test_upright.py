@@ -37,7 +37,8 @@ def test_a_view_with_apply_exif_equals_that_of_the_upright_image(form, orientati
             for each, applied in ((data, True), (data, None), (oracle, None))
         )
         assert torch.equal(turned, expected)
-        if orientation > 1 and form != "TIFF":  # Pillow rotates every TIFF when reading it
+        # Pillow rotates TIFF images automatically when it reads them.
+        if orientation > 1 and form != "TIFF":
             assert not torch.equal(stored, expected)
 
 

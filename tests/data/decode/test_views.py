@@ -93,8 +93,8 @@ def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("luma", [b"\x41", b"\x14"], ids=["4:1:1", "4:4:1"])
 def test_rare_samplings_have_the_same_pixels_as_in_pillow(luma, progressive, decoder):
-    """simplejpeg has no name for 4:4:1. The file has the same blocks as 4:2:0 in a different
-    order."""
+    """simplejpeg does not support 4:4:1 subsampling by name. A 4:4:1 file contains the same blocks
+    as a 4:2:0 file, but in a different order."""
     data = other_sampling(luma, progressive)
     np.testing.assert_array_equal(decode(data), by_pillow(data))
     np.testing.assert_array_equal(
@@ -145,7 +145,8 @@ def test_garbage_is_refused(data):
 
 def test_a_jpeg_with_an_excessive_size_is_refused_before_memory_is_allocated():
     data = bytearray(encode(picture()))
-    # The height and width follow the start-of-frame marker, the length and the precision.
+    # In a JPEG, the height and width follow the start-of-frame marker, the segment length and the
+    # precision.
     size = data.index(b"\xff\xc0") + 5
     data[size : size + 4] = struct.pack(">HH", 30_000, 30_000)
     with pytest.raises(ValueError, match="30000 x 30000 pixels are more than"):
@@ -172,7 +173,7 @@ def test_damage_raises_only_a_value_error(form, data):
 
 def test_the_exif_orientation_is_ignored_by_default():
     exif = Image.Exif()
-    exif[0x0112] = 6  # rotate by 90 degrees
+    exif[0x0112] = 6
     image = picture()
     turned = encode(image, exif=exif)
     assert Image.open(io.BytesIO(turned)).getexif()[0x0112] == 6
@@ -251,7 +252,7 @@ def test_gray_windows_have_one_channel():
 def test_scaled_decoding_is_close_to_exact(reduce, times, interpolation):
     ratios = []
     generator = np.random.default_rng(reduce)
-    for data in photographs() * 5:  # each photo has 640 x 427 pixels
+    for data in photographs() * 5:
         width, height = generator.integers(230, 420, 2).tolist()
         left, top = (
             int(generator.integers(0, 640 - width)),
@@ -277,7 +278,7 @@ def test_a_scaled_view_does_not_depend_on_cuts_or_on_other_views():
         for window, view in zip(windows, together, strict=True):
             [alone] = decode_views(data, [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(alone, view)
-            # The appended byte makes the decoder decode the whole image.
+            # The appended byte forces the decoder to decode the whole image.
             [of_the_whole] = decode_views(data + b"\0", [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(of_the_whole, view)
 

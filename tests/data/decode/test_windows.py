@@ -43,8 +43,8 @@ def without_native(function, *arguments, **options):
     st.data(),
 )
 def test_every_path_to_a_window_gives_the_pixels_of_the_complete_image(size, form, data):
-    """The paths are the C decoder, a cut at restart markers, a cut below the window, and
-    simplejpeg's full image."""
+    """The test compares four paths: the C decoder, a cut at restart markers, a cut below the
+    window, and decoding the full image with simplejpeg."""
     width, height = size
     options = (
         {"quality": 90, "subsampling": form}
@@ -106,8 +106,8 @@ def test_a_reduced_window_equals_that_of_the_reduced_image(size, form, reduce, d
 
 @pytest.mark.parametrize(("left", "width"), [(0, 12), (20, 4), (132, 8)])
 def test_a_narrow_reduced_window_equals_that_of_the_reduced_image(left, width):
-    """At 1/4 scale, each row of a cut tile has two chroma samples. libjpeg upsamples these
-    differently."""
+    """At 1/4 scale, each row of a narrow tile has only two chroma samples, and libjpeg upsamples
+    such rows differently."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 140, 3), np.uint8)
     data = encode(Image.fromarray(noise), quality=90, subsampling="4:2:2", restart_marker_blocks=1)
     whole = simplejpeg.decode_jpeg(data, "RGB", False, False, 16, 35, 4)
@@ -154,8 +154,8 @@ def test_a_truncated_jpeg_is_refused_even_if_the_window_is_complete(
 
 
 def test_damage_in_the_window_is_left_to_full_decoding(decoder):
-    """simplejpeg rejects an end-of-image marker within the codes. Pillow decodes the remaining
-    codes."""
+    """simplejpeg rejects an end-of-image marker inside the compressed data, but Pillow decodes the
+    remaining data."""
     data = bytearray(encode(picture(128, 128), restart_marker_blocks=2))
     start = read_header(bytes(data)).scan_offset
     data[start + 20 : start + 24] = b"\xff\xd9\xff\xd9"
@@ -216,8 +216,8 @@ def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("change", ["gone", "other arguments", "other pixels", "other scales"])
 def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
-    """torch's resize operator is private, so the project compares it with the public function
-    before using it."""
+    """torch's resize operator is private and may change, so the project compares it with the public
+    function before using it."""
     data = encode(picture(160, 128))
     window = (5, 3, 90, 70)
 
@@ -258,7 +258,7 @@ def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, mo
 
 
 def test_the_operator_is_used_with_this_release_of_torch():
-    """If this test fails, results are correct but slow. Check what has changed in torch, and
-    whether the code that plans the rows of the center crop is still valid."""
+    """If this test fails, results are still correct, but resizing is slow. Check what has changed
+    in torch, and whether the code that plans the rows of the center crop is still valid."""
     assert decoding._resize_operator("bilinear") is not None
     assert decoding._resize_operator("bicubic") is not None

@@ -27,7 +27,8 @@ def made(tmp_path_factory) -> Path:
     sidecars = {name: read_sidecar(root / name) for name in names}
     about = {"source": "test", "options": {}, "class_names": list("abcd"), "num_classes": 4}
     write_json(root / "_info.json", make_info({"train": names}, sidecars, **about))
-    open_split(root, "train")  # opening the split writes the index
+    # Opening the split writes its index to disk.
+    open_split(root, "train")
     return root
 
 

@@ -1,5 +1,5 @@
 """Test that corrupt shards, indexes and info files raise an error with a remedy, and are never read
-as intact."""
+as if they were intact."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def test_truncation_anywhere_is_reported(tmp_path):
     )
     for end in ends:
         cut.write_bytes(data[:end])
-        # A tar that ends after a complete sample looks complete.
+        # If a tar is truncated right after a complete sample, the damage cannot be detected.
         if first.offset + first.size <= end <= first.offset + 512:
             assert [s.key for s in scan_tar(cut)] == ["a"]
             continue
@@ -96,7 +96,7 @@ def test_invalid_samples_are_named(tmp_path, members, message):
 
 @pytest.mark.parametrize("num_neighbours", [0, 1])
 def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
-    """`tar cf train-00000.tar *.jpg *.cls` groups members by suffix. The last image and the first
+    """`tar cf train-00000.tar *.jpg *.cls` groups files by suffix. The last image and the first
     label may then look like one sample."""
     pairs = [pair(key, number) for number, key in enumerate("abc")]
     images, labels = ([both[column] for both in pairs] for column in (0, 1))
@@ -232,7 +232,7 @@ def test_a_stale_index_is_rebuilt(root, spoil, caplog):
 
 def test_an_index_that_cannot_be_written_stays_in_memory(root, caplog):
     (root / "train.index.npy").unlink()
-    # A folder with the file's name makes the rename fail, even for root.
+    # Renaming a file to the name of an existing folder fails, even for root.
     (root / "train.index.npy").mkdir()
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
@@ -338,7 +338,7 @@ def test_a_label_out_of_range_in_the_index_is_reported(root):
 
 
 def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeypatch, caplog):
-    """A network file system may return wrong bytes once even though the disk is intact."""
+    """A network file system may return wrong bytes once, although the disk is intact."""
     split = open_split(root, "train")
     tar = root / "train-00001.tar"
     offset = int(split.index["offset"][7])
@@ -368,7 +368,8 @@ def test_no_checksum_is_computed_of_a_replaced_shard(root):
 
 
 def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
-    """numpy parses the header with Python's parser, but does not catch the parser's errors."""
+    """numpy parses the header of an .npy file as Python code, but does not catch the parser's
+    errors."""
     path = root / "train.index.npy"
     whole = path.read_bytes()
     for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):
@@ -378,7 +379,8 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
         outcome = "right"
         try:
             rows = open_index(path)
-            # `_info.json` also contains the number of samples.
+            # A wrong number of samples would be noticed later, because `_info.json` contains it
+            # too.
             is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))
         except ValueError as error:
             outcome = str(error)
@@ -387,7 +389,8 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
 
 
 def test_checking_an_index_needs_little_memory(tmp_path):
-    """If the billion rows of an index were checked in one pass, each rank would need 133 GB."""
+    """Checking all rows of an index with a billion samples in one pass would need 133 GB per
+    rank."""
     rows = np.zeros(1000, INDEX_DTYPE)
     rows["offset"] = np.arange(1000) * 2048 + 512
     rows["size"] = 1000

@@ -40,7 +40,7 @@ def test_written_samples_are_read_back(root):
 
 
 def test_one_process_of_a_host_checks_the_shards_of_a_folder(root):
-    """If every process checked the shards, thousands of ranks would access each shard on a shared
+    """If every process checked the shards, thousands of ranks would open each shard on a shared
     file system."""
     path = root / open_split(root, "train").filenames[1]
     path.write_bytes(path.read_bytes()[:512])
@@ -90,8 +90,8 @@ def test_webdataset_and_timm_read_the_same_samples(root):
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_names_and_members_of_other_writers_are_read(tmp_path, format):
-    """Other tools use folders, upper-case suffixes, extra members, and names that need a separate
-    header."""
+    """Other tools write folders, upper-case suffixes, additional files, and names that need a
+    separate header."""
     long = "n01/" + "x" * (90 if format == tarfile.USTAR_FORMAT else 150)
     members = [
         *pair("./dir.d/a", 1, ext="JPEG"),
@@ -118,7 +118,8 @@ def test_long_names_and_members_of_other_writers_are_read(tmp_path, format):
             }
         }
     }
-    (tmp_path / "_info.json").write_text(json.dumps(info))  # use only the keys that timm writes
+    # Use only the keys that timm writes.
+    (tmp_path / "_info.json").write_text(json.dumps(info))
     split = open_split(tmp_path, "train")
     assert [split.key(i) for i in range(2)] == ["./dir.d/a", long]
     assert split.num_classes == 3
@@ -266,8 +267,8 @@ def test_links_beside_the_files_of_a_sample_are_ignored(tmp_path):
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
 def test_keys_of_pax_names_are_complete(tmp_path, name):
-    """Python's tarfile replaces a non-ASCII letter with '?', and writes the real name into a
-    preceding header."""
+    """Python's tarfile replaces a non-ASCII letter with '?' and writes the real name to a preceding
+    header."""
     pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]
     write_tar(tmp_path / "train-00000.tar", pairs, format=tarfile.PAX_FORMAT)
     described = SplitInfo(["train-00000.tar"], [2], [None], [None])

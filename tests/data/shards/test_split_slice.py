@@ -1,5 +1,5 @@
-"""Test that slices of a split, such as `train[:99%]`, contain each sample once and return the same
-samples as the full split."""
+"""Test that slices of a split, such as `train[:99%]`, together contain each sample once and return
+the same samples as the full split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vit.system.hashing import fold
 
 
 def sorted_by_class(num: int) -> Split:
-    """Return a split of ten classes, sorted by class. Its only shard is never read."""
+    """Return a split with ten classes, sorted by class, whose shard does not exist."""
     index = np.zeros(num, INDEX_DTYPE)
     index["label"] = np.arange(num) * 10 // num
     return Split("nowhere", "train", ["train-0.tar"], [num], index, 10, [])

@@ -41,8 +41,8 @@ def blocks(folder: Path) -> int:
 
 
 def other_process(code: str, *arguments: object) -> subprocess.Popen:
-    """Run `code` in another Python process, and wait until it prints a line to signal that it is
-    ready."""
+    """Run `code` in another Python process, and wait until it signals that it is ready by printing
+    a line."""
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -69,8 +69,8 @@ else:
 
 
 def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatch):
-    """Logging is slow in this test, so all threads arrive while the first one is logging its
-    message."""
+    """Logging is artificially slow in this test, so all threads arrive while the first thread is
+    still logging its message."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
@@ -96,7 +96,7 @@ def test_threads_that_meet_a_full_disk_report_it_once(folder, caplog, monkeypatc
 def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     locked, folder, caplog, monkeypatch
 ):
-    """A process with a lock may be suspended by Slurm, or may hang on an unavailable mount.
+    """A process that holds a lock may be suspended by Slurm, or may hang on an unavailable mount.
     Other processes must then fetch the block without storing it, and log one message."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
@@ -175,8 +175,8 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as o
 
 
 def as_user(user: int, group: int, function: Callable[[], None]) -> str:
-    """Call `function` as another user in a child process. Return the error, or "" if the call
-    succeeds."""
+    """Call `function` as another user in a child process. Return the error message, or "" if the
+    call succeeds."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -288,8 +288,8 @@ def test_a_world_writable_folder_is_refused(folder):
 
 
 def mounts(root: Path, **kinds: str) -> Path:
-    """Return a root folder whose `proc` lists a mount of the given file system type for each
-    folder. `all`: the type for all other folders."""
+    """Create a root folder with a fake mount table, and return it. `kinds` maps folders to file
+    system types, and `all` stands for all other folders."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
     lines = [

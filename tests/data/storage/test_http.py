@@ -1,5 +1,5 @@
-"""Test the HTTP reader against a server that reproduces every fault observed on real servers. All
-timeouts are short."""
+"""Test the HTTP reader with a server that reproduces every fault observed on real servers. The
+tests use short timeouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vit.system.retry import NUM_REFUSALS, RetryPolicy
 DATA = random.Random(0).randbytes(300_000)
 PATIENT = RetryPolicy(60.0, 0.01, 0.05)
 QUICK = RetryPolicy(1.0, 0.01, 0.05)
-"""A retry policy for permanent faults, with short times to keep the tests fast."""
+"""A retry policy with short times, so that tests of permanent faults are fast."""
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_unknown_host_is_an_error_at_the_start_and_is_retried_during_a_run(we
     retry = RetryPolicy(60.0, 0.001, 0.001)
     was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), QUICK)
     version = was_there.stat("set/a.tar")
-    http_request.pool.cache_clear()  # Close the open connections.
+    http_request.pool.cache_clear()
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(
         ShardError,
@@ -147,8 +147,8 @@ def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
 
 
 def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
-    """The test is a scaled-down transfer of 8 MB at less than 70 kB/s with a timeout of 120 s per
-    attempt. Each attempt receives a part of the file, and all received bytes must be used."""
+    """The test simulates a slow network on which each attempt times out after it has received only
+    a part of the file. All received bytes must be used."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
@@ -243,7 +243,8 @@ def test_a_transfer_with_many_faults_succeeds(web, folder, version, monkeypatch)
 def test_a_refusal_is_an_error_at_the_start_and_is_retried_during_a_run(
     status, web, folder, version
 ):
-    """During a run, a token may have expired, or the file may not be in the store yet."""
+    """During a run, the server may refuse a request because a token has expired or the file has not
+    been uploaded yet."""
     web.statuses = [status] * (NUM_REFUSALS - 1)
     assert folder.read("a.tar", 0, 10, version) == DATA[:10]
     web.statuses = [status] * 100

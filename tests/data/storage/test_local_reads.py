@@ -1,5 +1,5 @@
-"""Test shards in a folder: temporary read errors, file descriptors shared by workers, readahead,
-and copies on a faster disk."""
+"""Test reading shards from a folder: temporary read errors, file descriptors shared by workers,
+readahead, and copies on a faster disk."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ def test_a_permanent_outage_of_a_file_server_is_an_error_with_path_reason_and_ti
 
 
 def test_a_stale_handle_is_reopened(shim, shards):
-    """The shard must be reopened without a pause, and no file descriptor may leak."""
+    """After a stale file handle, the shard must be reopened without a pause, and no file descriptor
+    may leak."""
     code = textwrap.dedent(READ_ALL) + textwrap.dedent("""
         import os, pathlib
         links = pathlib.Path("/proc/self/fd").iterdir()
@@ -194,8 +195,8 @@ READ_A_BATCH = """
 
 
 def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_path):
-    """With readahead, a slow disk reads all images in parallel. Without it, the disk reads one
-    image at a time while a worker waits."""
+    """With readahead, a slow disk reads all images in parallel. Without readahead, the disk reads
+    one image at a time while a worker waits."""
     log = tmp_path / "log"
     done = run(READ_A_BATCH, shim, shards, LOG=log)
     assert done.returncode == 0, done.stderr
@@ -208,10 +209,11 @@ def test_readahead_covers_all_images_before_the_first_read(shim, shards, tmp_pat
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:
-    """Return the process's file descriptors of shards, each with the shard's name."""
+    """Return a dict that maps each open file descriptor of a shard in the process to the shard's
+    name."""
     names = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        # The descriptor used to list the folder is already closed.
+        # The descriptor that was used to list the folder is already closed.
         with suppress(FileNotFoundError):
             path = Path(os.readlink(link))
             if path.parent == root and path.suffix == ".tar":
@@ -220,7 +222,7 @@ def shards_open(pid: int, root: Path) -> dict[str, str]:
 
 
 def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
-    """If workers inherit the descriptors, the file server opens each file only once."""
+    """If workers inherit the file descriptors, the file server has to open each shard only once."""
     root = shutil.copytree(shards, tmp_path / "set")
     split = open_split(root, "train")
     val = open_split(root, "val")
@@ -246,7 +248,7 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
 
 
 def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
-    """Half of the process's descriptor limit must remain available for other files."""
+    """Half of the process's file descriptors must remain available for other files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     expected = [open_split(shards, "train").read(i) for i in range(60)]
     split = open_split(shards, "train")
@@ -289,7 +291,8 @@ def test_blocks_of_a_mounted_folder_are_cached_on_a_local_disk(shards, tmp_path,
     assert len(blocks) == 15
     split = open_split(root, "train", tmp_path / "near")
     expected = [batches[0].split.read(i) for i in range(60)]
-    for tar in root.glob("*.tar"):  # delete the shards, because all blocks are cached
+    # All blocks have been cached, so the shards can be moved away.
+    for tar in root.glob("*.tar"):
         tar.rename(tar.with_suffix(".away"))
     assert [split.read(i) for i in range(60)] == expected
     assert list((tmp_path / "near").rglob("*.block")) == blocks
@@ -302,7 +305,8 @@ def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not
     root = shutil.copytree(shards, tmp_path / "mount")
     split = open_split(root, "train", tmp_path / "near")
     sample = split.read(0)
-    time.sleep(0.05)  # Sleep longer than the resolution of file timestamps.
+    # The new file must get a different modification time.
+    time.sleep(0.05)
     (root / "train-00000.tar").write_bytes((root / "train-00000.tar").read_bytes())
     with pytest.raises(
         ShardError,

@@ -1,6 +1,7 @@
 """Test that shards at a URL return the same samples as shards in a folder.
 
-Faults of the server or the network must have no effect, or raise an error that describes the fault.
+A fault of the server or the network must either have no effect, or raise an error that describes
+the fault.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def test_samples_keys_and_labels_equal_those_in_the_folder(kind, shards, cache, 
 
 
 def test_long_keys_in_separate_headers_are_read(tmp_path, shards, cache):
-    """A name of more than 100 bytes is stored in a separate tar header, which the reader must fetch
-    with the image."""
+    """A file name of more than 100 bytes is stored in a separate tar header, which the reader must
+    fetch together with the image."""
     image = open_split(shards, "train").read(0)
     long = [f"n01/{n}{'x' * 120}" for n in range(5)]
     (tmp_path / "root").mkdir()
@@ -101,7 +102,7 @@ def test_batches_are_the_same_from_a_faulty_or_slow_server(
 
 
 def test_batches_are_the_same_from_s3_through_forked_workers(s3, shards, cache, local_epoch):
-    """The parent process uses its clients before the fork. The clients of the workers must still
+    """The parent process uses its S3 clients before it forks. The clients of the workers must still
     work."""
     root = upload(shards, s3.new_bucket())
     assert_same(epoch(root, cache, workers=2), local_epoch)
@@ -184,8 +185,8 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
     def interrupt() -> None:
         while len(web.requests) < 2 * remote.NUM_CONNECTIONS:
             time.sleep(0.01)
-        # Python handles the signal in the main thread, but the system may deliver it to any thread,
-        # and then it does not wake a main thread that waits for a lock.
+        # Send the signal to the main thread. If the system delivered it to another thread, it would
+        # not wake a main thread that is waiting for a lock.
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     began_s = time.monotonic()
@@ -199,7 +200,7 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
 
 def test_old_prefetch_requests_are_forgotten(url, cache, monkeypatch):
     """A dataset of a billion samples has 16 million blocks, so the reader cannot remember every
-    request."""
+    prefetch request."""
     monkeypatch.setattr(cached_tars, "MAX_REQUESTED", 3)
     monkeypatch.setattr(cached_tars, "ASK_AGAIN_S", 0.0)
     split = open_split(url, "train", cache)

@@ -1,5 +1,5 @@
-"""Test the cache for shards at a URL: which blocks are fetched, how often, and which blocks are
-retained."""
+"""Test the cache for shards at a URL: which blocks are fetched, how often they are fetched, and
+which blocks are retained."""
 
 from __future__ import annotations
 
@@ -234,8 +234,8 @@ def _fill(folder, process):
 
 
 def test_processes_never_read_a_half_written_count(cache):
-    """A process that read a partial count would have to count all blocks, which takes minutes in a
-    large cache. The test starts with a count of one million but no blocks, so a recount would
+    """A process that reads a partial count must count all blocks again, which takes minutes in a
+    large cache. The test stores a wrong initial count of one million bytes, so a recount would
     change the number."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")
@@ -247,7 +247,7 @@ def test_processes_never_read_a_half_written_count(cache):
 
 @pytest.mark.parametrize("damage", ["zeros", "zeros inside", "truncated", "empty"])
 def test_a_damaged_index_in_the_cache_is_fetched_again(damage, web, url, shards, cache):
-    """The rows of `zeros inside` look valid: shard 0, label 0, offset 0."""
+    """Rows that contain only zeros look valid: shard 0, label 0, offset 0."""
     open_split(url, "train", cache)
     [path] = cache.rglob("*.npy")
     data = path.read_bytes()

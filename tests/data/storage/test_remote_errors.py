@@ -1,4 +1,4 @@
-"""Test faults while reading shards from a URL: a retry must succeed, or an error must describe the
+"""Test faults while reading shards from a URL: either a retry succeeds, or an error describes the
 fault."""
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def impatient(monkeypatch):
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
 def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, cache):
-    """The ETag reveals the new shard. Old and new bytes must not be mixed, and cached blocks of the
-    old shard must remain usable."""
+    """The server reports a new ETag for the replaced shard. The reader must not mix old and new
+    bytes, and cached blocks of the old shard must remain usable."""
     split = open_split(url, "train", cache)
     sample = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
@@ -68,13 +68,13 @@ def test_a_shard_replaced_during_training_is_reported(change, web, url, shards, 
 
 @pytest.mark.parametrize("kind", ["s3", "memory"])
 def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cache, request):
-    """The new shard has the same size, and its images have the same sizes and offsets."""
+    """The new shard and its images have the same sizes and offsets as before."""
     root = upload(
         shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged"
     )
     split = open_split(root, "train", cache)
     sample = split.read(0)
-    # Replace the shard with a second client, as if from another machine.
+    # Replace the shard through a second client, which simulates another machine.
     fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)
     data = fs.cat_file(place)
     row = split.index[12]
@@ -142,8 +142,8 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
 
 class Growing(dict):
-    """The files on a server that replaces all files whose names end with `ending` after each
-    request."""
+    """The files of a web server on which all files whose names end with `ending` are replaced after
+    each request."""
 
     ending = ""
 
@@ -213,7 +213,8 @@ def test_a_hanging_server_is_an_error_in_bounded_time(web, url, cache, monkeypat
 def test_a_server_that_only_drips_bytes_is_an_error(web, url, cache, monkeypatch, impatient):
     split = open_split(url, "train", cache)
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
-    web.hang_after = 10  # each response pauses after 10 bytes, so 100 bytes arrive per second
+    # The server pauses for 0.1 s after every 10 bytes.
+    web.hang_after = 10
     with pytest.raises(
         ShardError, match=r"train-00000.tar: only \d+ bytes arrived in \d+ s; check the network"
     ):

@@ -33,7 +33,7 @@ def test_drops_at_the_given_rate_and_scales_the_rest(rate):
     output = DropoutBySample(rate, keys)(torch.ones(64, 10, 100))
     assert set(output.unique().tolist()) <= {0.0, float(np.float32(1 / (1 - rate)))}
     dropped = (output == 0).float()
-    # Allow four standard deviations of independent numbers, over all values and between samples.
+    # Allow four to five standard deviations of independent random numbers.
     sigma = (rate * (1 - rate)) ** 0.5
     assert abs(dropped.mean() - rate) <= 4 * sigma / 64_000**0.5
     assert (dropped.mean((1, 2)) - rate).abs().max() <= 4.5 * sigma / 1000**0.5
@@ -48,8 +48,8 @@ def test_drop_path_keeps_or_drops_a_whole_sample():
 
 
 def test_windows_of_a_sample_use_the_key_of_the_sample():
-    """In Swin, the rows are windows, with shape (rows * windows, ...). A position tensor may have
-    one row that all samples share."""
+    """In Swin, the rows of a tensor are windows, with shape (rows * windows, ...). A position
+    tensor may have one row that all samples share."""
     keys = torch.from_numpy(fold(2, np.arange(2)).view(np.int64))
     windows = DropoutBySample(0.5, keys)(torch.ones(6, 4, 5))
     assert torch.equal(windows.view(2, 12, 5), DropoutBySample(0.5, keys)(torch.ones(2, 12, 5)))

@@ -64,8 +64,8 @@ def measured(run_dir: Path) -> list[dict]:
 
 
 def faults(run_dir: Path) -> list[tuple]:
-    """Return the updates that the guard skipped, and the samples with the largest losses across all
-    ranks."""
+    """Return the faults in the metrics: the skipped updates, and the samples with the largest
+    losses across all ranks."""
     return [(line["step"], line["reason"], line["samples"]) for line in record(run_dir, "fault")]
 
 
@@ -295,7 +295,7 @@ def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
         *TINY,
         "train.steps=9",
     ]
-    # While the setting is on, checkpoints record the number of micro-batches.
+    # While exact_over_ranks is on, checkpoints contain the number of micro-batches.
     refused = run(*arguments, *more[1:2], "data.micro_batch_size=2", *changes[2:])
     assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
     train(config, run_dir, "train.steps=7", *changes)
@@ -313,13 +313,14 @@ def test_a_resume_with_another_number_of_micro_batches_is_rejected(config, alone
 
 @pytest.mark.full
 def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_path):
-    """An uncompiled run would silently continue with results that are not bit-identical."""
+    """Without compilation, the run would silently continue with results that are not
+    bit-identical."""
     train(config, tmp_path / "run", *EXACT, "train.steps=3")
     arguments = ["--config", config, *TINY, *EXACT, "train.compile=true"]
     resumed = run("launch/train.py", *arguments, f"run.dir={tmp_path / 'run'}")
     assert resumed.returncode == 2
     assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
-    # Start a new interpreter, because a warm one has already found the compiler.
+    # A new interpreter is needed, because the current one has already found the compiler.
     env = {**environment(), "CXX": "/nonexistent"}
     arguments += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
     new = call(command("launch/train.py", *arguments, ranks=0), env)

@@ -25,8 +25,8 @@ from vit.system.device_memory import LiveBytes
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:
-    """Compute the sum recursively. The left half contains the largest power of two below the number
-    of leaves."""
+    """Compute the sum recursively. The size of the left half is the largest power of two below the
+    number of leaves."""
     if len(leaves) == 1:
         return leaves[0]
     left = 1 << (len(leaves) - 1).bit_length() - 1
@@ -35,7 +35,7 @@ def by_recursion(leaves: list[Tensor]) -> Tensor:
 
 def random_leaves(count: int, size: int = 50) -> Tensor:
     """Return leaves whose magnitudes differ so much that any other order of addition changes the
-    bits."""
+    bits of the sum."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.randint(-8, 8, (count, size), generator=generator)
     return torch.randn(count, size, generator=generator) * 2.0**scale
@@ -119,8 +119,8 @@ def hash_of(tensors: list[Tensor]) -> str:
 
 
 CASES = [(leaves, size) for leaves in (3, 4, 5, 8, 13) for size in (1, 100, 1 << 20)]
-"""(number of leaves, bucket size in bytes) pairs: one bucket per parameter, two buckets, and one
-bucket."""
+"""Pairs of a number of leaves and a bucket size in bytes. The bucket sizes lead to one bucket per
+parameter, two buckets, and one bucket."""
 
 
 def test_one_rank_equals_the_sum_of_the_gradients_of_each_micro_batch():
@@ -140,7 +140,8 @@ def test_one_rank_equals_the_sum_of_the_gradients_of_each_micro_batch():
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_each_gradient_is_aligned_on_any_number_of_ranks(ranks):
-    """Kernels that read several values at a time add unaligned gradients in a different order."""
+    """If gradients are not aligned, kernels that read several values at a time add them in a
+    different order."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), 21, World(0, ranks, torch.device("cpu")), 1)
     with adding.leaf():
@@ -159,18 +160,18 @@ def test_uses_as_much_memory_as_it_counts(num_leaves):
 
 
 def test_the_count_includes_data_from_other_ranks():
-    """With two leaves on one rank, one tree node remains. At the peak, memory holds the current
-    leaf, the previous leaf, and two halves of the sum. Three ranks get 2, 3 and 3 of 8 leaves, so
-    1, 2 and 2 nodes remain on these ranks."""
+    """With two leaves on one rank, a single tree node remains. At the peak, the rank stores the
+    current leaf, the previous leaf, and two halves of the sum. If three ranks share eight leaves,
+    at most three tree nodes are stored at the peak."""
     assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
 def peak_over_count(num_leaves: int, world: World) -> float:
-    """Return the measured peak bytes of live tensors (maximum over ranks), divided by the predicted
-    bytes.
+    """Return the measured peak memory of live tensors (maximum over ranks), divided by the
+    predicted memory.
 
-    Each gradient is a single repeated number, so its computation needs no other memory.
+    Each gradient repeats a single number, so computing it needs no additional memory.
     """
     parameters = [nn.Parameter(torch.zeros(96 * 100)) for _ in range(6)]
     with LiveBytes() as live:
@@ -180,7 +181,7 @@ def peak_over_count(num_leaves: int, world: World) -> float:
                 with adding.leaf():
                     torch.stack([p.sum() for p in parameters]).sum().backward()
             adding.finish()
-            # Gloo's threads keep sent and received data for a moment after `wait` returns.
+            # Gloo's threads retain sent and received data for a moment after `wait` has returned.
             deadline = time.monotonic() + 60
             while live.now > sum(each.nbytes for each in adding._spare):
                 assert time.monotonic() < deadline, "the memory of a finished exchange is not freed"

@@ -1,4 +1,4 @@
-"""Test that other libraries can open the exported folders by running the code on the model card."""
+"""Test that other libraries can open exported models, by running the code on the model card."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def subject_of(model: dict | None = None, **sections: Any) -> Subject:
 
 
 def photo(path: Path) -> None:
-    """Write a smooth photo. Different resizers agree closely on smooth images."""
+    """Write a smooth photo, because different resizers agree closely on smooth images."""
     y, x = np.mgrid[0:60, 0:90] / 90
     pixels = np.stack([x, y, (x + y) / 2], axis=-1) * 255
     Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
@@ -117,7 +117,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
     variables = run_card(folder, monkeypatch)
     assert [variables["names"][n] for n in range(3)] == NAMES
     expected = own_logits(subject, folder / "photo.jpg")
-    # torch and Pillow may resize a pixel to values that differ by one level of 255.
+    # torch and Pillow round differently when resizing, so pixel values may differ by one.
     scale = float(expected.abs().max())
     torch.testing.assert_close(variables["logits"], expected, rtol=0, atol=0.05 * scale)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
@@ -159,7 +159,8 @@ def test_an_onnx_model_above_2_gib_stores_its_weights_in_a_separate_file(tmp_pat
     with torch.inference_mode():
         own = subject.model(images)
     torch.testing.assert_close(logits, own, rtol=0, atol=float(own.abs().max()) * 1e-3)
-    beside.unlink()  # pytest would keep this large file
+    # pytest would keep this large file.
+    beside.unlink()
 
 
 @pytest.mark.parametrize(
@@ -240,13 +241,15 @@ def test_a_setting_that_is_missing_in_the_tables_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "view"),
     [
-        ({}, {"crop_pct": 0.9}),  # 32 of 35 pixels are cropped, so the margin is odd
+        # The crop removes three of 35 pixels, so its margin is odd.
+        ({}, {"crop_pct": 0.9}),
         ({"image_size": [24, 40]}, {"crop_pct": 0.9}),
         ({"image_size": [24, 40]}, {"crop_pct": 0.9, "crop_mode": "squash"}),
     ],
 )
 def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path, monkeypatch):
-    """On a noise image, even an error of one pixel in resizing or cropping changes the result."""
+    """The test uses a noise image, because an error of one pixel in resizing or cropping would
+    change the result."""
     subject = subject_of(model, eval={**view, "resizer": "pillow"})
     noise = np.random.default_rng(0).integers(0, 256, (61, 91, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
@@ -265,8 +268,8 @@ def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path
 
 
 def test_unused_classes_get_names_in_the_export(tmp_path):
-    """Other libraries use the number of names as the number of classes. With only 3 names, these
-    libraries could not load a head with 5 classes."""
+    """Other libraries derive the number of classes from the class names. With only three names,
+    they could not load a head with five classes."""
     subject = replace(subject_of(), num_classes=5)
     subject.model.head = torch.nn.Linear(48, 5)
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
@@ -280,8 +283,8 @@ def test_unused_classes_get_names_in_the_export(tmp_path):
 
 @pytest.mark.parametrize("model", [{}, {"image_size": [24, 40]}])
 def test_a_view_survives_the_export_to_transformers(model, tmp_path):
-    """The preprocessing resizes an image to 35x35 or 26x44, ignoring its aspect ratio, and crops
-    the center."""
+    """Preprocessing resizes an image to 35x35 or 26x44 without preserving its aspect ratio, and
+    then crops the center."""
     subject = subject_of(model, eval={"crop_pct": 0.9, "crop_mode": "squash", "resizer": "pillow"})
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
     loaded, _ = with_published_config(read_weights(tmp_path / "theirs"), None, "-")
@@ -290,8 +293,8 @@ def test_a_view_survives_the_export_to_transformers(model, tmp_path):
 
 
 def test_a_grid_that_is_not_square_survives_the_export(tmp_path):
-    """15 patches and a class token make 16 positions, as many as a 4x4 grid. Only the config
-    distinguishes the two."""
+    """15 patches and a class token need 16 position embeddings, as many as a 4x4 grid. Only the
+    config distinguishes the two models."""
     for program in ("timm", "huggingface"):
         config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
         subject = subject_of({"image_size": [24, 40]}, **config)
@@ -342,7 +345,6 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     assert tuple(guest.pretrained_cfg["mean"]) == config.data.mean
     assert guest.pretrained_cfg["label_names"] == loaded.class_names
 
-    # The exported model card must state the measured accuracy of these weights.
     done = run("launch/export.py", tmp_path / "run", "--to", "timm")
     assert done.returncode == 0, done.stderr
     assert "averaged weights): run, 3 classes at 16x16, to timm\n" in done.stdout

@@ -89,16 +89,16 @@ def test_two_ranks_share_gradients(config):
 
 
 def test_reduces_a_batch_that_takes_too_long(no_data):
-    """A limit of one microsecond is too short even for two images, the smallest group that can be
-    mixed."""
+    """A time limit of one microsecond is too short even for two images, the smallest group that can
+    be mixed."""
     done = bench(no_data, "--seconds", 1e-6, "--json", "data.global_batch_size=24")
     [row] = json.loads(done.stdout)["training"]
     assert (row["rank_batch_size"], row["micro_batch_size"], row["num_steps"]) == (2, 2, 3)
 
 
 def test_the_reduced_batch_divides_by_copies_and_lanes(config):
-    """Copies and shard readers must divide the batch size. Of 1, 2, 3, 4, 6 and 12 images, only 4
-    and 12 are possible."""
+    """The batch size must be a multiple of both the number of copies per image and the number of
+    shard readers. Among the divisors of 12, this is true only for 4 and 12."""
     lanes = ("order.aug_repeats=4", "order.num_lanes=1", "augment.mixup_alpha=0")
     unmixed = ("augment.cutmix_alpha=0", "augment.mix_group_size=4")
     settings = (*lanes, *unmixed, "data.micro_batch_size=2")
@@ -111,7 +111,8 @@ def test_the_reduced_batch_divides_by_copies_and_lanes(config):
 
 
 def test_counts_operations_for_the_measured_micro_batch(no_data):
-    """At a rate of 0.45, drop path by subsets computes 1 of 2 samples, but 7 of 12."""
+    """With a drop path rate of 0.45 and the form `subset`, a block computes one of two samples, but
+    seven of twelve."""
     fields = {"drop_path_rate": 0.45, "drop_path_form": "subset", "drop_path_schedule": "constant"}
     settings = [f"model.{name}={value}" for name, value in fields.items()]
     done = bench(no_data, "--seconds", 1e-6, "--json", *settings, "data.micro_batch_size=12")
@@ -158,8 +159,8 @@ def test_reports_a_mistake_in_one_line(arguments, message, no_data, monkeypatch)
 
 @pytest.mark.full
 def test_measures_the_configs_and_the_largest_micro_batch_that_fits(no_data):
-    """The test simulates the GPU's out-of-memory error for more than four images. Everything else
-    is real."""
+    """The test simulates an out-of-memory error of the GPU for more than four images. Everything
+    else is real."""
     imitation = """
 import runpy, sys, torch, vit.model
 from vit.extras.planner.benchmark import bench

@@ -1,4 +1,4 @@
-"""Test that the advice after an out-of-memory error lists only settings that fit."""
+"""Test that the advice after an out-of-memory error lists only settings that fit into memory."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
 
 
 def test_skipped_and_repeated_computations_change_the_operations():
-    """The model has two blocks. The embedding and the head account for a seventh of the
+    """The model has two blocks. The patch embedding and the head account for a seventh of its
     operations."""
     plain = make_forecast(config_of(model=TINY), 1, H200)
     subset = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": "constant"}
@@ -66,7 +66,8 @@ def test_skipped_and_repeated_computations_change_the_operations():
 
 
 def test_stages_of_image_size_count_with_their_own_operations():
-    """Of 100 epochs with 64 steps each, half use 32 px, a quarter 48 px and a quarter 64 px."""
+    """The run has 100 epochs with 64 steps each. Half of the epochs use 32 px, a quarter 48 px, and
+    a quarter 64 px."""
     data = {"root": "none", "global_batch_size": 64}
     stream = {"urls": "http://localhost/{0..1}.tar", "num_samples": 4096}
     stages = ({"until_epoch": 50, "image_size": 32}, {"until_epoch": 75, "image_size": 48})
@@ -80,7 +81,8 @@ def test_stages_of_image_size_count_with_their_own_operations():
 
     staged = forecast_at(64, image_sizes=stages)
     alone = {side: forecast_at(side) for side in (32, 48, 64)}
-    # Only the model with stages resamples its position embeddings, which is a matrix product.
+    # Only the run with changing image sizes resamples its position embeddings, which requires a
+    # matrix product.
     expected = sum(
         share * alone[side].train_flops
         for side, share in zip((32, 48, 64), (0.5, 0.25, 0.25), strict=True)

@@ -1,4 +1,4 @@
-"""Compare a step's predicted memory with measurements of a process and with manual calculations."""
+"""Compare the predicted memory of a step with measurements and manual calculations."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_counted_bytes_agree_with_measured_bytes_within_a_tenth(precision, check
         capture_output=True,
         text=True,
         cwd=ROOT,
-        # Freed memory must return to the operating system immediately. Otherwise, the measurement
-        # would include earlier peaks.
+        # Make the allocator return freed memory to the operating system immediately, so that the
+        # measurement does not include earlier peaks.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -133,8 +133,8 @@ def test_weights_gradients_and_optimizer_state_follow_from_the_parameters():
 
 
 def test_partial_sums_of_exact_runs_are_counted():
-    """With two micro-batches per rank, a rank stores the sum, its own gradients and two received
-    halves."""
+    """With two micro-batches per rank, each rank stores the sum, its own gradients, and two halves
+    received from other ranks."""
     fields = {**SMALL, "depth": 1, "image_size": 32, "proj_drop_rate": 0.1}
     config = config_of(model=fields, train={"steps": 1, "exact_over_ranks": True})
     memory = count(config, 10, 2, 4, world_size=2)
@@ -163,8 +163,8 @@ def test_checkpointed_activations_are_not_counted():
 
 
 def test_gradients_count_only_if_they_exist_at_the_peak():
-    """On one GPU, gradients are created while activations are freed. With DDP, buckets always
-    contain all gradients."""
+    """On one GPU, gradients are created while activations are being freed. With DDP, all gradients
+    are stored in buckets throughout the step."""
     config = config_of(model=SMALL)
     alone = count(config, 1000, 16, 16, world_size=1)
     in_ddp = count(config, 1000, 16, 16, world_size=2)
@@ -203,8 +203,7 @@ def test_the_memory_of_a_timm_model_is_counted():
 
 
 def test_counting_a_large_model_allocates_no_memory():
-    """Six ViT-H blocks need 10 GiB at this batch size. The process may use only 1 GiB more than it
-    does now."""
+    """Six ViT-H blocks need 10 GiB at this batch size, but counting may use at most 1 GiB."""
     code = f"""
 import resource, re
 from vit.extras.planner.memory import step_memory

@@ -74,7 +74,7 @@ SCENARIOS = {
 @pytest.mark.parametrize(
     "row",
     [
-        # Importing timm alone takes seconds.
+        # Importing timm takes seconds.
         pytest.param(row, id=row.what, marks=[pytest.mark.full] * ("timm does not" in row.what))
         for row in ROWS
     ],
@@ -85,7 +85,7 @@ def test_the_command_prints_the_error_of_the_row(row: Row, tmp_path, monkeypatch
     (tmp_path / "runs.py").write_text("model = dict()\nopen('made', 'w')\n")
     (tmp_path / "empty").mkdir()
     before = snapshot(tmp_path)
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - its words are the row's
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
         SCENARIOS[row.what]()
     assert re.fullmatch(pattern_of(row.printed), f"error: {raised.value}")
     assert row.status == 2

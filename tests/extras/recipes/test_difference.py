@@ -104,7 +104,7 @@ def test_an_unset_model_setting_is_shown_with_the_value_of_the_size():
 
 def test_deviations_of_a_run_from_its_recipe_are_listed():
     """A different choice of training samples must be listed, but an additional evaluation set must
-    not."""
+    not be listed."""
     config = with_("data.samples_per_class=13", "eval.sets={v2: {split: train}}", "eval.best_by=v2")
     assert deviations(config, "vit_b16", {}) == ["data.samples_per_class none -> 13"]
 
@@ -153,10 +153,11 @@ def test_show_prints_the_groups_of_the_optimizer_and_draws_the_rates(
     printed = capsys.readouterr().out
     assert "(0.5 x)" in printed
     assert "vit_ti8 at 24x24 until epoch 1, then 16x16: 12 steps" in printed
-    assert "(0.125 x)" in printed  # before two blocks and the head
+    assert "(0.125 x)" in printed
     assert Image.open(picture).width == 1400
     assert Image.open(tmp_path / "shown_augment.png").width == 1400
     run_here("launch/recipe.py", "show", "vit_b16", "--out", picture)
     shown = capsys.readouterr()
-    assert "86,567,656" in shown.out  # torchvision's count for B/16 with 1,000 classes
+    # torchvision reports the same number of parameters for B/16 with 1,000 classes.
+    assert "86,567,656" in shown.out
     assert "no contact sheet" in shown.err

@@ -1,5 +1,5 @@
 """Test that the launcher in a command determines the number of GPUs, and thus the batch size and
-learning rate."""
+the learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASSUMED = "1 GPU is assumed: pass --gpus N"
 
 
 def test_processes_on_several_nodes_count_for_batch_rate_and_sampler():
-    """DeiT's paper states a batch size of 1,024 and a learning rate of 1e-3 (Table 9)."""
+    """The DeiT paper states a batch size of 1,024 and a learning rate of 1e-3 (Table 9)."""
     started = "srun -N 4 --gpus-per-node 8 --ntasks-per-node 8 python"
     imported = import_recipe(f"{started} {DEIT}")
     assert imported.settings["data.global_batch_size"] == 1024

@@ -1,4 +1,5 @@
-"""Test that MMPretrain's variants of ViT are imported: two tokens, and a norm before the blocks."""
+"""Test that two of MMPretrain's ViT variants are imported: one with a distillation token, and one
+with a norm before the blocks."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def finding(imported, name):
 
 
 def test_the_distilled_vit_has_the_second_token(import_child):
-    """The config is configs/deit/deit-base-distilled_16xb64_in1k.py without its type and drop
-    path."""
+    """The tested config is configs/deit/deit-base-distilled_16xb64_in1k.py without its type and
+    drop path."""
     imported = import_child("deit/deit-base_16xb64_in1k.py", "type='DistilledVisionTransformer'")
     assert imported.config().model.dist_token is True
     assert imported.config().model.name == "vit_b16"
@@ -42,8 +43,8 @@ def test_the_distilled_vit_has_the_second_token(import_child):
 
 
 def test_a_norm_before_the_blocks_becomes_timms_clip_model(import_child):
-    """The config follows configs/clip/vit-base-p16_pt-64xb64_in1k.py, whose patch embedding also
-    has no bias."""
+    """The tested config follows configs/clip/vit-base-p16_pt-64xb64_in1k.py, whose patch embedding
+    also has no bias."""
     base = "vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
     imported = import_child(base, "pre_norm=True")
     with torch.device("meta"):

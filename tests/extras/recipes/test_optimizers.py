@@ -31,7 +31,8 @@ def test_an_unsupported_optimizer_is_refused(command):
 
 
 def test_lars_of_a_config_is_refused(tmp_path):
-    """configs/mae/benchmarks/vit-base-p16_8xb2048-linear-coslr-90e_in1k.py uses LARS."""
+    """MMPretrain uses LARS in
+    configs/mae/benchmarks/vit-base-p16_8xb2048-linear-coslr-90e_in1k.py."""
     child = tmp_path / "linear_8xb2048.py"
     child.write_text(
         f"_base_ = {str(MMPRETRAIN)!r}\noptim_wrapper = dict(optimizer=dict(_delete_=True,"

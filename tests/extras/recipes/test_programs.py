@@ -1,4 +1,4 @@
-"""Test that the program of a command is recognized, and that known programs that cannot be imported
+"""Test that the program in a command is recognized, and that known programs that cannot be imported
 are named."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Test that published recipes are imported completely.
 
-Each setting must be explained, the YAML must load, and the values must be those of the papers and
-READMEs.
+Each imported setting must be explained, the YAML must load, and the values must match the papers
+and READMEs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONE_EACH = (
     *("deit_b16", "deit3_h14_800ep", "vit5_b16", "rope_b16", "mae_b16_ft", "torchvision_l16"),
     *("jax_deit3_b16_400ep", "mm_mae_l16_ft", "bv_augreg_b16"),
 )
-"""One recipe per program. timm's recipes are in test_timm.py."""
+"""One recipe per program. The recipes of timm are tested in test_timm.py."""
 
 
 def value(imported, key):
@@ -69,9 +69,10 @@ def test_each_setting_of_a_recipe_is_explained_and_the_yaml_loads(name, imported
     assert max(map(len, file.read_text().splitlines())) <= 100 or "command " in file.read_text()
 
 
-# These values were copied from papers and READMEs, independently of the importer.
+# The expected values were copied from papers and READMEs, independently of the importer.
 STATED: dict[str, dict] = {
-    # DeiT, Table 9: batch 1024, lr 5e-4 x 1024 / 512; README: 83.1 after 30 epochs at 5e-6
+    # The DeiT paper states a batch size of 1024 and a learning rate of 5e-4 x 1024 / 512 (Table 9).
+    # The README states 83.1 % after 30 epochs of fine-tuning at 5e-6.
     "deit_b16": {
         "data.global_batch_size": 1024,
         "optim.lr": 1e-3,
@@ -87,7 +88,8 @@ STATED: dict[str, dict] = {
         "loss.label_smoothing": 0.1,
     },
     "deit_b16_ft384": {"optim.lr": 5e-6, "data.global_batch_size": 512, "model.image_size": 384},
-    # DeiT III, Table 1: batch 2048, lr 3e-3 (4e-3 for S), drop path, no smoothing, 3-Augment
+    # The DeiT III paper states a batch size of 2048, a learning rate of 3e-3 (4e-3 for S), drop
+    # path, no smoothing, and 3-Augment (Table 1).
     "deit3_b16_800ep": {
         "data.global_batch_size": 2048,
         "optim.lr": 3e-3,
@@ -111,10 +113,11 @@ STATED: dict[str, dict] = {
         "train.seed": 0,
     },
     "deit3_s16_800ep": {"optim.lr": 4e-3, "model.drop_path_rate": 0.05},
-    # deit3-jax: 160 px are 11 patches of 14, 154 px
+    # deit3-jax trains at 160 px, which holds only 11 patches of 14 px, so the effective image size
+    # is 154 px.
     "deit3_h14_800ep": {"model.image_size": 154, "model.drop_path_rate": 0.6},
     "deit3_b16_in21k": {"augment.crop": "simple", "order.aug_repeats": 1},
-    # ViT-5: 4 registers that rotate at 100, a rate of 4e-3 for S
+    # ViT-5 has four registers with a RoPE temperature of 100. The learning rate for S is 4e-3.
     "vit5_s16": {
         "optim.lr": 4e-3,
         "model.reg_tokens": 4,
@@ -123,7 +126,7 @@ STATED: dict[str, dict] = {
         "train.seed": 42,
     },
     "vit5_b16_ft": {"data.global_batch_size": 512, "augment.mixup_alpha": 0.8},
-    # MAE, FINETUNE.md: "the effective batch size is ... 1024"; lr = blr x 1024 / 256
+    # MAE's FINETUNE.md states: "the effective batch size is ... 1024"; lr = blr x 1024 / 256
     "mae_b16_ft": {
         "data.global_batch_size": 1024,
         "optim.lr": 2e-3,
@@ -135,7 +138,8 @@ STATED: dict[str, dict] = {
     },
     "mae_b16_ft_1node": {"data.global_batch_size": 1024, "optim.lr": 2e-3},
     "mae_h14_ft": {"data.global_batch_size": 1024, "optim.lr": 4e-3, "model.name": "vit_h14"},
-    # torchvision: 64 x 64 = 8 x 512 images
+    # The torchvision recipe uses 64 GPUs with 64 images each, which equals 8 GPUs with 512 images
+    # each.
     "torchvision_b16": {
         "data.global_batch_size": 4096,
         "optim.lr": 3e-3,
@@ -144,7 +148,8 @@ STATED: dict[str, dict] = {
         "data.interpolation": "bilinear",
         "eval.crop_pct": 0.875,
         "optim.clip_grad_norm": 1.0,
-        # train.py: alpha = (1 - 0.99998) x 4096 x 32 / 300, and a copy in the warm-up
+        # torchvision's train.py uses alpha = (1 - 0.99998) x 4096 x 32 / 300, and copies the
+        # weights during the warm-up.
         "ema.decay": pytest.approx(0.99126, abs=1e-5),
         "ema.every_steps": 32,
         "ema.after_epochs": 30,
@@ -158,7 +163,8 @@ STATED: dict[str, dict] = {
         "eval.resize_px": 232,
         "augment.erasing_prob": 0.1,
     },
-    # Better plain ViT: decay 0.1 as in torch's AdamW, crops from 5 %, 10,000 steps
+    # The paper "Better plain ViT" uses a weight decay of 0.1 as in torch's AdamW, crops of at least
+    # 5 % of the area, and 10,000 warm-up steps.
     "bv_s16_90ep": {
         "data.train_split": "train[:99%]",
         "optim.weight_decay": pytest.approx(0.1),
@@ -179,14 +185,15 @@ STATED: dict[str, dict] = {
         "augment.randaugment_magnitude": 15.0,
     },
     "bv_augreg_b32_light1": {"model.name": "vit_b32", "augment.randaugment_magnitude": 0.0},
-    # deit3-jax's table: 0.02, 0.1, 5 of 400 epochs at 2048
+    # The table in deit3-jax states a weight decay of 0.02, a drop path rate of 0.1, and 5 warm-up
+    # epochs of 400 with a batch size of 2048.
     "jax_deit3_b16_400ep": {
         "optim.weight_decay": 0.02,
         "model.drop_path_rate": 0.1,
         "train.steps": 1281167 * 400 // 2048,
         "schedule.warmup_steps": 1281167 * 5 // 2048,
     },
-    # MMPretrain's names: 64xb64
+    # MMPretrain states the batch size in the name of a config, for instance 64xb64.
     "mm_b16": {
         "augment.auto_augment": "imagenet",
         "data.global_batch_size": 4096,
@@ -207,7 +214,8 @@ def test_the_values_of_a_recipe_equal_those_of_its_paper(name, imported):
 
 
 def test_label_smoothing_of_classyvision_is_converted_to_our_value():
-    """The value is (one-hot + v / K) / (1 + v), as in open-mmlab/mmpretrain's LabelSmoothLoss."""
+    """The expected formula is (one-hot + v / K) / (1 + v), as in open-mmlab/mmpretrain's
+    LabelSmoothLoss."""
     theirs = [(float(n == 2) + 0.1 / 5) / 1.1 for n in range(5)]
     share = 0.1 / 1.1
     ours = [(1 - share) * float(n == 2) + share / 5 for n in range(5)]
@@ -227,7 +235,8 @@ def test_maes_supervised_recipe_equals_our_config(imported):
         and f"{section}.{key}" not in (*places, "run.dir")
     }
     assert unlike == {
-        "augment.erasing_prob": (0.25, 0.0),  # MMPretrain's own value
+        # MMPretrain has its own value for random erasing.
+        "augment.erasing_prob": (0.25, 0.0),
         "augment.erasing_mode": ("rand", "pixel"),
         "schedule.min_lr": (1e-5, 0.0),
         "schedule.warmup_lr": (pytest.approx(1.6e-6), None),
@@ -320,8 +329,8 @@ def test_the_counts_of_the_report_equal_those_of_the_findings(imported):
 
 @pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
 def test_the_learning_rate_of_a_recipe_equals_ours(name, imported):
-    """tests/extras/recipes/test_rates.py compares these functions for other programs' rates with
-    timm and torch."""
+    """tests/extras/recipes/test_rates.py compares the formulas for other programs' learning rates
+    with timm and torch."""
     names = {f for finding in imported(name).reading.findings for f in finding.theirs}
     (schedule,) = {
         "warmup_epochs",

@@ -1,4 +1,4 @@
-"""Test that our formulas for other programs' learning rates equal the schedulers of timm and
+"""Test that our formulas for other programs' learning rates match the schedulers of timm and
 torch."""
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def test_our_formula_for_timms_cosine_per_epoch_equals_timms(warmup_prefix, k_de
     for epoch in range(epochs):
         assert rate(epoch + 0.3) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
         scheduler.step(epoch + 1)
-    assert rate(epochs + 3) == pytest.approx(1e-5)  # cool-down
+    # After the last epoch, the schedule cools down.
+    assert rate(epochs + 3) == pytest.approx(1e-5)
 
 
 def test_our_formula_for_timms_cosine_per_step_equals_timms():
@@ -50,7 +51,7 @@ def test_our_formula_for_timms_cosine_per_step_equals_timms():
 
 
 def test_the_rate_of_deits_main_lags_by_an_epoch():
-    """DeiT calls `lr_scheduler.step(epoch)` after the epoch (facebookresearch/deit@7e160fe4)."""
+    """DeiT calls `lr_scheduler.step(epoch)` after each epoch (facebookresearch/deit@7e160fe4)."""
     group = optimizer(1e-3)
     scheduler, _ = create_scheduler_v2(
         group, "cosine", 30, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5
@@ -75,7 +76,7 @@ def test_our_formula_for_timms_step_schedule_equals_timms():
 @pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.filterwarnings("ignore:.*epoch parameter.*:UserWarning")
 def test_our_formula_for_torchvisions_rate_equals_torchs(linear):
-    """The scheduler is built as in references/classification/train.py."""
+    """The scheduler is built as in torchvision's references/classification/train.py."""
     group = optimizer(0.5)
     kinds = torch.optim.lr_scheduler
     first = (
@@ -95,7 +96,7 @@ def test_our_formula_for_torchvisions_rate_equals_torchs(linear):
 
 
 def test_our_formula_for_maes_rate_equals_maes():
-    """The expected rate comes from adjust_learning_rate in
+    """The expected learning rate comes from adjust_learning_rate in
     facebookresearch/mae@efb2a806:util/lr_sched.py."""
     rate = after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6)
     assert rate(2.5) == pytest.approx(1e-3)
@@ -112,9 +113,11 @@ def test_rates_are_compared_as_shares_of_the_peak():
     settings = {"optim.lr": 2e-3, "train.epochs": 100, "schedule.warmup_epochs": 5}
     ours = our_rate({**settings, "schedule.min_lr": 1e-6}, steps_per_epoch=1251)
     same = distance(after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6), ours, 2e-3, 100)
-    assert same.largest < 1e-3  # one step of a warm-up of 6,255
+    # The schedules may differ by one step of a warm-up that takes 6,255 steps.
+    assert same.largest < 1e-3
     late = timm_cosine(2e-3, 100, warmup_epochs=5, min_lr=1e-6, late=1)
     difference = distance(late, ours, 2e-3, 100)
-    assert difference.largest == pytest.approx(0.4, abs=0.02)  # two of five epochs of the warm-up
+    # The difference corresponds to two of five epochs of the warm-up.
+    assert difference.largest == pytest.approx(0.4, abs=0.02)
     assert difference.at_epoch < 6
     assert 0.02 < difference.mean < 0.04

@@ -1,4 +1,5 @@
-"""Test that docs/recipes.md lists every recipe and known model, and that its settings exist."""
+"""Test that docs/recipes.md lists every recipe and known model, and that all settings on the page
+exist."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def test_the_page_has_every_recipe_and_its_published_result():
 
 
 def test_the_table_of_deit_options_has_valid_settings(tmp_path):
-    """Each cell is `section.key: value`. A key without a section belongs to the previous
-    section."""
+    """Each cell of the table has the form `section.key: value`. A key without a section belongs to
+    the section of the previous key."""
     table = PAGE.partition("| DeiT `main.py` |")[2].partition("\n\n")[0]
     values = {}
     section = ""

@@ -22,7 +22,8 @@ CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(
     path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
 )
-# Top-1 accuracy from the tables in DeiT III's README and paper, which round the logs' final values.
+# Top-1 accuracy from the tables in DeiT III's README and paper, which round the final values in the
+# logs.
 TABLES = {
     "deit3/vit_s16_800ep": 81.4,
     "deit3/vit_b16_800ep_ft224": 83.8,
@@ -168,7 +169,8 @@ def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, ca
     log = capfd.readouterr().err
 
     lines = {line["step"]: line for line in metrics(run_dir, "eval")}
-    # After a third of the run, the curve is read after a third of its schedule: at epoch 4/3 of 4.
+    # After a third of the run, the run is compared with the curve at a third of the published
+    # schedule, which is epoch 4/3 of 4.
     for step, top1, loss in ((2, 10 + 10 / 3, 2 - 1 / 6), (4, 10 + 50 / 3, 2 - 5 / 6)):
         line = lines[step]
         assert line["top1_reference"] == pytest.approx(top1)
@@ -214,8 +216,8 @@ def test_a_run_on_other_data_or_of_another_length_is_not_compared(
 
 
 def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_path):
-    """The comparison must also work if the published run was longer than the recipe, as for
-    AlgoPerf."""
+    """As for AlgoPerf, the comparison must also work if the published run was longer than the
+    recipe."""
 
     class Val(NamedTuple):
         num_samples: int

@@ -1,7 +1,7 @@
 """Test the recipes in configs/ that reproduce published ones.
 
-Each must equal its imported source except for the differences in its header, start from the stage
-that it names, and complete its first steps.
+Each recipe must equal its imported source except for the differences listed in its header, start
+from the stage that it names, and complete its first steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
 """Maps each run folder to its recipe."""
 CHEAPEST = "big_vision/vit_s16_90ep"
-"""The recipe of which `make test` trains a small version. All others have the mark `full`."""
-# Settings for paths, hardware, and the frequency of evaluations and logs.
+"""The recipe of which `make test` trains a small version. All other recipes are marked `full`."""
+# Settings for paths, hardware and the frequency of evaluations may differ from the published
+# recipe.
 PLACES = {
     "data.root",
     "data.micro_batch_size",
@@ -89,7 +90,7 @@ PAPER_FINETUNE = {
     "eval.crop_pct": 1.0,
     "eval.crop_mode": "squash",
 }
-# mlcommons/algorithmic-efficiency@2c90454f: tuning_search_space.json, jax_nadamw.py,
+# Sources: mlcommons/algorithmic-efficiency@2c90454f: tuning_search_space.json, jax_nadamw.py,
 # cosine_warmup.py; workload.py and models.py of imagenet_vit, workload.py of imagenet_resnet.
 ALGOPERF = {
     "model.name": "vit_s16",
@@ -130,14 +131,14 @@ TABLES = {
 
 
 def entry(path: Path, word: str) -> str:
-    """Return the text after `word` in a recipe's header as one line, or "" if the word is
-    absent."""
+    """Return the text after `word` in a recipe's header as one line, or "" if the header does not
+    contain `word`."""
     match = re.search(rf"^# {word}\s((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M)
     return " ".join(re.sub(r"^# ", "", match[1], flags=re.M).split()) if match else ""
 
 
-# Maps a recipe to the command in published.yaml, or to the recipe, from which it differs only as
-# its header states.
+# Maps each recipe to its source: a command in published.yaml, or another recipe. The recipe may
+# differ from its source only as its header states.
 EQUALS = {
     "augreg/vit_b16_300ep": "bv_augreg_b16_strong2",
     "big_vision/vit_s16_300ep": "bv_s16_300ep",
@@ -214,7 +215,7 @@ def test_a_recipe_has_exactly_the_values_of_its_sources_table(name):
 
 
 def test_every_recipe_is_compared_with_a_source():
-    """A recipe either states the source `none`, or is listed in `EQUALS`, in `TABLES` or in
+    """Each recipe either states the source `none`, or is listed in `EQUALS`, in `TABLES` or in
     tests/project/test_configs.py."""
     config_tests = (ROOT / "tests" / "project" / "test_configs.py").read_text()
     for path in CONFIGS:
@@ -289,8 +290,8 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
-    """Train small versions of the stages from which a recipe starts, then of the recipe for three
-    steps. Return its run folder."""
+    """Train a small version of the stages on which a recipe builds, and then the recipe itself for
+    three steps. Return the folder of the last run."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -331,7 +332,8 @@ def test_a_small_version_does_three_steps_and_an_evaluation(name, trained):
     starts_at_zeros = config.init.checkpoint is None or config.init.reset_head
     starts_at_zeros &= config.model.weight_init != "timm"
     if starts_at_zeros and config.model.init_head_bias is None:
-        # Softmax gives three classes a probability of 1/3, and a sigmoid 1/2.
+        # Before training, softmax assigns a probability of 1/3 to each of three classes, and a
+        # sigmoid assigns 1/2.
         first = 0.6931 if config.loss.name == "bce" else 1.0986
         assert losses[0] == pytest.approx(first, abs=2e-3)
     assert all(0 < loss < 30 for loss in losses)

@@ -1,8 +1,8 @@
-"""Test that our tables of other programs' arguments match the flags, types and defaults of their
-parsers.
+"""Test that our tables of other programs' arguments match the flags, types and defaults of the
+programs' parsers.
 
-`parsers.json` was extracted from the sources of the other programs by a script: each `add_argument`
-with its flags and default.
+`parsers.json` contains the flags and the default of each `add_argument` call. A script extracted
+them from the sources of the other programs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ TABLES = {
     "deit3_jax": deit3_jax.TABLE,
 }
 ONLY_OURS = {
-    # DeiT III's published commands pass it, but main.py derives the value from the data.
+    # The published commands of DeiT III contain nb_classes, but its main.py derives the value from
+    # the data.
     "deit": {"nb_classes"},
     "deit_submitit": {"nb_classes"},
     "vit5": {"nb_classes"},
     "rope": {"nb_classes"},
-    # Arguments of earlier versions, which occur in published YAML files.
+    # The arguments of earlier timm versions occur in published YAML files.
     "timm": {
         *("amp_impl", "apex_amp", "native_amp", "force_cpu", "aot_autograd"),
         *("dynamo", "dynamo_backend"),
@@ -79,7 +80,7 @@ def test_earlier_defaults_of_timm_equal_those_of_its_earlier_parsers(day):
         for name, default in of_then.items()
         if name in now and (default or None) != (now[name] or None)
     }
-    # Arguments of step schedules and batch norm, which are reported as unavailable.
+    # Skip arguments for step schedules and batch norm, which are reported as unavailable.
     for name in ("model", "decay_milestones", "dist_bn"):
         changed.pop(name, None)
     older = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())
@@ -102,7 +103,8 @@ def test_a_table_has_the_types_of_the_programs_parser(program):
 
 def test_commands_are_parsed_as_by_argparse():
     arguments = read_words(deit.TABLE, ["--batch", "32", "--unscale", "--opt-betas", ".9", ".95"])
-    assert arguments.values["batch_size"] == 32  # an abbreviation
+    # --batch is an abbreviation of --batch-size.
+    assert arguments.values["batch_size"] == 32
     assert arguments.values["unscale_lr"] is True
     assert arguments.values["opt_betas"] == [0.9, 0.95]
     assert arguments.stated == {"batch_size", "unscale_lr", "opt_betas"}

@@ -1,5 +1,5 @@
-"""Test that recipes of timm's train.py are imported with timm's semantics, from commands and
-argument files."""
+"""Test that recipes of timm's train.py are imported from commands and argument files with the same
+meaning as in timm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBERS = {
     *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
     *("momentum_dtype", "clipping_threshold"),
 }
-"""The optimizer settings that must equal those of timm's factory."""
+"""The optimizer settings that must match those of timm's factory."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 
@@ -47,9 +47,9 @@ def test_a_vit_becomes_our_size_with_the_view_of_timms_weights():
     values = settings(f"torchrun --nproc_per_node=8 train.py {VIT} --opt adamw --lr 1e-3")
     assert values["model.name"] == "vit_b16"
     assert values["data.global_batch_size"] == 1024
-    assert values["data.mean"] == [0.5, 0.5, 0.5]  # from the augreg weights, as in timm
+    assert values["data.mean"] == [0.5, 0.5, 0.5]
     assert values["eval.crop_pct"] == 0.9
-    assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without a policy
+    assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]
     assert values["optim.weight_decay"] == 2e-5
     assert values["train.seed"] == 42
     convolutional = settings("python train.py --model resnet50d --lr 0.1")
@@ -62,7 +62,7 @@ def test_a_vit_becomes_our_size_with_the_view_of_timms_weights():
     ("flags", "lr"),
     [
         ("--opt sgd --lr-base 0.1", 0.1 * 1024 / 256),
-        ("--opt adamw --lr-base 1e-3 --lr-base-size 256", 1e-3 * 2),  # the square root of 4
+        ("--opt adamw --lr-base 1e-3 --lr-base-size 256", 1e-3 * 2),
         ("--opt adamw --lr-base 1e-3 --lr-base-scale linear", 4e-3),
         ("--opt sgd --lr-base 0.1 --lr-base-scale sqrt --grad-accum-steps 4", 0.1 * 4),
         ("--opt adamw --lr-base 1e-3 --lr 5e-4 --native-amp", 5e-4),
@@ -79,9 +79,9 @@ def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
         ("--opt adamw", True),
         ("--opt lamb", True),
         ("--opt sgd", False),
-        ("--opt adamw --lr 0.2", False),  # an explicit rate
+        ("--opt adamw --lr 0.2", False),
         ("--opt adamw --lr-base 0.1", False),
-        ("--opt adamw --lr-base-size 1048576", False),  # 0.003
+        ("--opt adamw --lr-base-size 1048576", False),
     ],
 )
 def test_timms_default_sgd_rate_with_adam_gets_a_note(flags, is_noted):
@@ -136,7 +136,8 @@ def test_the_warning_lists_every_unstated_argument():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--lr-base 0.1",  # came with today's defaults
+        # timm introduced --lr-base together with today's defaults.
+        "--lr-base 0.1",
         "--lr 1e-3 --weight-decay 0.1 --warmup-lr 0 --min-lr 0 --warmup-epochs 5 --sched cosine"
         " --epochs 9 --cooldown-epochs 0",
     ],
@@ -190,7 +191,8 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     theirs = create_optimizer_v2(model, **optimizer_kwargs(args), **args.opt_kwargs)
     ours = create_optimizer(model, imported.config().optim)
     expected = {key: theirs.param_groups[-1][key] for key in _NUMBERS & theirs.defaults.keys()}
-    expected["weight_decay"] = 0.1  # for the weight; the bias has none
+    # Weight decay applies to weights but not to biases.
+    expected["weight_decay"] = 0.1
     (decayed,) = (g for g in ours.param_groups if g["weight_decay"])
     expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert {key: decayed[key] for key in expected} == expected
@@ -274,7 +276,8 @@ def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
         "batch_size": 256,
         "amp": True,
         "amp_dtype": "bfloat16",
-        "amp_impl": "native",  # of earlier versions
+        # amp_impl existed only in earlier versions of timm.
+        "amp_impl": "native",
         "lr": None,
         "lr_base": 8e-4,
         "lr_base_size": 512,

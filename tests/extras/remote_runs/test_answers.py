@@ -20,8 +20,8 @@ def store_of(url: str) -> ObjectStore:
 
 @pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
 def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy, answer):
-    """Some servers refuse to replace a file without naming the condition that failed. Others do not
-    support conditions, so the file must be overwritten."""
+    """Some servers refuse to replace a file but do not name the condition that failed. Others do
+    not support conditions, so the file must be written without one."""
     store = store_of(s3.new_bucket())
     assert store.write("a", b"1", only_new=True)
     assert not store.write("a", b"2", only_new=True)
@@ -63,7 +63,7 @@ def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path)
     url = s3.new_bucket()
     one = os.urandom(20 << 20)
     two = os.urandom(20 << 20)
-    # This client bypasses the proxy, like a client on another machine.
+    # The test's own S3 client bypasses the proxy, like a client on another machine.
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{s3.port}")
     client.put_object(Bucket=url[5:], Key="run/weights", Body=one)
     ranges = []

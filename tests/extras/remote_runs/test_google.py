@@ -1,6 +1,7 @@
 """Test a run in Google Cloud Storage with an emulator (`pip install gcsfs gcp-storage-emulator`).
 
-The test is skipped if the emulator is missing. The emulator does not support conditional writes.
+The test is skipped if the emulator is not installed. The emulator does not support conditional
+writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Test that only one job at a time holds the lease of a run.
 
-Other jobs must wait, take over an expired lease, and notice a lost lease. The store is a folder
-with a file:// URL. It can refuse to replace a file but has no other locks.
+Other jobs must wait, acquire an expired lease, and notice a lost lease. The store is a folder with
+a file:// URL. The store can refuse to replace a file, but does not support any other locks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def held(store: ObjectStore, place: str = "a", lease_s: float = 1.0) -> Lease:
 
 
 def die(lease: Lease) -> None:
-    """Stop renewing the lease without releasing it, as happens when a process is killed."""
+    """Stop renewing the lease without releasing it, as if the process had been killed."""
     lease._ended.set()
     assert lease._thread is not None
     lease._thread.join()
@@ -101,7 +101,7 @@ def test_a_replaced_or_removed_lease_counts_as_lost(store, tmp_path):
 
 
 def test_a_late_renewal_does_not_end_the_next_job(store, tmp_path):
-    """If a job is suspended between reading and writing the lease, it overwrites the lease of the
+    """A job that is suspended between reading and writing the lease overwrites the lease of the
     next job."""
     first = held(store, "a", lease_s=1.0)
     die(first)
@@ -117,8 +117,8 @@ def test_a_late_renewal_does_not_end_the_next_job(store, tmp_path):
 
 
 class _Slow(ObjectStore):
-    """A store with slow writes. After each write, the next job's lease, `follower`, replaces the
-    file."""
+    """A store with slow writes. After each write, it replaces the file with the lease of another
+    job, `follower`."""
 
     def __init__(self, store: ObjectStore, path: Path, follower: str):
         super().__init__(store.url, store.retry)
@@ -150,7 +150,8 @@ def _race(url: str, barrier: Barrier, won: multiprocessing.Queue[bool]) -> None:
         won.put(False)
     else:
         won.put(True)
-        time.sleep(6)  # This is longer than the other jobs wait.
+        # Hold the lease for longer than the other jobs wait.
+        time.sleep(6)
         lease.release()
 
 

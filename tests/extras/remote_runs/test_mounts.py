@@ -1,5 +1,5 @@
-"""Test the note that is printed if the run folder is on a mounted bucket, according to the kernel's
-mount list."""
+"""Test the note that is printed if the kernel's mount list shows that the run folder is on a
+mounted bucket."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
     url = f"{s3.new_bucket()}/runs/some run"
     with s3.only("s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
         train_here(config, url, tmp_path / "one", "train.steps=6")
-    shutil.rmtree(tmp_path / "one")  # the files of the first machine are lost
+    # Delete the local files as if the first machine had been lost.
+    shutil.rmtree(tmp_path / "one")
     train_here(config, url, tmp_path / "two", "--allow-change", "train.steps")
     objects = objects_of(s3, url)
     assert "lease.json" not in objects
@@ -141,8 +142,8 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
 
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
-    """Return a fault that suspends PUT request `number` to paths that contain `at`. All matching
-    paths are appended to `sent`."""
+    """Return a fault that suspends PUT request `number` among those whose path contains `at`. The
+    paths of these requests are appended to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
         if method == "PUT" and at in path:
@@ -268,7 +269,8 @@ def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
 
 @pytest.mark.full
 def test_expired_keys_are_not_reported_to_a_scheduler_as_a_mistake(s3, proxy, tmp_path, config):
-    """The ranks exit with status 2, but the launcher cannot check for a newer checkpoint."""
+    """The ranks exit with status 2, but the launcher cannot check whether a newer checkpoint
+    exists."""
     url = f"{s3.new_bucket()}/runs/x"
     is_expired = False
 
@@ -393,7 +395,8 @@ def test_an_outdated_working_copy_is_updated_and_an_emptied_url_is_refused(
     )
     background.wait_for_checkpoint(6)
     background.kill_all()
-    train_at(config, url, tmp_path / "two", *stop)  # another machine finishes the run
+    # Finish the run on another machine.
+    train_at(config, url, tmp_path / "two", *stop)
     done = train_at(config, url, tmp_path / "one")
     assert "another job has continued the run, so" in done.stderr
     assert "is finished: 24 steps" in done.stderr
@@ -448,12 +451,14 @@ def test_a_working_copy_whose_list_of_files_is_damaged_can_be_used(tmp_path, con
     url = f"file://{tmp_path}/there"
     listed = tmp_path / "copy" / ".copy_of.json"
     train_here(config, url, tmp_path / "copy", "train.steps=3")
-    listed.write_bytes(listed.read_bytes()[:50])  # the disk was full
+    # Truncate the file as if the disk had become full.
+    listed.write_bytes(listed.read_bytes()[:50])
     more = "--allow-change", "train.steps"
     train_here(config, url, tmp_path / "copy", "train.steps=6", *more)
     assert_whole(url, tmp_path, 6)
     fetched = local_run(url)
-    (fetched / ".copy_of.json").write_bytes(bytes(100))  # the power failed
+    # Fill the file with zeros, as a power failure can.
+    (fetched / ".copy_of.json").write_bytes(bytes(100))
     assert local_run(url) == fetched
     assert json.loads(listed.read_text())["url"] == url
 
@@ -462,8 +467,8 @@ def test_a_working_copy_whose_list_of_files_is_damaged_can_be_used(tmp_path, con
 
 
 def assert_saved_whole(bucket: Path) -> None:
-    """Assert that each listed checkpoint has all its files and the metrics of all steps up to its
-    own."""
+    """Assert that each listed checkpoint has all its files, and that the metrics contain all steps
+    up to that checkpoint."""
     record = b"".join(path.read_bytes() for path in sorted(bucket.glob("record/part_*")))
     lines = [json.loads(line) for line in record.splitlines()]
     trained = {line["step"] for line in lines if line["kind"] == "train"}

@@ -1,7 +1,7 @@
 """Run launch/train.py, and write the inputs of the model to the folder $DUMPED_STEPS.
 
-Each step and rank has a separate file, such as `step_00007_rank_1.pt`, with inputs, targets,
-losses, margins and labels.
+Each step and rank has a separate file, such as `step_00007_rank_1.pt`, which contains inputs,
+targets, losses, margins and labels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vit.step import TrainStep
 
 @contextmanager
 def dumping(folder: Path) -> Iterator[None]:
-    """Write the inputs of each step in this process to `folder` until the block ends."""
+    """Write the inputs of each step in this process to `folder` until the context ends."""
     plain: dict[str, Callable[..., Any]] = {
         name: getattr(TrainStep, name) for name in ("_losses", "_queue")
     }
@@ -44,7 +44,8 @@ def dumping(folder: Path) -> Iterator[None]:
         return losses_and_margins
 
     def queue(step: TrainStep, batch: Batch, number: int, *arguments: Any) -> Any:
-        tensors_of_passes.clear()  # Discard the tensors of passes that only set up DDP's buckets.
+        # Discard the tensors of forward passes that only set up DDP's gradient buckets.
+        tensors_of_passes.clear()
         result = plain["_queue"](step, batch, number, *arguments)
         tensors = {
             name: torch.cat([each[name] for each in tensors_of_passes])

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def sheets(monkeypatch):
-    """Collect the cells of the sheet instead of drawing them."""
+    """Collect the cells of the contact sheet instead of drawing them."""
     caught = []
 
     def catch(cells, num_columns, heading, picture, titles, caption_pt):
@@ -28,8 +28,8 @@ def sheets(monkeypatch):
 
 
 def test_each_row_shows_one_image_and_its_augmented_versions(config, sheets, tmp_path):
-    """Each augmentation flips the whole image, and half of them also erase a box. Outside the box,
-    the result must be the mirrored original."""
+    """Every augmentation flips the whole image, and half of the augmentations also erase a box.
+    Outside the box, the result must equal the mirrored original."""
     chosen = [
         "augment.crop_scale=[1,1]",
         "augment.crop_ratio=[1,1]",

@@ -67,12 +67,15 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
     path = record(
         tmp_path,
         {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
-        # 10 steps with 12 images each at 60 images/s take 2 s, including 0.5 s of waiting.
+        # Ten steps with 12 images each at 60 images/s take 2 s, including 0.5 s of waiting for
+        # data.
         train_line(10),
         train_line(30, data_wait_s=4.0),
-        train_line(50, data_wait_s=1.0),  # dropped, because this step is repeated after the restart
+        # The line for step 50 is ignored, because the step is repeated after the restart.
+        train_line(50, data_wait_s=1.0),
         {"kind": "start", "step": 40, "restarts": 1, "plan": PLAN},
-        train_line(50, data_wait_s=0.4),  # after the restart, this line covers 10 steps, not 20
+        # After the restart, the line for step 50 covers only 10 steps instead of 20.
+        train_line(50, data_wait_s=0.4),
         train_line(60, data_wait_s=99.0),
         train_line(70, images_per_s=None),
     )

@@ -1,5 +1,5 @@
-"""Test that the statistics of each training image match a manual count, and that the page and files
-show them."""
+"""Test that the statistics of each training image match a manual count, and are shown on the page
+and in the files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ HOSTILE = "a<img_src=x_onerror=alert(1)>&"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """Train for three epochs on 60 images, with mixing in two of them.
+    """Train for three epochs on 60 images, with mixing in two of the epochs.
 
-    One image has a duplicate with a hostile file name in another class, and another image has a
+    One image has a duplicate with a malicious file name in another class, and another image has a
     duplicate in the evaluation set.
     """
     folder = tmp_path_factory.mktemp("trained")

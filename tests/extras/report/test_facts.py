@@ -32,8 +32,8 @@ def train_line(step: int) -> dict:
 
 
 def test_all_images_of_a_killed_run_are_counted(tmp_path):
-    """The run was killed after step 27, with a checkpoint at step 25. No line of metrics covers the
-    images of steps 21 to 25."""
+    """The run was killed after step 27 and has a checkpoint at step 25. The metrics do not contain
+    a line for the images of steps 21 to 25."""
     resumed = {**START, "step": 25, "restarts": 1}
     path = record(tmp_path, START, train_line(10), train_line(20), resumed, train_line(30))
     throughput = facts.throughput(read_history(path), 12)

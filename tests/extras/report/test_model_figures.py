@@ -1,4 +1,4 @@
-"""Compare the numbers in a model's plots with brute force and scikit-learn.
+"""Compare the numbers in a model's plots with brute-force computations and scikit-learn.
 
 Computing these numbers must not change the model.
 """
@@ -176,7 +176,7 @@ def same_up_to_sign(components: np.ndarray, expected: np.ndarray, atol: float) -
 
 @pytest.mark.parametrize("make", [small_model, lambda: TimmVisionTransformer((32, 24), **SMALL)])
 def test_filters_equal_scikit_learns_components(make):
-    from sklearn.decomposition import PCA  # a slow import
+    from sklearn.decomposition import PCA
 
     model = make()
     filters, shares = filter_components(model, 28)
@@ -190,7 +190,7 @@ def test_filters_equal_scikit_learns_components(make):
 
 
 def test_token_colours_equal_scikit_learns_components_clipped_at_a_hundredth():
-    from sklearn.decomposition import PCA  # a slow import
+    from sklearn.decomposition import PCA
 
     features = token_features(small_model(), some_images(5))
     assert features.shape == (5, 12, 32)
@@ -203,7 +203,8 @@ def test_token_colours_equal_scikit_learns_components_clipped_at_a_hundredth():
     scaled = ((values - low) / (high - low)).clip(0, 1)
     components = colors.permute(0, 2, 3, 1).flatten(0, 2).numpy()
     for channel in range(3):
-        mirrored = 1 - scaled[:, channel]  # the sign of a component is arbitrary
+        # The sign of a principal component is arbitrary.
+        mirrored = 1 - scaled[:, channel]
         assert min(
             np.abs(components[:, channel] - scaled[:, channel]).max(),
             np.abs(components[:, channel] - mirrored).max(),
@@ -249,10 +250,9 @@ def test_the_memory_of_layers_equals_the_planners():
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]
     assert needs.weights == sum(tensor.nbytes for tensor in tensors)
-    # An MLP's hidden layer is in memory together with the MLP's input.
+    # The hidden layer and the input of an MLP are in memory at the same time.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
-    # a micro-batch of 200 images on one rank
     plan = SimpleNamespace(
         world_size=1, global_batch_size=200, micro_batch_size=200, rank_batch_size=200
     )
@@ -324,7 +324,8 @@ def test_models_with_different_classes_are_not_compared():
 
 
 def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn, monkeypatch):
-    """matplotlib warns twice at each position, and a class name may be on a hundred pictures."""
+    """matplotlib warns twice about each missing letter, and a class name may appear in a hundred
+    plots."""
     monkeypatch.setattr(style, "_missing_letters", set())
     for name in ("a.png", "b.png"):
         with style.drawing(tmp_path / name, 1.0) as figure:
@@ -350,8 +351,8 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
 
 
 def test_weights_of_other_programs_have_no_images():
-    """The config of such weights does not name a dataset, and the current folder must not be used
-    instead."""
+    """The weights of other programs have no config that names a dataset, and the current folder
+    must not be used instead."""
     foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
     with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on unknown images.*--data"):
         samples_of_split(foreign, 4)

@@ -95,7 +95,8 @@ def test_attention_of_timm_models_equals_their_explicit_softmax(fields):
     "make",
     [
         lambda: timm.create_model("test_resnet"),
-        lambda: timm.create_model("test_efficientnet"),  # Its blocks are not transformer blocks.
+        # The blocks of EfficientNet are not transformer blocks.
+        lambda: timm.create_model("test_efficientnet"),
         lambda: Beit((32, 24), use_rel_pos_bias=True, **SMALL),
         lambda: Eva(
             (32, 24),
@@ -153,8 +154,8 @@ def random_maps(num_layers: int, batch: int, heads: int, tokens: int) -> list[to
     [(1, "token"), (5, "token"), (0, "avg"), (1, "avg"), (0, "map"), (2, "map")],
 )
 def test_rollout_equals_a_sum_over_all_paths(num_prefix_tokens, global_pool):
-    """The brute-force sum runs over all paths from the head's tokens to an input token, with one
-    token per layer."""
+    """The expected result is a brute-force sum over all paths from the head's tokens to an input
+    token, with one token per layer."""
     tokens = num_prefix_tokens + 3
     maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
     query = random_maps(4, 2, 2, tokens)[3][:, :, 0]
@@ -192,7 +193,8 @@ def test_rollout_equals_a_sum_over_all_paths(num_prefix_tokens, global_pool):
     ids=str,
 )
 def test_rollout_of_our_model_equals_timms(fields):
-    """For a MAP head, the attention is compared with timm's explicit softmax."""
+    """For a model with an attention pooling (MAP) head, the attention is compared with timm's
+    explicit softmax."""
     ours = randomised(VisionTransformer((32, 24), **SMALL, **fields)).eval()
     theirs = TimmVisionTransformer((32, 24), **SMALL, **fields).eval()
     theirs.load_state_dict(ours.state_dict())
@@ -234,8 +236,8 @@ def test_rollout_of_handmade_attention_has_the_known_values():
         "no patch must reach the class token"
     )
     assert rollout([one_hot_rows(2, 2, 2, 2)], 1, "token").tolist() == [[0, 1, 0]]
-    # In the correct layer order, patch 1 flows into patch 2, and then patch 2 into the class token.
-    # In reverse order, patch 1 does not reach the class token.
+    # In the correct layer order, patch 1 flows into patch 2, and then patch 2 flows into the class
+    # token. In reverse order, patch 1 does not reach the class token.
     into_patch = one_hot_rows(0, 1, 1, 3)
     into_class = one_hot_rows(2, 1, 2, 3)
     assert rollout([into_patch, into_class], 1, "token").tolist() == [[1, 1, 0]]
@@ -285,7 +287,7 @@ def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, ti
         (y.stop - y.start, x.stop - x.start)
         for y, x in ndimage.find_objects(ndimage.label(yellow)[0])
     ]
-    # Unlike patches, the color bar is uniform at its end.
+    # Exclude the color bar, whose bright end is wider than a patch.
     patches = [size for size in sizes if size[1] <= 2 * size[0]]
     assert len(patches) == tiles, "each tile must have one bright patch"
     all_y, all_x = (violet | yellow).nonzero()
@@ -313,8 +315,9 @@ def test_the_confusion_matrix_equals_scikit_learns(num_classes, data):
     seen = predictions >= 0
     assert matrix.dtype == np.int64
     assert matrix.sum() == seen.sum(), "an image without a prediction must not count"
-    if seen.any():  # scikit-learn rejects empty input
-        from sklearn import metrics as sklearn_metrics  # a slow import
+    # scikit-learn rejects empty input.
+    if seen.any():
+        from sklearn import metrics as sklearn_metrics
 
         expected = sklearn_metrics.confusion_matrix(
             labels[seen], predictions[seen], labels=np.arange(num_classes)
@@ -350,8 +353,8 @@ def test_the_most_confused_pairs_equal_brute_force(matrix, num):
 
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
 def test_confusion_pictures_show_the_places_of_mistakes(tmp_path, num_classes):
-    """If a mistake moves from near the diagonal to the left edge, the cell in the true class's row
-    must be marked."""
+    """The test moves a mistake from near the diagonal to the left edge of the plot. Only the row of
+    the true class may change."""
     true = int(0.9 * num_classes)
     far = int(0.1 * num_classes)
     near = int(0.9 * num_classes) - 1
@@ -399,7 +402,7 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     inputs = ((colors - torch.tensor(mean)) / torch.tensor(std))[..., None, None].expand(
         -1, -1, 24, 48
     )
-    # Values brighter than white are clipped to white.
+    # Values brighter than white must be clipped to white.
     inputs = torch.cat((inputs, 100 * torch.ones(1, channels, 24, 48)))
     targets = torch.eye(1000)[[0, 1, 2]]
     shown = pixels(

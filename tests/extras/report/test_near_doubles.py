@@ -85,9 +85,8 @@ def planted(tmp_path_factory) -> Path:
 
 
 def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
-    monkeypatch.setattr(
-        doubles_module, "BLOCK", 32
-    )  # several blocks, the last of which contains both splits
+    # The images need several blocks, the last of which contains images of both splits.
+    monkeypatch.setattr(doubles_module, "BLOCK", 32)
     source = ReportSource(planted, CPU)
     train = source.train_set.split
     val = source.val_split

@@ -1,5 +1,4 @@
-"""Test that the report is one self-contained page that agrees with the run's metrics, for any
-run."""
+"""Test that the report of any run is one self-contained page that agrees with the run's metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ CHROMIUM = (
 
 
 class Page(HTMLParser):
-    """A parsed HTML page: its text, its scripts, and its tags with their attributes."""
+    """A parsed HTML page with its text, its scripts, and its tags with their attributes."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -76,7 +75,7 @@ class Page(HTMLParser):
 
 def check_self_contained(page: Page) -> list[Image.Image]:
     """Assert that the page loads no external resources and runs only its own script. Return the
-    images."""
+    page's images."""
     pictures = []
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "base", "form", "audio", "video"), (
@@ -98,7 +97,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
                 assert value.startswith("#") or (
                     tag == "img" and value.startswith("data:image/png;base64,")
                 ), place
-            # Namespaces are never loaded, and the other URLs are only displayed.
+            # Browsers never load namespaces, and only display the text of the other attributes.
             if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):
                 assert not re.search("https?:|javascript:", value), place
     for attributes in page.attributes("img"):
@@ -133,7 +132,7 @@ def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
-    """Return a run that was started again after it had finished, and its page."""
+    """Return a run that was started again after it had finished, and its report page."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, hostile, batch=48, steps=12)
     run_dir = folder / "a run <i>&amp; more"
@@ -195,7 +194,7 @@ def test_the_numbers_equal_those_of_the_record(finished):
         in page.text
     )
     assert "Finished at step 12 of 12." in page.text
-    assert "576 images" in page.text  # 12 steps with 48 images each
+    assert "576 images" in page.text
 
 
 def test_every_restart_is_reported(finished):
@@ -234,7 +233,8 @@ def test_hostile_names_are_escaped(finished):
         assert re.sub(r"\s+", " ", name) in page.text
     assert "1337" not in page.text
     assert "a run <i>&amp; more" in page.text
-    # Only bars may be <i> elements, although the folder's name contains <i>.
+    # The folder's name contains <i>, which must be escaped. Only the bars of the report may be <i>
+    # elements.
     assert not page.attributes("i") or all(
         "style" in attributes for attributes in page.attributes("i")
     )
@@ -242,7 +242,7 @@ def test_hostile_names_are_escaped(finished):
 
 
 def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatch, tmp_path):
-    """The report decodes only part of the batch. The expected images come from the whole batch on
+    """The report decodes only a part of the batch. The expected images come from the whole batch on
     one rank."""
     run_dir, _ = finished
     seen = {}
@@ -290,9 +290,11 @@ def test_without_the_data_the_rest_of_the_page_is_drawn(finished, tmp_path):
     run_dir = copied(finished[0], tmp_path)
     set_key(run_dir, "root", "/nowhere/at/all")
     page = remade(run_dir)
-    assert len(check_self_contained(page)) == 4  # norms, confusion, positions, filters
+    # The page shows plots of norms, confusion, positions and filters.
+    assert len(check_self_contained(page)) == 4
     assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 5
-    assert HOSTILE[0] in page.text  # the class names are stored with the weights
+    # The class names are stored with the weights.
+    assert HOSTILE[0] in page.text
 
 
 def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_path):
@@ -311,9 +313,8 @@ def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_pat
 def test_a_run_without_evaluation_has_a_page(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     page = remade(tmp_path / "run")
-    assert (
-        len(check_self_contained(page)) == 6
-    )  # the plots of mistakes are missing, and curves are SVG
+    # The page shows no plots of mistakes, and its curves are SVG elements instead of images.
+    assert len(check_self_contained(page)) == 6
     assert page.text.count("The run has not been evaluated yet.") == 4
     shutil.rmtree(tmp_path / "run" / "weights")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -340,7 +341,8 @@ def test_a_timm_model_without_attention_has_a_page(shards, tmp_path):
     )
     page = remade(tmp_path / "run")
     mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
-    assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
+    # The page shows augmented images, and a confusion matrix if the model makes mistakes.
+    assert len(check_self_contained(page)) == 2 + mistaken
     assert ("No validation image was misclassified." in page.text) is not mistaken
     assert "Not drawn. Attention rollout needs a grid of patches (this model has None)" in page.text
     assert "Not drawn. ResNet has no position embeddings to compare." in page.text
@@ -355,7 +357,8 @@ def test_running_and_killed_runs_have_pages(config, tmp_path):
     try:
         training.wait_for_step(31)
         assert is_in_use(run_dir) is True
-        training.process.send_signal(signal.SIGSTOP)  # training pauses while the report is written
+        # Pause training while the report is written.
+        training.process.send_signal(signal.SIGSTOP)
         page = report_of(run_dir)
         assert training.process.poll() is None, "the report must not end the run"
     finally:
@@ -516,7 +519,8 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
     page_text(tmp_path / "run", START, TRAIN)
     page = tmp_path / "run" / "report" / "index.html"
     page.unlink()
-    page.mkdir()  # Even root cannot replace a folder with a file.
+    # Even root cannot replace a folder with a file.
+    page.mkdir()
     with pytest.raises(ValueError, match=r"index\.html: cannot be written"):
         write_page(tmp_path / "run", Pictures())
     assert {path.name for path in page.parent.iterdir()} == {"index.html", "curves.png"}
@@ -582,7 +586,8 @@ def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_pat
     run_dir, page = finished
     assert chromium(run_dir / "report" / "index.html", width, tmp_path) == []
 
-    # The page's security policy must block an injected script, and the browser logs the violation.
+    # The browser must block the injected script because of the page's security policy, and log the
+    # violation.
     foreign = tmp_path / "foreign.html"
     foreign.write_text(
         page.html.replace("</body>", "<script>console.log('taken over')</script></body>")
@@ -591,8 +596,8 @@ def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_pat
     assert len(refused) == 1
     assert "Content Security Policy" in refused[0]
 
-    # A script measures a copy of the page without the policy and with all details expanded. The
-    # copy is in a frame, because a frame can be narrower than the narrowest window.
+    # A script measures a copy of the page that has no security policy and all details expanded. The
+    # copy is shown in a frame, which can be narrower than a browser window.
     measure = """<script>
     for (const details of document.querySelectorAll("details")) details.open = true;
     const wide = [...document.querySelectorAll("body *")]

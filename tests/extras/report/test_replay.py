@@ -55,7 +55,7 @@ def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -
     assert [row.row for row in rows] == list(replay.rows)
     assert [row.label for row in rows] == expected["labels"].tolist()
     is_kept = np.array([row.weight > 0 for row in rows])
-    losses = np.array([row.loss for row in rows], np.float64)  # None becomes NaN
+    losses = np.array([row.loss for row in rows], np.float64)
     assert np.array_equal(losses[is_kept], expected["losses"].half().numpy()[is_kept])
     assert np.isnan(losses[~is_kept]).all()
     margins = expected["margins"].half().numpy()

@@ -76,7 +76,8 @@ def end_holders():
 
 
 def without_wandb(folder: Path) -> list[object]:
-    sys.modules["wandb"] = None  # simulate a missing package
+    # Simulate that wandb is not installed.
+    sys.modules["wandb"] = None
     return [*TO_WANDB, folder / "run"]
 
 

@@ -1,5 +1,5 @@
-"""Test that every subcommand of `launch/visualize.py` writes a file and prints its
-name, or prints the reason for not writing one."""
+"""Test that every subcommand of `launch/visualize.py` either writes a file and prints its name, or
+prints the reason for not writing one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that streams yield complete samples with their labels endlessly, and that runs on streams
+"""Test that streams endlessly yield complete samples with their labels, and that runs on streams
 are reported as not exact."""
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def tars(shards: Path) -> str:
 
 @pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (3, 1), (2, 2)])
 def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
-    """One or three readers divide the three shards. With four readers, each one reads every fourth
-    sample."""
+    """One or three readers divide the three shards among themselves. If there are four readers,
+    each one reads every fourth sample."""
     seen = Counter()
     for rank in range(ranks):
         for batch in read(
@@ -270,8 +270,8 @@ def test_complete_tars_of_all_writers_are_read_to_the_end(kind, twenty, tmp_path
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_each_sample_is_read_once_despite_interrupted_transfers(ranges, twenty, monkeypatch):
-    """The server refuses requests, cuts transfers off, and stalls in the middle of a tar. If it
-    does not support ranges, it sends the whole tar again."""
+    """The server refuses requests, interrupts transfers, and stalls in the middle of a tar. A
+    server without support for ranges sends the whole tar again."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     data = twenty.read_bytes()
     with WebServer({"/a.tar": data}) as server:
@@ -342,7 +342,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
         ShardError,
         match=r"1 samples found, .*; each of the 2 readers \(ranks times loader.num_workers\)",
     ):
-        # Read enough batches that each of the two workers must prepare one.
+        # Read so many batches that both workers must prepare at least one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
 
 

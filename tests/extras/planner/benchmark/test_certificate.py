@@ -1,4 +1,4 @@
-"""Test that the planner can read the result files of the benchmark."""
+"""Test that the planner can read the benchmark's result files."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def test_every_part_of_a_step_is_timed_without_changing_the_step(step, config):
 
 
 def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
-    """Timing needs two warm-up steps in addition to the timed steps, so a loader must deliver
-    exactly that many batches."""
+    """Timing needs two warm-up steps in addition to the timed steps, so it must request exactly two
+    more batches from a loader."""
     batches = synthetic_batches(config, 8, 5, WORLD.device, count=6)
     stream = iter([step.augment.change_batch(batch) for batch in batches])
     assert time_step(step, stream, num_steps=4).num_steps == 4
@@ -99,7 +99,8 @@ def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 64])
 @pytest.mark.parametrize("first", [1, 4, 100])
 def test_the_largest_size_is_found_from_any_first_size(limit, first, step, config):
-    """With more than `limit` rows, the step raises the CUDA allocator's error."""
+    """The simulated GPU raises the CUDA allocator's error if a micro-batch has more than `limit`
+    rows."""
     tried = []
 
     def make_batch(rows):

@@ -1,5 +1,5 @@
-"""Test that `launch/train.py --check` either succeeds or reports all problems together, and that it
-leaves no files behind."""
+"""Test that `launch/train.py --check` either succeeds or reports all problems together, and does
+not leave any files behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def words(config: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the size and modification time of each file and folder, including the lock."""
+    """Return the size and modification time of each file in `folder`, and (0, 0) for each
+    subfolder."""
     return {
         str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -57,7 +58,8 @@ def row(text: str, name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # This is wide enough that long paths are not wrapped.
+    # The table is wide enough that long paths are not wrapped.
+    monkeypatch.setenv("COLUMNS", "400")
 
 
 def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, capsys):
@@ -66,7 +68,7 @@ def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, c
     table = capsys.readouterr().out
     verdict_by_part = verdicts(table)
     assert list(verdict_by_part) == PARTS
-    verdict_by_part.pop("hosts")  # this verdict depends on the machine
+    verdict_by_part.pop("hosts")
     assert set(verdict_by_part.values()) == {"ok"}, table
     assert "31,939 parameters: 12 steps of 12 images" in row(table, "config")
     assert "a new run" in row(table, "start")
@@ -98,7 +100,7 @@ def test_all_problems_are_reported_at_once(config, shards, tmp_path, capsys):
     (root / "train-00002.tar").unlink()
     (tmp_path / "file").touch()
     before = everything(tmp_path)
-    # On some machines, a row has the verdict "note" instead of "ok".
+    # Depending on the machine, one of the checks reports "note" instead of "ok".
     with pytest.raises(ValueError, match=r"[34] of 12 ok, 2 FAILED \(shards, run folder\)"):
         run_here("launch/train.py", *words(config, tmp_path / "file" / "run"))
     table = capsys.readouterr().out
@@ -157,7 +159,7 @@ SECONDS = ("model.image_size=224", "model.depth=12", "loader.num_workers=1")
 
 
 def has_workers(pid: int) -> bool:
-    """Return whether a rank has started its steps. Child processes started by imports exit
+    """Return whether a rank has started its loader workers. Child processes that imports start exit
     sooner."""
     before = children(pid)
     time.sleep(0.5)
@@ -222,7 +224,7 @@ def test_a_signal_during_the_test_checkpoint_leaves_no_files(config, tmp_path, n
 @pytest.mark.full
 def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypatch):
     """On a machine without a copy of the run, the check must report which job holds the run and
-    from which checkpoint it would resume."""
+    from which checkpoint the run would resume."""
     Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
     store_at = pytest.importorskip("vit.extras.remote_runs.place").store_at
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Test the printed table of findings."""
+"""Test the table of findings that the check prints."""
 
 from __future__ import annotations
 

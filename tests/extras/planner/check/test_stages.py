@@ -1,4 +1,5 @@
-"""Test check stages on several ranks: an unresponsive rank is named, and no rank waits forever."""
+"""Test the stages of the check on several ranks: an unresponsive rank must be named, and no rank
+may wait forever."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
 def check(
     parts_of: Callable[[World], list[CheckStage]], limit_s: float = 30.0, leave: int | None = None
 ) -> list[Any]:
-    """Run the stages on three ranks, without rank `leave`.
+    """Run the stages on three ranks, except rank `leave`.
 
-    Returns the findings on rank 0, [] on other ranks, and the error on a rank that raised one.
+    Return the findings for rank 0, [] for other ranks, and the error for a rank that raised one.
     """
 
     def rank(world: World) -> list[tuple[str, str, str]]:
@@ -81,7 +82,8 @@ def test_equal_problems_are_reported_once_with_their_ranks_and_other_parts_still
 
 
 def test_ranks_that_wait_for_a_failed_rank_continue():
-    ever = threading.Event()  # simulate a collective that the failed rank never joins
+    # This event simulates a collective that the failed rank never joins.
+    ever = threading.Event()
 
     def parts_of(world: World) -> list[CheckStage]:
         def fail() -> None:

@@ -20,8 +20,8 @@ BUDGET_S = 500.0
 
 @pytest.mark.parametrize("part", ["slots", "equality", "waits", "graphs", "memory"])
 def test_the_check_passes(part):
-    """The check runs in a separate program. Other tests initialize CUDA in this process, and
-    processes that it forks afterwards cannot use a GPU."""
+    """The check runs in a separate program, because other tests initialize CUDA in this process.
+    Processes forked after that cannot use a GPU."""
     line = [sys.executable, str(CHECK), "--only", part]
     done = subprocess.run(line, capture_output=True, text=True, timeout=BUDGET_S)
     assert done.returncode == 0, done.stdout + done.stderr

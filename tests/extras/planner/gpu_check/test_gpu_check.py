@@ -37,7 +37,7 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
 
 
 def test_a_failed_part_sets_the_exit_status():
-    """The time limit is zero, so each part times out."""
+    """With a time limit of zero, each part of the check times out."""
     arguments = ("--device", "cpu", "--small", "--only", "slots", "--minutes", "1e-6")
     done = run(SCRIPT, *arguments)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Plant a fault for each check of `make gpu-check`, and test on a CPU that the check fails."""
+"""Test on a CPU that each check of `make gpu-check` fails if its guarantee is deliberately
+broken."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_a_changed_batch_breaks_the_promise_of_slots(monkeypatch):
 
 @pytest.mark.slow
 def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatch):
-    """The fault scales the input of one of the two models by 1.01."""
+    """The test scales the input of one of two models by 1.01."""
     monkeypatch.setattr(guarantees, "STEPS", 3)
     assert set(verdicts(guarantees.equals_the_cpu(CPU))) == {True}
     steps: list[TrainStep] = []
@@ -55,7 +56,8 @@ def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatc
     def make_step(*arguments):
         step, batches = unchanged(*arguments)
         steps.append(step)
-        if len(steps) == 2:  # This step is compared with the result on the CPU.
+        # The result of the second step is compared with the result on the CPU.
+        if len(steps) == 2:
             plain = step.augment.normalize
             step.augment.normalize = lambda images: plain(images) * 1.01
             block = step.model.blocks[0]
@@ -76,7 +78,8 @@ def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
     assert line.passed
 
     def forward(path: DropPath, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 - path.rate)  # a Python number that has a different value in each block
+        # The drop path rate is a Python number that differs between blocks.
+        return x * (1 - path.rate)
 
     monkeypatch.setattr(DropPath, "forward", forward)
     monkeypatch.setattr(guarantees, "SMALL", (*guarantees.SMALL, "model.drop_path_form=mask"))

@@ -1,4 +1,5 @@
-# settings of google-research/big_vision@0127fb6b:big_vision/configs/vit_i1k.py (Apache-2.0)
+# Settings copied from google-research/big_vision@0127fb6b:big_vision/configs/vit_i1k.py
+# (Apache-2.0)
 import big_vision.configs.common as bvcc
 from big_vision.configs.common_fewshot import get_fewshot_lsr
 import ml_collections as mlc

@@ -1,4 +1,5 @@
-# settings of google-research/big_vision@0127fb6b:big_vision/configs/vit_s16_i1k.py (Apache-2.0)
+# Settings copied from google-research/big_vision@0127fb6b:big_vision/configs/vit_s16_i1k.py
+# (Apache-2.0)
 import ml_collections as mlc
 
 def get_config():

@@ -1,4 +1,4 @@
-# settings of open-mmlab/mmpretrain@ee7f2e88:configs/_base_/default_runtime.py (Apache-2.0)
+# Settings copied from open-mmlab/mmpretrain@ee7f2e88:configs/_base_/default_runtime.py (Apache-2.0)
 default_scope = 'mmpretrain'
 default_hooks = dict(timer=dict(type='IterTimerHook'), logger=dict(type='LoggerHook', interval=100), param_scheduler=dict(type='ParamSchedulerHook'), checkpoint=dict(type='CheckpointHook', interval=1), sampler_seed=dict(type='DistSamplerSeedHook'), visualization=dict(type='VisualizationHook', enable=False))
 env_cfg = dict(cudnn_benchmark=False, mp_cfg=dict(mp_start_method='fork', opencv_num_threads=0), dist_cfg=dict(backend='nccl'))

@@ -1,4 +1,6 @@
-# settings of open-mmlab/mmpretrain@ee7f2e88:configs/_base_/datasets/imagenet_bs64_pil_resize_autoaug.py (Apache-2.0)
+# Settings copied from
+# open-mmlab/mmpretrain@ee7f2e88:configs/_base_/datasets/imagenet_bs64_pil_resize_autoaug.py
+# (Apache-2.0)
 dataset_type = 'ImageNet'
 data_preprocessor = dict(num_classes=1000, mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], to_rgb=True)
 bgr_mean = data_preprocessor['mean'][::-1]

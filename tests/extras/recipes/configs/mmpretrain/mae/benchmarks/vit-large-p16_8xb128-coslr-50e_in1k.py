@@ -1,4 +1,6 @@
-# settings of open-mmlab/mmpretrain@ee7f2e88:configs/mae/benchmarks/vit-large-p16_8xb128-coslr-50e_in1k.py (Apache-2.0)
+# Settings copied from
+# open-mmlab/mmpretrain@ee7f2e88:configs/mae/benchmarks/vit-large-p16_8xb128-coslr-50e_in1k.py
+# (Apache-2.0)
 _base_ = ['../../_base_/datasets/imagenet_bs64_swin_224.py', '../../_base_/schedules/imagenet_bs1024_adamw_swin.py', '../../_base_/default_runtime.py']
 train_pipeline = [dict(type='LoadImageFromFile'), dict(type='RandomResizedCrop', scale=224, backend='pillow', interpolation='bicubic'), dict(type='RandomFlip', prob=0.5, direction='horizontal'), dict(type='RandAugment', policies='timm_increasing', num_policies=2, total_level=10, magnitude_level=9, magnitude_std=0.5, hparams=dict(pad_val=[104, 116, 124], interpolation='bicubic')), dict(type='RandomErasing', erase_prob=0.25, mode='rand', min_area_ratio=0.02, max_area_ratio=0.3333333333333333, fill_color=[103.53, 116.28, 123.675], fill_std=[57.375, 57.12, 58.395]), dict(type='PackInputs')]
 test_pipeline = [dict(type='LoadImageFromFile'), dict(type='ResizeEdge', scale=256, edge='short', backend='pillow', interpolation='bicubic'), dict(type='CenterCrop', crop_size=224), dict(type='PackInputs')]
