@@ -1,4 +1,5 @@
-"""Test the check of commit messages, called as the hook and the workflow call it."""
+"""Test the check of commit messages. The tests call it in the same way as the Git hook and the CI
+workflow."""
 
 from __future__ import annotations
 
