@@ -29,8 +29,6 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # These modules of checkpoint/ find weights in a run folder. The other modules of checkpoint/
-    # are in a higher layer.
     "vit.run_folder",
     "vit.weights",
     "vit.training",

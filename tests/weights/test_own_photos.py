@@ -1,5 +1,5 @@
-"""Test that the command in docs/weights.md for a user's own photos trains a model that `vit.load`
-can load and that beats chance."""
+"""Test the command in docs/weights.md that trains on a user's own photos. Its model must load with
+`vit.load` and perform better than chance."""
 
 from __future__ import annotations
 
