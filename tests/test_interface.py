@@ -1,5 +1,4 @@
-"""Test the Python interface: the public names, their arguments, and the suggestions for misspelled
-names."""
+"""Test the public names of the Python interface and their arguments."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ CORE = [
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_timm_file_gives_timms_logits_and_predictions[resnet10t]",
 ]
-"""Tests that cover one case of each kind. They take several seconds per set of kernels."""
+"""Tests that cover one case of each kind and take several seconds per set of kernels."""
 
 
 def passed_with_kernels(capability: str, *tests: str) -> int:
-    """Run tests with the kernels for `capability`, and return the number of tests that passed. No
-    test may fail."""
+    """Run tests with the kernels for `capability`, check that no test fails, and return the number
+    of tests that passed."""
     env = {
         **environment(),
         "ATEN_CPU_CAPABILITY": capability,

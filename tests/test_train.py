@@ -46,7 +46,7 @@ def config(tmp_path: Path, shards: Path) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
     """Return a function that returns the final state of an uninterrupted run on a given number of
-    ranks. Each run is trained only once."""
+    ranks. For each number of ranks, the run is trained only once."""
     made: dict[int, dict[str, str]] = {}
 
     def state(ranks: int) -> dict[str, str]:
@@ -178,8 +178,8 @@ def test_a_resume_repeats_an_interrupted_evaluation(tmp_path):
 def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stopped(
     tmp_path, shards, config
 ):
-    """The data server does not respond. If a run is marked as stopped, Slurm's batch script
-    requeues it."""
+    """The data server in this test does not respond. If a run is marked as stopped, Slurm's batch
+    script requeues it."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=3")
     more = ("train.steps=6", "--allow-change", "train.steps")

@@ -42,7 +42,7 @@ for number in range(1, int(count) + 1):
 
 @dataclass(frozen=True)
 class Look:
-    """A measurement of a process. `at` is the step or start at which it was taken, and `MiB` is the
+    """A measurement of a process. `at` is the step or start of the measurement, and `MiB` is the
     anonymous memory."""
 
     at: int

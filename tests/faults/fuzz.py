@@ -70,8 +70,7 @@ LONGEST_S = 900.0
 
 
 class Refused(Exception):
-    """The exception raised when the program rejects a combination of settings. The message contains
-    the reason."""
+    """The exception raised when the program rejects a combination of settings."""
 
 
 @dataclass

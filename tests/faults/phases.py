@@ -59,8 +59,8 @@ class Missed(Exception):
 class Served:
     """A server for a run's data or folder that can suspend requests.
 
-    `settings` are added to the run's command. The test calls `hold` when it starts the attempt that
-    will be interrupted. `is_held` returns whether a request is currently suspended, and `let_go`
+    `settings` are added to the run's command. A test calls `hold` when it starts the run that it
+    will interrupt. `is_held` returns whether a request is currently suspended, and `let_go`
     releases all suspended requests.
     """
 

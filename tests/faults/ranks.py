@@ -23,8 +23,8 @@ def on_each_number(
     problems. In every attempt except the last, one rank or all ranks are killed at regular
     intervals.
 
-    If `whole` is exact over ranks, the results must be bit-identical. Otherwise, only the batches
-    must match.
+    If `whole` is exact over ranks, the results must be bit-identical. If not, only the batches must
+    match.
     """
     run_dir = folder / "run"
     for number, ranks in enumerate(numbers[:-1], 1):
@@ -44,7 +44,7 @@ def on_each_number(
 
 def two_at_once(whole: Whole, folder: Path) -> list[str]:
     """Start two training runs at the same time on this machine, and a third run in a folder that is
-    already in use. Return a list of problems."""
+    already in use. Return a list of the problems that occurred."""
     folders = [folder / "one", folder / "two"]
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)

@@ -199,7 +199,8 @@ class Soak:
 
 
 def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
-    """Return the end of a part's output line. Raises Failed if `faults` is not empty."""
+    """Return the summary for the end of a part's output line. Raises Failed if `faults` is not
+    empty."""
     if faults:
         raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
     return f"{num_cases}/{num_cases} {result}" if num_cases > 1 else result
@@ -248,7 +249,7 @@ def main() -> int:
             part_began_s = time.monotonic()
             try:
                 line = PARTS[name](soak)
-            except Exception as error:  # continue with the next part
+            except Exception as error:
                 failed.append(name)
                 line = f"{name}: FAILED: {error}"
             print(f"{line} [{duration(time.monotonic() - part_began_s)}]", flush=True)

@@ -24,7 +24,7 @@ TARGETS = ("rank", "worker", "writer")
 _SEIZE = 0x4206
 _INTERRUPT = 0x4207
 _DETACH = 17
-"""The constants from <linux/ptrace.h>."""
+"""The constants of ptrace from <linux/ptrace.h>."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
@@ -77,8 +77,8 @@ def stopped_and_continued(
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """Check for `for_s` seconds that metrics.jsonl does not grow and that the run does not end.
-    Return a list of problems."""
+    """Check for `for_s` seconds that metrics.jsonl does not grow and that the run does not end, and
+    return a list of problems."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)

@@ -112,8 +112,8 @@ def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
 
 
 def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
-    """If a block's access time is in the future, the cache must reset it. Otherwise, the block
-    would always be evicted last."""
+    """If a block's access time is in the future, the cache must reset this time, because the block
+    would otherwise always be evicted last."""
     cache = BlockCache(tmp_path / "cache", 1.0)
     (tmp_path / "cache" / "set").mkdir()
     assert cache.fetch("set/a.block", lambda: Fetched(b"abcd", [4])) == b"abcd"

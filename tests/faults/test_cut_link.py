@@ -95,8 +95,8 @@ def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, confi
 
 
 def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
-    """Without the store's host, no process can report that the store is gone. The other host must
-    exit after its own timeout."""
+    """If the store's host is switched off, no process can report that the store is gone, so the
+    other host must exit after its own timeout."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")

@@ -322,8 +322,8 @@ def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# Python prints an unhandled exception in a thread and continues. This mark makes the test fail
-# instead.
+# Python only prints unhandled exceptions in threads, so this mark makes such an exception fail the
+# test.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):

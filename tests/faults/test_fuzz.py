@@ -22,8 +22,8 @@ def data(shards) -> Data:
 @needs("remote_runs")
 @pytest.mark.full
 def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, tmp_path):
-    """The combination is exact over ranks, uses Muon, and rewinds after loss spikes. The test also
-    trains it on two and on three ranks."""
+    """The run is exact over ranks, uses Muon, and rewinds after loss spikes. The test repeats the
+    run on two and on three ranks."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
     drawn = draw(random.Random(0), data)

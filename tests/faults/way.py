@@ -18,9 +18,10 @@ class Way:
     """A proxy that injects faults into the requests to an S3 server. In the environment, the
     proxy's address replaces the server's address.
 
-    `fault` is called with the method and path of each request. It returns None if the request must
-    succeed, or a status and an S3 error code such as "503 SlowDown". It returns "cut" to close the
-    connection in the middle of the body, or "hold" to block the request until `let_go` is set.
+    `fault` is called with the method and path of each request. If `fault` returns None, the request
+    succeeds. If `fault` returns a status and an S3 error code such as "503 SlowDown", the request
+    fails with this error. "cut" closes the connection in the middle of the body, and "hold" blocks
+    the request until `let_go` is set.
 
     `requests` lists all requests in order of arrival.
     """

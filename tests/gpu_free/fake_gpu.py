@@ -97,7 +97,7 @@ def _forget_constants() -> None:
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
     """Replace the parameters and buffers of `model` with fake tensors of the same shapes on `GPU`.
 
-    The function must be called inside the mode. `Module.to` cannot be used, because it swaps
+    Call this function inside the mode. `Module.to` cannot be used here, because `Module.to` swaps
     tensors, which fake tensors do not allow.
     """
     for module in model.modules():
@@ -123,7 +123,8 @@ class Launches(TorchDispatchMode):
         self.device = device
         self.by_name: Counter[str] = Counter()
         self.by_line: Counter[tuple[str, str]] = Counter()
-        """Counts by (name, `module.py:line`). In the backward pass, the line is empty."""
+        """The number of launches of each operation by (name, `module.py:line`). The line is empty
+        for operations in the backward pass."""
 
     def total(self) -> int:
         return self.by_name.total()

@@ -125,7 +125,7 @@ def launched_forward(config: AugmentConfig) -> Launches:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_operation_before_the_backward_pass_has_a_deterministic_form(name, deterministic):
     """Even on a fake GPU, torch raises an error for some of the operations without a deterministic
-    implementation. The test compares the names of all other operations with the list."""
+    implementation. The test looks up the names of all other operations in torch's list."""
     counted = launched_forward(POLICIES[name])
     assert counted.total() > 100
     assert not counted.by_name.keys() & WITHOUT_ORDER
@@ -152,8 +152,8 @@ def test_every_operation_of_the_backward_pass_has_a_deterministic_form(fields, d
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_an_operation_without_a_deterministic_form_is_detected(deterministic, monkeypatch):
-    """The first operation is only in torch's list. The second operation raises an error even
-    without a GPU."""
+    """The test uses one operation that is only in torch's list, and one for which torch raises an
+    error even without a GPU."""
     image = torch.zeros(1, 3, 8, 8, requires_grad=True)
     with Launches("cpu") as counted:
         torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear").sum().backward()

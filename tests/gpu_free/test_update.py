@@ -63,7 +63,7 @@ def test_every_optimizer_is_tried():
 
 
 def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> TrainStep:
-    """Return a step whose parameters already have gradients. The function must be called inside
+    """Return a training step whose parameters already have gradients. Call this function inside
     `gpu_without_memory`."""
     # Skip the conversion to fp32, which fails for fake tensors even if they are already fp32.
     monkeypatch.setattr(nn.Module, "float", lambda self: self)

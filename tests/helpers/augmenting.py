@@ -78,8 +78,8 @@ def one_op(
 ) -> np.ndarray:
     """Apply the single operation `op` to the images, and return integer gray levels.
 
-    `values` contains the strength and the position. Each of them is either one number for all
-    images or one number per image.
+    `values` contains the strength and the position, each as one number for all images or one number
+    per image.
     """
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0

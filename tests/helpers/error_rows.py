@@ -112,7 +112,7 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with a config in which commands are run. The object stores the output of the last
+    """A folder with a config in which commands are run. A `Place` stores the output of the last
     command and the files that this command changed."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):

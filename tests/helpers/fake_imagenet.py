@@ -82,7 +82,7 @@ def odd_images(seed: int = 0) -> dict[str, bytes]:
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
-    turned[0x0112] = 6  # rotate by 90 degrees
+    turned[0x0112] = 6  # EXIF orientation 6 rotates the image by 90 degrees
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),

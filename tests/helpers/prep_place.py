@@ -44,8 +44,8 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder in which data_prep commands are run. The object stores the output of the last
-    command and the files that this command changed."""
+    """A folder in which data_prep commands are run. A `Place` stores the output of the last command
+    and the files that this command changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -71,7 +71,7 @@ class Place:
         else:
             try:
                 self.status = importlib.import_module(f"data_prep.{module}").main(line)
-            except SystemExit as stopped:  # argparse raises this exception
+            except SystemExit as stopped:
                 self.status = int(stopped.code or 0)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)

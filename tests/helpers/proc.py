@@ -39,8 +39,8 @@ def status_of(pid: int) -> dict[str, str]:
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
     """Return the fields that follow the name in the `stat` file of a process or thread.
 
-    The first two fields are the state (R, S, D, T, Z, ...) and the parent's process id. They are
-    fields 3 and 4 in proc(5).
+    The first two of these fields are the state (R, S, D, T, Z, ...) and the parent's process id,
+    which proc(5) lists as fields 3 and 4.
     """
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()

@@ -42,7 +42,7 @@ from vit.weights.save import SEAL
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
-"""The folder that contains launch/. It is either the repository or an installed package
+"""The folder that contains launch/, which is either the repository or an installed package
 (tests/project/test_wheel.py)."""
 TINY = [
     "model.embed_dim=32",
@@ -304,8 +304,8 @@ class Background:
     def workers(self) -> list[int]:
         """Return the ids of the processes that actually train, which a test can stop with SIGSTOP.
 
-        For forked ranks, these are the forked processes. Ranks that have not started yet are
-        omitted.
+        If the ranks are forked, the ids are those of the forked processes. Ranks that have not
+        started yet are omitted.
         """
         pids = []
         for pid in self.trainers():
@@ -350,7 +350,7 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor. The function supports every dtype, including bfloat16."""
+    """Return the bytes of a tensor of any dtype, including bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -188,8 +188,8 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
 
 
 def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
-    """While one rank's loader is stalled, the other ranks wait in the all-reduce. Their waiting
-    time must not be recorded as waiting for data."""
+    """While one rank's loader is stalled, the other ranks wait in the all-reduce. The time in the
+    all-reduce must not be recorded as waiting for data."""
     run_dir = tmp_path / "run"
     settings = [
         "train.steps=1000000",

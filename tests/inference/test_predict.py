@@ -1,5 +1,5 @@
-"""Test `launch/predict.py`. Its predictions must equal those of `vit.load`, its rows must follow
-the order of the arguments, and it must name unreadable files."""
+"""Test that `launch/predict.py` makes the same predictions as `vit.load`, writes its rows in the
+order of the arguments, and names unreadable files."""
 
 from __future__ import annotations
 

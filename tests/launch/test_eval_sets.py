@@ -1,5 +1,5 @@
-"""Test additional evaluation sets. Their results must be as exact as those of the validation split,
-and all outputs must contain their names."""
+"""Test that the results of additional evaluation sets are as exact as those of the validation
+split, and that the names of the sets appear in all outputs."""
 
 from __future__ import annotations
 
@@ -172,10 +172,11 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
 
 
 def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
-    """ImageNet-V2's folders are named 0, 1, 2, ... 11. If these names are sorted as text, the order
-    is wrong."""
+    """ImageNet-V2's folders are named with the numbers from 0. If these names are sorted as text,
+    the order is wrong."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
-    names = sorted(f"class{label}" for label in range(12))  # the same labels as in the shards
+    # The labels are the same as in the shards.
+    names = sorted(f"class{label}" for label in range(12))
     for label, name in enumerate(names):
         shutil.copytree(tmp_path / "images" / "val" / name, tmp_path / "v2" / str(label))
     for order in ("text", "number"):

@@ -1,4 +1,5 @@
-"""Test details of the training command. Its error messages are tested in tests/project/errors."""
+"""Test details of the training command. The error messages of this command are tested in
+tests/project/errors."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python tests/loggers/draw_wandb_page.py runs/demo docs/images/wandb.png
 
 The script imitates the layout of W&B, which has one section per key prefix and one panel per key.
-It reads the history and the images from RUN/wandb/offline-run-*, and draws some of the panels.
-These are the files that `wandb sync` would upload.
+The history and the images are read from RUN/wandb/offline-run-*, which contains the files that
+`wandb sync` would upload.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def draw(run_dir: Path, out: Path) -> None:
             panel.set_title(key, fontsize=8)
             panel.tick_params(labelsize=6)
             if key in media:
-                panel.imshow(
-                    plt.imread(part.parent / "files" / media[key])[:1400]
-                )  # there are many attention panels
+                panel.imshow(plt.imread(part.parent / "files" / media[key])[:1400])
                 panel.axis("off")
                 continue
             points = [(row[AXIS], row[key]) for row in history if key in row]

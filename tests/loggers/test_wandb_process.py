@@ -100,8 +100,8 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
 
 
 def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, server, capfd):
-    """The second attempt repeats steps 2 and 3. Their values from the first attempt must be
-    kept."""
+    """The second attempt repeats steps 2 and 3, but W&B must keep the values of the first
+    attempt."""
     one_run(tmp_path, range(0, 4))
     first = numbers(server.history)
     assert first == expected(range(4))
@@ -125,8 +125,7 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
 
 
 def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
-    """The test continues a finished run. W&B counts each logged image as a step, but metrics.jsonl
-    has no such steps."""
+    """W&B counts each logged image as a step, but metrics.jsonl has no such steps."""
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     for restarts, steps in enumerate((range(3), range(3, 6))):
         record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)

@@ -15,8 +15,8 @@ from vit.loggers.wandb_upload import ToWandb
 
 
 def with_record(folder: Path) -> Path:
-    """Return the folder of a run that has never been sent to W&B. Its second attempt starts at step
-    2."""
+    """Return the folder of a run that has never been sent to W&B and whose second attempt starts at
+    step 2."""
     one_run(folder, range(1, 6), setting="off")
     one_run(folder, range(3, 9), setting="off", restarts=1)
     return folder

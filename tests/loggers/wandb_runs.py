@@ -94,8 +94,8 @@ def expected(steps: range, restarts: int = 0) -> list[dict]:
 
 
 def recorded(folder: Path) -> list[dict]:
-    """Return the rows that W&B must show. These are the lines of metrics.jsonl, except for those
-    that a later line replaces."""
+    """Return the rows that W&B must show, which are all lines of metrics.jsonl that are not
+    replaced by a later line."""
     lines = record_of(folder)
     restarts = 0
     rows = []
@@ -155,8 +155,8 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
 
 
 def wandb_pids() -> list[int]:
-    """Return the ids of the W&B processes that this test has started. They are recognized by their
-    home folder."""
+    """Return the ids of the W&B processes that this test has started, which have the test's home
+    folder in their environment."""
     return [
         pid
         for pid in all_pids()
@@ -177,7 +177,8 @@ def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
 
 
 class Server:
-    """A W&B server that supports runs but not tables. Its mode is either "ok" or "hang"."""
+    """A W&B server that supports runs but not tables. The server's mode is either "ok" or
+    "hang"."""
 
     def __init__(self) -> None:
         self.mode = "ok"

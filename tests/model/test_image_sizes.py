@@ -36,8 +36,8 @@ def with_others(**fields) -> nn.Module:
 )
 @pytest.mark.parametrize("size", OTHERS)
 def test_logits_and_gradients_equal_timm_with_dynamic_img_size(fields, size):
-    """timm resizes its position embeddings in each forward pass as well. It uses torch's resize, so
-    gradients flow through the resize."""
+    """timm resizes its position embeddings in each forward pass as well. Because timm uses torch's
+    resize, gradients flow through the resize."""
     model = with_others(**fields)
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=OWN, dynamic_img_size=True, **TINY, **fields

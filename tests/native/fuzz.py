@@ -77,10 +77,11 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """Return a JPEG whose only block needs 64 codes of 16 bits, each followed by a 15-bit value.
-    The file ends before all of these bits.
+    """Return a JPEG that makes the decoder try to read as far beyond the end of the file as
+    possible.
 
-    This file makes the decoder try to read as far beyond the end as possible.
+    The only block of this JPEG needs 64 codes of 16 bits, each followed by a 15-bit value, but the
+    file ends before these bits.
     """
 
     def segment(marker: int, content: bytes) -> bytes:
@@ -138,7 +139,7 @@ def run(
     """Run the fuzzer, and return its exit status and its output.
 
     If a file fails, the fuzzer saves this file next to the folder of seeds. `fill` is the value of
-    each byte in newly allocated memory. With -1, the sanitizer's default is used.
+    each byte in newly allocated memory, or -1 for the sanitizer's default.
     """
     options = "quarantine_size_mb=64"
     if fill >= 0:

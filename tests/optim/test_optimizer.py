@@ -309,7 +309,7 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_muon_equals_torch_with_a_separate_adam(nesterov):
-    """torch's Muon supports only matrices. Its code is independent of timm's Muon."""
+    """torch's Muon supports only matrices, and its code is independent of timm's Muon."""
     model = small_model()
     theirs = copy.deepcopy(model)
     config = MuonConfig(

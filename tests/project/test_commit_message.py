@@ -1,5 +1,4 @@
-"""Test the check of commit messages. The tests call it in the same way as the Git hook and the CI
-workflow."""
+"""Test the check of commit messages in the same way as the Git hook and the CI workflow call it."""
 
 from __future__ import annotations
 

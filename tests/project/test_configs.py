@@ -44,7 +44,7 @@ MAE_TABLE_11 = {
     "model.drop_path_rate": 0.1,
     "ema.decay": 0.9999,
 }
-# The same table, columns ViT-L and ViT-H.
+# The values for ViT-L and ViT-H are from the same table.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
 # The options are from the commands in facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning
 # for ViT-S, B and L at resolution 384x384". Options that the commands omit have the default values
@@ -53,25 +53,25 @@ DEIT3_FINETUNE_384 = {
     "optim.name": "adamw",  # --opt adamw
     "optim.lr": 1e-5,  # --lr 1e-5 --unscale-lr
     "optim.weight_decay": 0.1,  # --weight-decay 0.1
-    "optim.betas": [0.9, 0.999],  # default
-    "optim.eps": 1e-8,  # default
-    "optim.clip_grad_norm": None,  # default
+    "optim.betas": [0.9, 0.999],
+    "optim.eps": 1e-8,
+    "optim.clip_grad_norm": None,
     "data.global_batch_size": 512,  # --batch 32 --nodes 2 --ngpus 8, or 16 on 4 nodes
-    "data.interpolation": "bicubic",  # default
+    "data.interpolation": "bicubic",
     "schedule.name": "cosine",  # --sched cosine
-    "schedule.min_lr": 1e-5,  # default
+    "schedule.min_lr": 1e-5,
     "schedule.warmup_epochs": 5,  # --warmup-epochs 5
     "train.epochs": 20,  # --epochs 20
     "ema.decay": None,  # main.py computes averaged weights, but never evaluates them
     "augment.randaugment_layers": 2,  # --aa rand-m9-mstd0.5-inc1
     "augment.randaugment_magnitude": 9,
     "augment.randaugment_magnitude_std": 0.5,
-    "augment.crop_scale": [0.08, 1.0],  # default
-    "augment.hflip_prob": 0.5,  # default
+    "augment.crop_scale": [0.08, 1.0],
+    "augment.hflip_prob": 0.5,
     "augment.mixup_alpha": 0.8,  # --mixup .8
     "augment.cutmix_alpha": 1.0,  # --cutmix 1.0
-    "augment.mix_prob": 1.0,  # default
-    "augment.cutmix_switch_prob": 0.5,  # default
+    "augment.mix_prob": 1.0,
+    "augment.cutmix_switch_prob": 0.5,
     "loss.label_smoothing": 0.1,  # --smoothing 0.1
     "model.proj_drop_rate": None,  # --drop 0.0
     "eval.crop_pct": 1.0,  # --eval-crop-ratio 1.0
@@ -90,7 +90,7 @@ TABLES = {
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
 # In addition to the settings of its source, a recipe may set paths, hardware options, and the
-# frequency of logs and evaluations. The other recipes are tested in
+# frequency of logs and evaluations. Recipes without a source in this file are tested in
 # tests/extras/recipes/test_shipped.py.
 OURS = {
     "model.name",

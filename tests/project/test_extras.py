@@ -26,7 +26,7 @@ NEEDED_BY = {
     "stream": ("stream.urls=a.tar", "stream.urls needs"),
 }
 """Maps each extra to an argument of launch/train.py that requires it, and to the first words of the
-expected error. The other extras cannot be required by a config."""
+expected error. Extras that are not listed cannot be required by a config."""
 SCRIPT = """
 import importlib, pkgutil, sys
 import vit, data_prep

@@ -63,7 +63,7 @@ MOST_IMPORTS = 20
 """The maximum number of project modules that one file may import."""
 MOST_FILES = 10
 MOST_FOLDERS = 14
-"""The maximum number of packages directly in vit/."""
+"""The maximum number of packages directly inside vit/."""
 NEEDS_TORCH = (
     "vit.system.device_memory",
     "vit.system.devices",
@@ -91,7 +91,6 @@ class Arrow(NamedTuple):
     target: str
     line: int
     is_late: bool
-    """Whether the import is inside a function."""
 
 
 @functools.cache

@@ -193,7 +193,8 @@ def test_splits_srun_arguments_as_a_shell_does(cluster):
 
 @pytest.mark.parametrize("ranks", ["a[$(touch HARM)]", "08"])
 def test_rejects_a_number_of_ranks_that_is_not_a_number(ranks, cluster):
-    """In arithmetic expressions, bash executes embedded commands. It also rejects the number 08."""
+    """In arithmetic expressions, bash executes embedded commands, and rejects 08 as an invalid
+    octal number."""
     assert batch(cluster, "train.sh", RANKS_PER_NODE=ranks) == []
     assert batch(cluster, "train.sh", SRUN_ARGS="'not closed") == []
 

@@ -58,7 +58,7 @@ NEEDS = (
     ("configs/animals10.yaml", "A1"),
     ("data/animals10 ", "A1"),
 )
-"""Maps a part of a command to a row of the table. The first command of this row must run before the
+"""Maps a part of a command to a row of the table whose first command must run before this
 command."""
 CHEAP = "shapes vit_b16"
 """The end of the only command that `make test` runs. All other commands are marked `full`."""

@@ -1,7 +1,7 @@
-"""Limit the sizes of functions and folders.
+"""Test that functions and folders do not exceed a size limit.
 
-`LARGER` lists exceptions with their own limits. These limits must not be raised. When a function or
-folder fits the general limit, remove its exception.
+`LARGER` lists exceptions with their own limits, which must not be raised. When a function or folder
+fits the general limit, remove its exception.
 """
 
 from __future__ import annotations

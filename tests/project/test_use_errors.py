@@ -1,6 +1,6 @@
 """Test the rows of errors/rows.yaml about prediction and plots.
 
-The commands run in the process of the test. If they detect a mistake, they raise ValueError.
+The commands run in the process of the test, and raise ValueError if they detect a mistake.
 """
 
 from __future__ import annotations

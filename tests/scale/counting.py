@@ -125,7 +125,7 @@ class Counts:
 
 
 class Store(dist.Store):
-    """A replacement for torch's store that keeps its values in the dict `entries`. It counts
+    """A replacement for torch's store that keeps its values in the dict `entries`, and counts
     requests in the way a TCPStore would receive them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):

@@ -91,8 +91,8 @@ class _Waits(BaseException):
 
 
 class _SendingStore:
-    """The store of a simulated rank. It accepts messages, and raises _Waits when the rank reads for
-    the first time."""
+    """The store of a simulated rank, which accepts messages and raises _Waits when the rank reads
+    for the first time."""
 
     def __init__(self, store: dist.Store):
         self._store = store

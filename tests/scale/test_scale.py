@@ -17,18 +17,17 @@ MANY = 64
 RANKS_OF_A_HOST = 8
 HERE = REPOSITORY / "tests" / "scale"
 OF_A_RANK = {
-    "start: ranks meet": 260,  # a description of each rank's host, sent once
+    "start: ranks meet": 260,  # each rank sends a description of its host once
     "start: hosts compared": 80,
-    "watch: a beat": 80,  # sent every 30 s
+    "watch: a beat": 80,  # each rank sends a heartbeat every 30 s
 }
 """The number of bytes per rank that rank 0 may read from the store in each part. In all other
 parts, this number is 0."""
 OF_A_HOST = {"start: ranks meet": 40}
 """The number of bytes per host that every other rank may read to learn the host names."""
 SUMMED = {"step": 4 * (1 + len(LOADER_COUNTS) / 5), "evaluation": 4}
-"""The number of bytes per rank in collectives. In each step, a rank sends the time that it waited
-for data. For each line of metrics (every five steps in this test), a rank sends its loader
-counters."""
+"""The number of bytes per rank in collectives. In each step, a rank sends the time for which it
+waited for data. Every five steps, a rank sends its loader counters."""
 DIGITS = 3
 """The number of decimal digits by which a number may become longer as the number of ranks grows."""
 

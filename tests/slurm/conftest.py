@@ -28,8 +28,8 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# All timeouts are short. All other settings have Slurm's default values. The GPUs do not exist, but
-# scripts that request GPUs can run unchanged.
+# All timeouts are short, and all other settings have Slurm's default values. The GPUs do not exist,
+# but scripts that request GPUs can run unchanged.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={first_job}

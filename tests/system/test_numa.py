@@ -20,8 +20,8 @@ NEAR_1 = {*range(16, 32), *range(48, 64)}
 
 
 def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
-    """Create the kernel's files for a host whose GPUs are on the given NUMA nodes. An unknown node
-    is ""."""
+    """Create the kernel's files for a host whose GPUs are on the given NUMA nodes. The value ""
+    stands for an unknown node."""
     for address, node in zip(GPUS, nodes, strict=False):
         if node:
             path = folder / "sys/bus/pci/devices" / address / "numa_node"

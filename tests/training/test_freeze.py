@@ -178,8 +178,7 @@ def test_freezing_combines_with_all_other_changes_of_a_step(
 @pytest.mark.parametrize("frozen", ["none", "backbone", 0, 1, 3])
 def test_counts_the_same_operations_as_torch(frozen):
     """torch counts the operations of a real backward pass. The test excludes the gradient of the
-    images. It also excludes attention, because torch counts the recomputation in the backward
-    pass."""
+    images, and excludes attention because torch counts the recomputation in the backward pass."""
     model = model_of(depth=3)
     freeze(model, frozen)
     images = torch.randn(2, 3, 16, 16)

@@ -128,7 +128,8 @@ def test_a_non_finite_logit_makes_the_loss_nan_but_does_not_affect_the_counts(ba
 
 
 def test_calibration_follows_guo_with_fifteen_bins_and_adds_up_in_any_order():
-    """The test computes Equation 3 of Guo et al. 2017 image by image for comparison."""
+    """For comparison, the test evaluates the formula for the calibration error (Equation 3 in Guo
+    et al., 2017) image by image."""
     logits, labels = examples(400, num_classes=6)
     confidence, predicted = logits.double().softmax(1).max(1)
     error = 0.0

@@ -1,5 +1,5 @@
-"""Test distillation from a teacher. The losses must match those of timm and DeiT, and the teacher
-must see the correct images."""
+"""Test that the losses of distillation from a teacher match those of timm and DeiT, and that the
+teacher sees the correct images."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Says(nn.Module):
         self.in_chans = 3
 
     def set_distilled_training(self, enable: bool) -> None:
-        """Do nothing, because timm only requires that this method exists."""
+        """Do nothing."""
 
     def forward(self, images: torch.Tensor):
         return tuple(self.logits) if len(self.logits) > 1 else self.logits[0]
@@ -174,8 +174,7 @@ def test_a_teacher_sees_the_same_images_at_its_own_size_and_normalization():
 
 
 def weights_file(path, names=NAMES, data=(), **model):
-    """Write the weights of an untrained model in the format of a run. The weights of the head are
-    not zero."""
+    """Write the weights of an untrained model whose head is not zero, in the format of a run."""
     torch.manual_seed(3)
     config = settings(model=model, data=data)
     network = create_model(config.model, num_classes=len(names))
@@ -330,7 +329,7 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
         model_names = {name for name in file.keys() if name.startswith("model.")}  # noqa: SIM118
     assert len(model_names) == len(loaded.weights)
 
-    # only the teacher changes
+    # only the teacher is different in this run
     other = tmp_path / "other.safetensors"
     weights = load_file(teacher)
     weights["head.bias"] += 1

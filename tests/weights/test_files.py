@@ -1,5 +1,5 @@
-"""Test weights files from other programs. Position embeddings must be resampled as in timm, reading
-must not run code, loading must be strict, and files must be written completely or not at all."""
+"""Test weights files from other programs: position embeddings are resampled as in timm, no code is
+run, loading is strict, and files are written completely or not at all."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -243,7 +243,7 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
     assert read_weights(path).grid_size == (8, 8)
     damaged = {
         "config": ["[]", "null", '{"model":'],
-        "num_classes": ["ten", "0", "9"],  # fewer classes than names
+        "num_classes": ["ten", "0", "9"],  # the file has fewer classes than class names
         "grid_size": ['"8x8"', "[8]", "8"],
         "step": ["last"],
         "class_names": ["[1, 2]", '"a"'],
@@ -256,8 +256,8 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
 
 
 def test_an_error_of_the_operating_system_is_one_line(tmp_path):
-    """Tests may run as root, and root can read any file. The test therefore causes other errors
-    than missing permissions."""
+    """Tests may run as root, and root can read any file. The test therefore triggers errors that
+    are not about permissions."""
     os.mkfifo(tmp_path / "pipe.pth")
     (tmp_path / "loop.pth").symlink_to("loop.pth")
     for name, message in {"pipe": "is not a regular file", "loop": "is a broken link"}.items():
@@ -268,8 +268,8 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path):
 
 
 def test_quantised_weights_are_refused(tmp_path):
-    """The scales are stored as separate tensors. Without these scales, the integers are
-    meaningless."""
+    """The scales are stored as separate tensors, and the integers are meaningless without these
+    scales."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):

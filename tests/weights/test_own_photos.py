@@ -1,5 +1,5 @@
-"""Test the command in docs/weights.md that trains on a user's own photos. Its model must load with
-`vit.load` and perform better than chance."""
+"""Test that the command in docs/weights.md for a user's own photos trains a model that loads with
+`vit.load` and performs better than chance."""
 
 from __future__ import annotations
 
