@@ -84,7 +84,6 @@ def test_names_a_rank_with_unplanned_rows_and_ends_all(config, tmp_path):
 
 
 def shifted(batch: Batch) -> Batch:
-    """Return the batch with one sample replaced by the next sample."""
     ids = batch.ids.clone()
     ids[-1] = (ids[-1] + 1) % 60
     return replace(batch, ids=ids)

@@ -52,7 +52,6 @@ class Look:
 
 
 def look(pid: int | str, at: int) -> Look:
-    """Measure a process. Raises ProcessLookupError if the process has exited."""
     folder = Path("/proc", str(pid))
     try:
         rows = (row.partition(":") for row in (folder / "status").read_text().splitlines())

@@ -103,8 +103,6 @@ class Result:
 
 @dataclass(frozen=True)
 class Fuzz:
-    """The inputs shared by all runs: shards, models, a config and an S3 server."""
-
     folder: Path
     data: Data
     config: Path
@@ -237,7 +235,6 @@ def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
 
 
 def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
-    """Map the name of each result in the run folder to its value or digest."""
     contents: dict[str, Any] = dict(final_state(run_dir, steps))
     # Skip the symbolic links to weights files, because links cannot be stored at a URL.
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
@@ -264,7 +261,6 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """Return the last line that starts with "error: " in a program's output."""
     return text[text.rfind("error: ") :].strip()
 
 
@@ -272,7 +268,6 @@ def _error(text: str) -> str:
 
 
 def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -> list[Result]:
-    """Test one seed after another until the time `until_s` (as returned by `time.monotonic`)."""
     with redirect_stdout(sys.stderr):
         data = make_data(folder)
     config = folder / "fuzz.yaml"

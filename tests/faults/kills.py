@@ -81,16 +81,12 @@ class Whole:
         return [*faults, f"left over: {left}"] if left else faults
 
     def checksum(self, first: int, last: int) -> str:
-        """Return the checksum of the samples in batches `first` to `last` (inclusive), in the
-        format of metrics.jsonl."""
         rows = [sample for batch in self._batches[first : last + 1] for sample in batch]
         return f"{sum(map(mix, rows)) % 2**64:016x}"
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A description of how a run was interrupted, and the problems found after it was resumed."""
-
     phase: Phase
     ranks: int
     victims: str

@@ -22,7 +22,6 @@ STEPS = 12
 
 @contextmanager
 def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
-    """Serve `shards` over HTTP or S3 through a `Gate`, and yield the URL and the gate."""
     files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
     if kind == "http":
         with (
@@ -43,7 +42,6 @@ def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
 
 
 def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str]:
-    """Return settings for a training run whose cache has space for only two of the three shards."""
     room = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75
     return [
         f"data.root={url}",

@@ -94,7 +94,6 @@ def served(
 
 @contextmanager
 def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served]:
-    """Store the run at a URL, and suspend the upload of one randomly chosen object."""
     with Way(s3.port) as proxy:
         url = f"{s3.new_bucket()}/runs/x"
         left = [rng.randrange(1, 40)]  # a run of 24 steps uploads about 50 objects

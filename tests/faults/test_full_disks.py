@@ -81,9 +81,6 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 
 class Writer(NamedTuple):
-    """A function that writes files into a folder. `prepare` creates the files that must exist
-    before the test."""
-
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None
     names: str = ""
@@ -162,7 +159,6 @@ def results(folder: Path) -> None:
 
 
 def fetched(folder: Path) -> None:
-    """Read a run at a URL through a cache on the small disk."""
     local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
     place_at_url = Path(os.environ["PLACE_WITH_ROOM"])
     (place_at_url / "weights").mkdir(exist_ok=True)

@@ -94,7 +94,6 @@ def test_a_resumed_run_may_enable_determinism(config, tmp_path):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """Enable deterministic algorithms for one test in the same way as `join_world`."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)
     yield
@@ -102,8 +101,6 @@ def deterministic(monkeypatch):
 
 
 def launched_forward(config: AugmentConfig) -> Launches:
-    """Return the operations that are launched on the fake GPU by augmentation, a forward pass and
-    the metrics."""
     model = create_model("vit_ti8", (40, 120), 10, depth=1, drop_path_rate=0.1, init_values=0.1)
     table = torch.from_numpy(mixed_table(config, 56, (40, 120)))
     counted = Launches("cuda")

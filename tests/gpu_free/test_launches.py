@@ -60,7 +60,6 @@ def make_step() -> TrainStep:
 
 
 def launched_by_part() -> dict[str, Launches]:
-    """Count the operations in each part of a step, and in the whole step."""
     step = make_step()
     parts = {name: Launches("cpu") for name in ("inputs", "forward", "backward", "update", "step")}
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)

@@ -58,7 +58,6 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run two steps, and return the lines at which the second step waits for the GPU."""
     model = create_model("vit_ti8", 24, 5, embed_dim=32, depth=2, num_heads=2)
     with gpu_without_memory() as mode:
         move_to_fake_gpu(model)
@@ -93,8 +92,6 @@ def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, place: str, fault: Callable[[torch.Tensor], object]):
-    """Replace the function at `place` with a wrapper that first applies `fault` to a tensor on the
-    GPU."""
     owner, name = PLACES[place]
     unchanged = getattr(owner, name)
 

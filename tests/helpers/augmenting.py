@@ -94,7 +94,6 @@ def one_op(
 def at_strengths(
     config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]
 ) -> Iterator[np.ndarray]:
-    """Apply one operation at every strength in a single batch."""
     levels = one_op(
         config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images))
     )

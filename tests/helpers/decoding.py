@@ -18,7 +18,6 @@ needs_native = pytest.mark.skipif(
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Return an image that resembles a photo, with smooth shapes, edges and some noise."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (

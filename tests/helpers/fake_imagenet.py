@@ -54,7 +54,6 @@ class Fake:
         }
 
     def images(self, split: str) -> dict[str, bytes]:
-        """Map each key in the split to its encoded image."""
         named = (
             self.val
             if split == "val"
@@ -300,8 +299,6 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """Return all files of Kaggle's imagenet-object-localization-challenge. The rows of its tables
-    are in random order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
         for wnid, images in fake.train.items()

@@ -1,5 +1,3 @@
-"""Create a `TrainStep` without a config."""
-
 from __future__ import annotations
 
 from typing import Any

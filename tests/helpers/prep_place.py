@@ -77,7 +77,6 @@ class Place:
         self.after = snapshot(self.folder)
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
-        """Run the command that prepares a source, with `out` as its output folder."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:

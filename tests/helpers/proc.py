@@ -10,7 +10,6 @@ from pathlib import Path
 
 
 def all_pids() -> list[int]:
-    """Return the ids of all processes, including zombies."""
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
 
 

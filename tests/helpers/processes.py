@@ -148,8 +148,6 @@ def call(
     cwd: Path = REPOSITORY,
     timeout_s: float = 240,
 ) -> subprocess.CompletedProcess:
-    """Run a command, and wait until it and all of its child processes have exited. Return stdout
-    and stderr as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
         stdout, stderr = family.communicate(timeout_s)
@@ -205,8 +203,6 @@ def run_here(script: str, *arguments: object) -> None:
 def train(
     config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Train until the run ends. If the exit status is not 0, the test fails and shows the
-    output."""
     done = run(
         "launch/train.py",
         "--config",
@@ -268,7 +264,6 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until metrics.jsonl contains a complete checkpoint at `step` or later."""
         deadline = time.monotonic() + timeout_s
         while last_checkpoint(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -334,7 +329,6 @@ def _rank_of(pid: int) -> int:
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the last step in metrics.jsonl, or -1 if the file contains no step."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1

@@ -13,7 +13,6 @@ class Stored(NamedTuple):
 
 
 def stored(root: Path, split: str) -> dict[str, Stored]:
-    """Return the samples of a split by key."""
     members: dict[str, bytes] = {}
     for path in root.glob(f"{split}-*.tar"):
         with tarfile.open(path) as tar:

@@ -79,7 +79,6 @@ def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
 
 
 def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> GuardHook:
-    """Return the guard of a rank that does not write metrics."""
     loaded = load_config(config, [*TINY, *settings])
     return begun(loaded, state, Record(folder, loaded.log, False, total_steps=99))
 

@@ -37,8 +37,6 @@ HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 
 
 def machine(root: Path, files: dict[str, object]) -> Path:
-    """Create copies of the kernel's files in a folder, and return the folder. `files` maps paths to
-    contents."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from processes import TINY, run_here, write_config
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a tiny model on three classes for three steps, and return the run folder."""
     folder = tmp_path_factory.mktemp("tiny")
     config = write_config(folder, shards, steps=3)
     settings = [*TINY, f"run.dir={folder / 'run'}", "ema.decay=null"]

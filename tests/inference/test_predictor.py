@@ -20,7 +20,6 @@ from vit.system.files import WeightsError
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a run for three steps. `vit.load` uses the averaged weights of this run."""
     folder = tmp_path_factory.mktemp("run")
     config = write_config(folder, shards, steps=3)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")

@@ -20,7 +20,6 @@ from vit.weights.files import read_weights
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a run on three classes for three steps."""
     folder = tmp_path_factory.mktemp("base")
     run_here(
         "launch/train.py",

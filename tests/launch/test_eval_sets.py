@@ -86,7 +86,6 @@ def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str,
 
 
 def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
-    """Return the model's logits for each validation image, and the labels."""
     config = config_of(root, {})
     split = open_split(root, "val")
     model = ByColour()
@@ -288,7 +287,6 @@ def results_of(run_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a run for six steps with two additional evaluation sets."""
     folder = tmp_path_factory.mktemp("sets")
     arguments = set_words(shards, folder)
     config = write_config(folder, shards, steps=6)

@@ -29,7 +29,6 @@ BACKGROUND = "#f7f8fa"
 
 
 def draw(run_dir: Path, out: Path) -> None:
-    """Plot the newest offline run in `run_dir`, and save the image to `out`."""
     part = parts(run_dir)[-1]
     run_id, _, history = read_wandb(part)
     media = {

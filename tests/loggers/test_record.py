@@ -222,7 +222,6 @@ time.sleep(float(sys.argv[2]))
 
 
 def hold(folder: Path, seconds: float) -> subprocess.Popen:
-    """Start a second process that locks the run folder for this many seconds."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), str(seconds)],
         stdout=subprocess.PIPE,

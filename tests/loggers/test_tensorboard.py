@@ -30,7 +30,6 @@ def started(folder: Path, step: int) -> Record:
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Read all event files with TensorBoard, and map each name to a list of (step, time, value)."""
     everything = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "images": 0})
     everything.Reload()
     return {

@@ -46,7 +46,6 @@ def holds(tmp_path_factory) -> Callable[[float], bool]:
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[list[bytes]], str]]:
-    """Start servers that send the given bytes to every client in intervals of half a second."""
     sockets = []
 
     def serve(listener: socket.socket, pieces: list[bytes]) -> None:

@@ -77,7 +77,6 @@ def parts(folder: Path) -> list[Path]:
 
 
 def numbers(history: list[dict]) -> list[dict]:
-    """Return the logged values without W&B's own columns, images and tables."""
     lines = [
         {key: value for key, value in line.items() if not key.startswith(("_", "report/"))}
         for line in history
@@ -264,7 +263,6 @@ class Server:
         return {}
 
     def leave(self) -> None:
-        """Refuse all further connections."""
         self._http.shutdown()
         self._http.server_close()
         self.released.set()

@@ -27,5 +27,4 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest absolute difference, divided by the largest absolute value."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()

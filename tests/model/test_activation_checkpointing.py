@@ -47,7 +47,6 @@ def make_batch(seed: int, rows: int = 8) -> Batch:
 
 
 def weights_after(model: nn.Module, precision: str = "fp32", in_ddp: bool = False) -> list[Tensor]:
-    """Return the weights after two training steps of two micro-batches each."""
     step = plain_step(
         model,
         DistributedDataParallel(model, gradient_as_bucket_view=True) if in_ddp else model,

@@ -36,7 +36,6 @@ MODES: dict[str, dict[str, Any]] = {
     "progressive": {"progressive": True},
     "optimised": {"optimize": True},
 }
-"""Maps each kind of JPEG to the Pillow options that create it."""
 MARKERS: tuple[dict[str, Any], ...] = (
     {},
     *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)),

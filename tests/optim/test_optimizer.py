@@ -103,8 +103,6 @@ def sgd_reference(
     rates: list[float],
     decay: float,
 ) -> torch.Tensor:
-    """Return the weights after SGD with L2 decay and Nesterov momentum (Sutskever et al. 2013), as
-    torch implements it."""
     velocity = torch.zeros_like(weight)
     for gradient, lr in zip(gradients, rates, strict=True):
         gradient = gradient + decay * weight

@@ -20,8 +20,6 @@ PEAK = 0.3
 
 
 def torch_rates(num_steps: int, scheduler: type[LRScheduler], **options) -> list[float]:
-    """Return the learning rates of a stateful torch scheduler, from before the first step to after
-    the last step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     schedule = scheduler(optimizer, **options)
     rates = [PEAK * options.get("start_factor", 1.0)]

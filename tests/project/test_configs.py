@@ -230,15 +230,12 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """Return the setting that changes the image size of the recipe `name` to `side` x `side`
-    patches."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shards):
-    """Return a function that trains a small version of a base recipe and returns its run folder."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:

@@ -42,8 +42,6 @@ time.sleep(600 if len(sys.argv) == 2 else 0)
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
-    """Write a script that starts three processes in separate sessions, writes their ids to a file,
-    and then either waits or exits."""
     (tmp_path / "sessions.py").write_text(SESSIONS)
     return tmp_path / "sessions.py"
 

@@ -93,8 +93,6 @@ print("note:", precision_note("bf16", torch.device("cuda", 0)), file=sys.stderr)
 
 
 class Place:
-    """A folder with a config, in which each command runs after a few lines of Python setup code."""
-
     def __init__(self, folder: Path, shards: Path):
         self.folder = folder
         self.config = write_config(folder, shards)

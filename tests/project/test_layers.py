@@ -60,10 +60,8 @@ LATE = {
 }
 """Maps (module, imported module) to the reason why the module imports it inside a function."""
 MOST_IMPORTS = 20
-"""The maximum number of project modules that one file may import."""
 MOST_FILES = 10
 MOST_FOLDERS = 14
-"""The maximum number of packages directly inside vit/."""
 NEEDS_TORCH = (
     "vit.system.device_memory",
     "vit.system.devices",

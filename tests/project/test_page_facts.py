@@ -137,8 +137,6 @@ def published_commands() -> int:
 
 
 def recipes_with_a_curve() -> int:
-    """Count the recipes that have a published training curve. The demo has a curve, but it is not
-    published."""
     recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "demo"]
     return sum(bool(re.search(r"^ +reference: \w", path.read_text(), re.M)) for path in recipes)
 

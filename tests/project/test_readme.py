@@ -44,7 +44,6 @@ SCRIPTS = {
     "slurm/sweep.sh": "launch/train.py",
     "slurm/eval.sh": "launch/eval.py",
 }
-"""Maps each batch script to the Python script that receives its arguments."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
 """A regular expression for the start of a command, optionally after a variable assignment."""
 
@@ -332,7 +331,6 @@ def anchors(page: Path) -> set[str]:
 
 
 def sections(name: str) -> dict[str, str]:
-    """Map each third-level heading of a page in docs/ to the text below it."""
     parts = re.split(r"^### ", (ROOT / "docs" / name).read_text(), flags=re.M)[1:]
     cut = [part.partition("\n## ")[0].partition("\n") for part in parts]
     texts = {heading: text for heading, _, text in cut}

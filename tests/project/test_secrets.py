@@ -49,7 +49,6 @@ def forms(secret: str) -> set[bytes]:
 
 
 def leaks(place: Path, *printed: str) -> list[str]:
-    """Return a line `name in file` for each secret that was found in a file or in the output."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))

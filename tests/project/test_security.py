@@ -46,7 +46,6 @@ class Trap:
 
 
 def objects(trap: Trap) -> bytes:
-    """Return the bytes of an .npy file that contains Python objects and therefore a pickle."""
     file = io.BytesIO()
     np.save(file, np.array([trap], dtype=object), allow_pickle=True)
     return file.getvalue()
@@ -121,8 +120,6 @@ PROGRAMS = {
 
 @pytest.fixture
 def cluster(tmp_path) -> Path:
-    """Create a checkout that contains only slurm/, and fake versions of the programs that the
-    scripts call."""
     (tmp_path / "bin").mkdir()
     for name, lines in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")

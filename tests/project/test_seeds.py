@@ -136,7 +136,6 @@ class Checkout:
         self.done = set[str]()
 
     def run(self, command: str) -> None:
-        """Run a command after the commands whose results it needs."""
         for text, row in NEEDS:
             first = COMMANDS[row][0]
             if text in f"{command} " and first != command and first not in self.done:

@@ -44,8 +44,6 @@ def place(tmp_path_factory) -> Path:
 
 
 def installed(place: Path) -> dict[str, str]:
-    """Return the environment of a user who has installed the package but has no checkout of the
-    repository."""
     path = os.pathsep.join([str(place / "site" / "bin"), os.environ["PATH"]])
     return {**environment(), "PYTHONPATH": str(place / "site"), "PATH": path}
 

@@ -37,13 +37,10 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.parts = ["other"]
         self.others_s = 0.0
-        """The time spent on simulating other ranks, in seconds."""
         self.is_others = False
 
 
 class Counts:
-    """The store requests and collectives of one rank, counted by part of the run."""
-
     def __init__(self) -> None:
         self.values: dict[str, Counter[str]] = defaultdict(Counter)
         self.keys: dict[str, Counter[str]] = defaultdict(Counter)
@@ -59,7 +56,6 @@ class Counts:
             self.keys[part][key] += 1
 
     def watch(self, place: Any, name: str, part: str) -> None:
-        """Count the calls to the function `name` of the object `place` as `part`."""
         function = getattr(place, name)
 
         @functools.wraps(function)

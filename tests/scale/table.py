@@ -51,7 +51,6 @@ def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, 
 
 
 def parts_of(counts: dict[str, Any]) -> list[str]:
-    """Return the names of the parts that communicate, in the order in which a run executes them."""
     names = dict.fromkeys(part for each in counts.values() for part in each["first"])
     return [name for name in names if name not in ("keys", "other")]
 

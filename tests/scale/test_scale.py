@@ -61,8 +61,6 @@ def counted(images):
 
 
 def grown(counted, quantity):
-    """Return rows that contain the rank, the part, the count with few ranks, and the growth of this
-    count."""
     rows = [
         (key[0], key[1], few, many - few)
         for key, (few, many) in counted.items()
@@ -119,7 +117,6 @@ def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
 
 
 def requests_of(counts):
-    """Return the store requests without polling requests, heartbeats and torch's own requests."""
     ours = {name: number for name, number in counts["keys"].items() if " vit/" in name}
     return {
         name: number

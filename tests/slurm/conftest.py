@@ -83,8 +83,6 @@ UNFINISHED = (
 
 
 class Cluster:
-    """The Slurm commands, configured to communicate with the daemons of the tests."""
-
     def __init__(self, folder: Path):
         self.folder = folder
         self.environment = {
@@ -140,8 +138,6 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
-        """Submit a batch script with sbatch options and script arguments. `variables` are set in
-        the environment of the job."""
         command = [
             "env",
             *(f"{key}={value}" for key, value in variables.items()),

@@ -25,8 +25,6 @@ exec unshare --uts --mount bash -c '
 
 
 def checked(cluster, folder, shards, hidden=""):
-    """Submit a job that checks whether the nodes meet the requirements of a training run in
-    `folder`/run."""
     program = folder / "as_a_node"
     program.write_text(AS_A_NODE.format(hidden=hidden))
     program.chmod(0o755)
@@ -39,7 +37,6 @@ def checked(cluster, folder, shards, hidden=""):
 
 
 def rows(job):
-    """Map each part of the table to its verdict and the first line of its findings."""
     findings = re.findall(r"^ +(ok|note|FAIL|-) +(\S+(?: \S+)?) {2,}(.*)$", job.log, re.M)
     return {part: (verdict, finding) for verdict, part, finding in findings}
 

@@ -64,7 +64,6 @@ def starts(run_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """Train on two ranks without Slurm and without interruption, and return the final state."""
     folder = tmp_path_factory.mktemp("whole")
     train(write_config(folder, shards, steps=STEPS), folder / "run", *OFTEN, ranks=2)
     return final_state(folder / "run", STEPS)

@@ -55,7 +55,6 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def failing(times: int, **details):
-    """Return a function that fails this many times and then returns the number of the attempt."""
     made = []
 
     def attempt() -> int:

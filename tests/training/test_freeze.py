@@ -136,7 +136,6 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
 def gradients_of(
     frozen: str | int, compiled: bool, recomputed: bool, wrapped: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Return the gradients that `TrainStep` computes for two micro-batches."""
     torch._dynamo.reset()
     model = model_of(drop_path_rate=0.0, proj_drop_rate=0.0).train()
     freeze(model, frozen)

@@ -85,8 +85,6 @@ def test_remaining_steps_are_weighted_by_their_operations(stages, first, length)
 
 @pytest.mark.parametrize("peak", [H200, None])
 def test_metrics_and_progress_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
-    """Each of the three ranks processes a third of the images, and each has a different peak
-    performance."""
     settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)

@@ -34,7 +34,6 @@ NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
 """The repository of the weights from which configs/photos.yaml starts. The local hub serves a small
 model under this name."""
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-"""The arguments that make a timm model as small as `TINY`."""
 
 
 def small_repository(folder: Path) -> dict[str, bytes]:

@@ -51,7 +51,6 @@ def ours(size: str) -> Any:
 
 
 def theirs(program: str, model: Any) -> torch.nn.Module:
-    """Return another program's model with the same shape as `model` and its own random weights."""
     block = model.blocks[0]
     side, patch = model.image_size[0], model.patch_size[0]
     hidden, heads = block.mlp.fc1.out_features, block.attn.num_heads

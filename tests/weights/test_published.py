@@ -119,7 +119,6 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 
 def jpegs() -> dict[str, bytes]:
-    """Return photos of four kinds: wide, tall, smaller than the model's input, and gray."""
     from sklearn.datasets import load_sample_images  # import here, because the import is slow
 
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)
@@ -138,8 +137,6 @@ def jpegs() -> dict[str, bytes]:
 
 
 def timms_view(name: str):
-    """Return timm's evaluation transform, which converts a PIL image to a normalized (3, H, W)
-    tensor."""
     return create_transform(
         **resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     )
