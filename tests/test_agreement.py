@@ -1,5 +1,5 @@
-"""Test that ranks compare the rows on which they trained, and the checkpoint from which they
-resume."""
+"""Test that ranks compare the samples on which they have trained, and the checkpoint from which
+they resume."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def test_names_a_rank_with_unplanned_rows_and_ends_all(config, tmp_path):
 
 
 def shifted(batch: Batch) -> Batch:
-    """Return the rows with one sample replaced by the next sample."""
     ids = batch.ids.clone()
     ids[-1] = (ids[-1] + 1) % 60
     return replace(batch, ids=ids)

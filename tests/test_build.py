@@ -1,5 +1,5 @@
-"""Test the files of a run that is stopped during setup, and the errors for weights that do not
-fit."""
+"""Test the files of a run that is stopped during setup, and the errors for weights that do not fit
+the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_only_preemption_leaves_a_mark_in_a_new_run(config, tmp_path, monkeypatch, number):
-    """The test sends the signal just after the folder has been created and locked."""
+    """The test sends the signal immediately after the run folder has been created and locked."""
 
     def interrupted(*arguments):
         os.kill(os.getpid(), number)

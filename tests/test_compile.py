@@ -1,5 +1,5 @@
-"""Test the number of graphs of a compiled model: one graph for all blocks in training, and one in
-evaluation."""
+"""Test the number of graphs of a compiled model. Training and evaluation must each use one graph
+for all blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEPTH = 12
 
 
 class Counter:
-    """A torch.compile backend that counts graphs and runs them unchanged."""
+    """A torch.compile backend that counts graphs and runs each graph unchanged."""
 
     def __init__(self):
         self.num_graphs = 0
@@ -90,8 +90,8 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])
 def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
-    """The drop rates grow with depth. The first block's number of rows needs one graph, and all
-    other numbers share a second graph."""
+    """The drop rates increase with depth. One graph is needed for the number of rows in the first
+    block. A second graph is used for all other numbers of rows."""
     fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
     model = small_vit(16, DEPTH, **fields, **VIT5)
     compile_blocks(model, backend=graphs)
@@ -139,8 +139,8 @@ def evaluate(*models: torch.nn.Module, side: int) -> None:
 
 @pytest.mark.parametrize("size", ["of the base", "larger"])
 def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
-    """Steps and evaluations alternate, as in a run. Training at the larger size starts from the
-    weights of the base model."""
+    """Training steps and evaluations alternate, as in a run. Training at the larger image size
+    starts from the weights of the base model."""
     fields = {"embed_dim": 16, "depth": DEPTH, "drop_path_rate": 0.1}
     model = small_vit(**fields)
     side = 16
@@ -174,7 +174,7 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
 
 
 def test_keeps_one_graph_for_each_image_size(graphs):
-    """By default, torch compiles one slower graph for all sizes when it encounters the second
+    """By default, torch compiles a slower graph for all sizes when it encounters a second image
     size."""
     model = small_vit(16, DEPTH, rope_type="axial", drop_path_rate=0.1)
     sides = (8, 24)
@@ -194,8 +194,8 @@ def test_keeps_one_graph_for_each_image_size(graphs):
 
 
 def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group):
-    """With 3 MB per block and 1 MB per bucket, the ratio resembles that of ViT-L (50 MB and 25
-    MB)."""
+    """The test uses 3 MB per block and 1 MB per bucket, which is similar to the ratio for ViT-L (50
+    MB and 25 MB)."""
     model = small_vit(256, 2, drop_path_rate=0.1)
     compile_blocks(model, backend=graphs)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
@@ -205,7 +205,7 @@ def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group)
 
 
 def test_compiles_each_block_of_a_timm_model(graphs):
-    """timm's drop path stores the rate as a Python number, so each block needs its own graph. The
+    """timm's drop path stores its rate as a Python number, so each block needs its own graph. The
     model has more than eight blocks."""
     torch.manual_seed(0)
     fields = {"depth": DEPTH, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}

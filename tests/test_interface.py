@@ -1,4 +1,4 @@
-"""Test the Python interface: its names, their arguments, and modules with similar names."""
+"""Test the public names of the Python interface and their arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIGNATURES = {
     "load_config": "path overrides used_here",
     "open_split": "root split cache_dir cache_gib retry is_checked versions",
 }
-"""Arguments that users pass by name. The release notes must list any change."""
+"""The arguments that users pass by name. The release notes must list every change to them."""
 
 
 def test_the_interface_has_these_names_and_arguments():

@@ -1,6 +1,7 @@
-"""Test that results match timm and torch even with the kernels for other CPUs.
+"""Test that results match those of timm and torch even with kernels for other CPUs.
 
-`ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` make a CPU run the kernels of older CPUs.
+`ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` make a CPU run the kernels that are meant for older
+CPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from extras.deleted_extras import DELETED
 from processes import REPOSITORY, call, environment
 
 ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
-"""Maps each set of torch kernels to the oneDNN set for the same CPUs."""
+"""Maps each set of torch kernels to the set of oneDNN kernels for the same CPUs."""
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
@@ -41,12 +42,12 @@ CORE = [
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_timm_file_gives_timms_logits_and_predictions[resnet10t]",
 ]
-"""Tests that compare one case of each kind, in several seconds per set of kernels."""
+"""Tests that cover one case of each kind and take several seconds per set of kernels."""
 
 
 def passed_with_kernels(capability: str, *tests: str) -> int:
-    """Run tests with the kernels for `capability`, and return the number of tests that pass. No
-    test may fail."""
+    """Run tests with the kernels for `capability`, check that no test fails, and return the number
+    of tests that passed."""
     env = {
         **environment(),
         "ATEN_CPU_CAPABILITY": capability,
@@ -84,8 +85,8 @@ def test_all_comparisons_hold_with_the_kernels_of_other_cpus(capability):
     [pytest.param(each, marks=[pytest.mark.full] * (each != PLAINER[0])) for each in PLAINER],
 )
 def test_a_process_uses_the_selected_kernels(capability):
-    """If the variables had no effect, the tests in this file would run the same kernels every
-    time."""
+    """If the environment variables had no effect, the tests in this file would always run the same
+    kernels."""
     code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     env = {**environment(), "ATEN_CPU_CAPABILITY": capability}
     done = call([sys.executable, "-c", code], env)

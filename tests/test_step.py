@@ -1,5 +1,5 @@
-"""Compare one update with a plain torch loop in every precision, with gradient accumulation,
-clipping and skipped updates."""
+"""Compare one training step with a simple torch loop in every precision, with gradient
+accumulation, clipping and skipped updates."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from vit.training.step_result import NON_FINITE, SPIKE, Limits
 WORLD = World(0, 1, torch.device("cpu"))
 CONFIG = AugmentConfig(hflip_prob=0.0)
 EPS = 1e-5
-"""The epsilon of AdamW. The exact gradient of the key biases is zero, but rounding makes it 1e-10
-to 1e-9 with a random sign. With the default epsilon of 1e-8, AdamW would turn this gradient into up
-to a tenth of a step, and CPU kernels would differ."""
+"""The epsilon of AdamW in these tests. The exact gradient of the key biases is zero, but rounding
+errors make it 1e-10 to 1e-9 with a random sign. With the default epsilon of 1e-8, AdamW would turn
+this gradient into up to a tenth of a step, so results would depend on the CPU kernels."""
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -176,7 +176,7 @@ def test_an_update_above_its_limits_equals_skipping_the_batch(precision, limits,
     guarded = make_step(4, precision, clip_grad_norm=1.0)
     plain = make_step(4, precision, clip_grad_norm=1.0)
     for step in (guarded, plain) if precision == "fp16" else ():
-        step.loss_scale.value.fill_(128.0)  # no kernel overflows at this scale
+        step.loss_scale.value.fill_(128.0)  # no kernel overflows with this scale
     for number in range(4):
         batch = make_batch(seed=number)
         result = guarded(batch, number, limits=limits if number == 2 else None).read()
@@ -185,7 +185,7 @@ def test_an_update_above_its_limits_equals_skipping_the_batch(precision, limits,
             plain(batch, number)
     state = named_tensors(guarded)
     expected = named_tensors(plain)
-    # An overflow halves the loss scale, but a skipped loss spike must not.
+    # The loss scale must be halved after an overflow, but not after a skipped loss spike.
     different = {name for name in state if not torch.equal(state[name], expected[name])}
     assert different == ({"scaler.steps_since_overflow"} if precision == "fp16" else set())
 
@@ -215,7 +215,7 @@ def test_fp16_unscales_before_clipping_and_increases_the_scale_after_good_steps(
 
 
 def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
-    """A second copy of the gradients outside the DDP buckets would take 2.5 GB for ViT-H."""
+    """A second copy of the gradients outside the DDP buckets would need 2.5 GB for ViT-H."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ours = make_step(micro_batch_size=4)
@@ -249,8 +249,8 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
 @pytest.mark.parametrize("form", ["mask", "subset"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
-    """The test runs an update on a fake GPU, except for the backward pass, because autograd
-    requires a CUDA context."""
+    """The test runs an update on a fake GPU without the backward pass, because autograd requires a
+    CUDA context."""
     recipe = AugmentConfig(
         randaugment_layers=2, erasing_prob=0.5, mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2
     )
@@ -329,8 +329,8 @@ def test_dropout_depends_only_on_seed_rank_and_step():
 
 
 def test_an_update_waits_for_the_copy_of_the_state_and_nothing_before_it_does():
-    """The copy runs in parallel with the forward and backward passes. The update must wait for the
-    copy."""
+    """The state is copied while the forward and backward passes run. The update must wait until the
+    copy is complete."""
     step = make_step()
     step.ema = Ema(step.model, 0.9)
     step(make_batch(), 0)

@@ -1,5 +1,5 @@
-"""Kill, stop and resume training runs in real processes over gloo, and compare the results bit by
-bit."""
+"""Kill, stop and resume training in real processes that communicate through gloo, and check that
+the results are bit-identical."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
-    """Return the final state of an uninterrupted run on this number of ranks. Each run is trained
-    only once."""
+    """Return a function that returns the final state of an uninterrupted run on a given number of
+    ranks. For each number of ranks, the run is trained only once."""
     made: dict[int, dict[str, str]] = {}
 
     def state(ranks: int) -> dict[str, str]:
@@ -68,7 +68,7 @@ def assert_equal_state(run_dir: Path, expected: dict[str, str]) -> None:
 
 
 def victims_of_ranks() -> list:
-    """Return the sets of ranks to kill. Most of these sets are used only in a full test run."""
+    """Return the sets of ranks to kill. Most of these sets are used only in full test runs."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
     marks = {case: [pytest.mark.full] for case in cases if case[1] != 2}
     return [
@@ -178,7 +178,8 @@ def test_a_resume_repeats_an_interrupted_evaluation(tmp_path):
 def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stopped(
     tmp_path, shards, config
 ):
-    """The data server does not respond. Slurm's script requeues a run that is marked as stopped."""
+    """The data server in this test does not respond. If a run is marked as stopped, Slurm's batch
+    script requeues it."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=3")
     more = ("train.steps=6", "--allow-change", "train.steps")
@@ -201,8 +202,8 @@ def test_a_signal_before_the_first_step_ends_a_run_and_marks_a_saved_one_as_stop
 
 
 def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
-    """Slurm does not requeue a run that is preempted before its first step. The project's script
-    requeues the run if the mark exists."""
+    """Slurm does not requeue a run that is preempted before its first step. If the run is marked as
+    stopped, the project's batch script requeues it."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:
@@ -233,7 +234,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
         time.sleep(0.1)
     assert (tmp_path / "run" / "stopped_early").exists(), "the ranks must save a checkpoint"
     output = background.end()
-    # Each pending request may print a page of torch's stack.
+    # For each pending request, torch may print a page of stack trace.
     assert output.count("TCPStore.cpp") <= 4, "each request to a dead store must not print a page"
 
 
@@ -316,7 +317,7 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
 
 
 def test_a_resume_repeats_the_random_numbers_of_drop_path_by_subsets(tmp_path, config):
-    """The run uses micro-batches and recomputes activations, so dropout must use the same random
+    """The run uses micro-batches and activation checkpointing, so dropout must use the same random
     numbers twice."""
     settings = [
         "train.steps=6",

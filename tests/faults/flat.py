@@ -1,9 +1,9 @@
-"""Check that a process's memory, file descriptors and threads do not grow.
+"""Check that a training process does not leak memory, file descriptors or threads.
 
-These numbers must stay constant over the steps, evaluations and saves of one run, and over many
-starts in one process. The script observes the ranks through /proc. It skips the first third of the
-measurements, during which allocators, thread pools and library pages warm up. It then fits a line
-to the rest of each series, and compares the rise of the line with a limit.
+The check reads these numbers from /proc during the steps, evaluations and saves of one run, and
+during many starts in one process. The first third of the measurements is discarded, because
+allocators and thread pools are still warming up. A line is fitted to the remaining measurements,
+and its rise must stay below a limit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from faults.kills import Whole
 from processes import Background, call, environment, last_step
 
 LIMITS = {"MiB": 4.0, "descriptors": 1.5, "threads": 1.5}
-"""The maximum rise of each number after the warm-up. A leak of a descriptor, a thread or a copy of
-the state (0.4 MiB) at each save would lead to a rise in the hundreds. Without a leak, the memory
+"""The maximum allowed rise of each number after the warm-up. A leak of one descriptor, one thread
+or one copy of the state (0.4 MiB) per save would add up to hundreds. Without a leak, memory use
 varies by one or two MiB."""
 PAUSE_S = 0.25
-"""The time between two measurements, in seconds."""
 LONGEST_S = 3600.0
 STARTS = """
 import json, sys
@@ -43,8 +42,8 @@ for number in range(1, int(count) + 1):
 
 @dataclass(frozen=True)
 class Look:
-    """A measurement of a process. at: the step or start of the measurement. MiB: anonymous
-    memory."""
+    """A measurement of a process. `at` is the step or start of the measurement, and `MiB` is the
+    anonymous memory."""
 
     at: int
     MiB: float
@@ -53,7 +52,6 @@ class Look:
 
 
 def look(pid: int | str, at: int) -> Look:
-    """Measure a process. Raises ProcessLookupError if the process has exited."""
     folder = Path("/proc", str(pid))
     try:
         rows = (row.partition(":") for row in (folder / "status").read_text().splitlines())
@@ -61,14 +59,15 @@ def look(pid: int | str, at: int) -> Look:
         num_descriptors = len(os.listdir(folder / "fd"))
     except OSError:
         status = {}
-    if "RssAnon" not in status:  # a zombie has no memory
+    if "RssAnon" not in status:  # zombie processes have no memory
         raise ProcessLookupError(f"process {pid} has ended")
     anonymous_kib = int(status["RssAnon"].split()[0])
     return Look(at, anonymous_kib / 1024, num_descriptors, int(status["Threads"]))
 
 
 def rises(looks: Sequence[Look]) -> dict[str, float]:
-    """Return the rise of each number from the first to the last of `looks`, along a fitted line."""
+    """Fit a line to each series in `looks`, and return how much each line rises from start to
+    end."""
     at = np.array([each.at for each in looks], float)
     return {
         name: float(np.polyfit(at, [asdict(each)[name] for each in looks], 1)[0] * np.ptp(at))
@@ -77,7 +76,8 @@ def rises(looks: Sequence[Look]) -> dict[str, float]:
 
 
 def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
-    """Return a sentence about the last two thirds of the measurements, and the faults."""
+    """Return a one-sentence summary of the last two thirds of the measurements, and a list of
+    problems."""
     counted = [each for each in looks if each.at > last / 3]
     if len(counted) < 5:
         return "", [f"{len(counted)} looks are too few"]
@@ -91,15 +91,17 @@ def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
 
 
 def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], list[str]]:
-    """Train all steps of `whole` in one attempt and observe the ranks. Return a sentence about each
-    rank, and the faults."""
+    """Train for all steps of `whole` without interruption while measuring the ranks.
+
+    Returns a one-sentence summary for each rank, and a list of problems.
+    """
     run_dir = folder / "run"
     run = Background(whole.config, run_dir, *whole.settings, ranks=ranks, cold=True)
     run.wait_for_step(1)
     pids = run.workers()
     looks: dict[int, list[Look]] = {pid: [] for pid in pids}
     with ThreadPoolExecutor(1) as pool:
-        # Call `end` to read the output, because the ranks would stop if the pipe were full.
+        # Call `end` to drain the output pipe, because the ranks would block on a full pipe.
         end = pool.submit(run.end, LONGEST_S)
         while not end.done() and (at := last_step(run_dir)) < whole.steps:
             for pid in pids:
@@ -118,8 +120,11 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
 
 
 def over_starts(whole: Whole, folder: Path, count: int) -> tuple[str, list[str]]:
-    """Start a run `count` times in one process. Each start continues from the checkpoint for three
-    steps. Return a sentence about the process, and the faults."""
+    """Start a run `count` times in one process, resuming from the checkpoint and training for three
+    steps each time.
+
+    Returns a one-sentence summary of the process, and a list of problems.
+    """
     run_dir = folder / "run"
     code = f"import sys\nsys.path[:0] = {sys.path!r}\n{STARTS}"
     line = [sys.executable, "-c", code, whole.config, run_dir, count]

@@ -1,15 +1,15 @@
-"""Kill and resume random combinations of settings at random moments.
+"""Train with random combinations of settings, kill each run at random moments, and resume it.
 
-Each run must end with the same bits as the uninterrupted run.
+Each resumed run must produce results that are bit-identical to those of an uninterrupted run.
 
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
-The first combination has the seed `--seed`, and each later seed is one higher. If the program
-rejects a combination, the script draws another combination. The script compares the tensors and
-state of the last checkpoint, the weights, the predictions and the metrics. With
-`train.exact_over_ranks`, it also compares a run on another number of ranks. For each combination,
-the script prints the command that repeats the test, and appends a line of JSON to `--out`. If the
-runs differ, they remain in `--folder`.
+The first combination is generated from `--seed`, and each later combination from the next higher
+seed. If the program rejects a combination, another combination is generated. The script compares
+the last checkpoints, the weights, the predictions and the metrics of the two runs. If
+`train.exact_over_ranks` is set, the script also compares a run on a different number of ranks. For
+each combination, the script prints a command that repeats the test, and appends a line of JSON to
+`--out`. Runs that differ are kept in `--folder`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Move the tests folder to the front of the import path, as in soak.py.
+# Put the tests folder first on the import path, as in soak.py.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -56,26 +56,27 @@ STATE = (
     *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "skipped_ranges", "recent"),
     *("bad_images", "evaluated_step", "best_top1", "best_loss", "best_set"),
 )
-"""The values in checkpoint.json that depend only on training."""
+"""The values in checkpoint.json that depend only on the training itself."""
 KINDS = ("train", "eval", "epoch", "norms", "fault", "rewind")
 MEASURED = re.compile(
     r"time|.*_s|seconds|loader_.*|data_wait_.*|images_per_s.*|mfu|peak_memory_gib"
 )
-"""The fields of metrics.jsonl that differ between any two runs."""
+"""The fields of metrics.jsonl that differ even between two identical runs."""
 NAMED_DIFFERENCES = 5
-"""The maximum number of differences in a printed line. The JSON file contains all differences."""
+"""The maximum number of differences to print per combination. The JSON file lists all
+differences."""
 LONGEST_S = 900.0
-"""The time limit of an attempt. An attempt that has to compile the model takes minutes."""
+"""The time limit for one attempt, in seconds. Attempts that compile the model can take minutes."""
 
 
 class Refused(Exception):
-    """An exception raised if the program rejects a combination. The message is the reason."""
+    """The exception raised when the program rejects a combination of settings."""
 
 
 @dataclass
 class Result:
-    """The result of a combination. refused: the reasons why earlier draws were rejected.
-    differences: values that differ from the uninterrupted run."""
+    """The result of testing one combination. `refused` lists the reasons why earlier combinations
+    were rejected, and `differences` lists the values that differ from the uninterrupted run."""
 
     seed: int
     combination: Combination
@@ -102,8 +103,6 @@ class Result:
 
 @dataclass(frozen=True)
 class Fuzz:
-    """A folder for all runs with their shards and models, and an object server."""
-
     folder: Path
     data: Data
     config: Path
@@ -134,8 +133,10 @@ class Fuzz:
         return result
 
     def run_whole(self, run_dir: Path, combination: Combination, ranks: int = 0) -> None:
-        """Train without a kill. Raises Refused if the combination is rejected, and AssertionError
-        if the training fails."""
+        """Train without interruption.
+
+        Raises Refused if the program rejects the combination, and AssertionError if training fails.
+        """
         arguments = ["--config", self.config, f"run.dir={run_dir}", *TINY, *combination.settings]
         try:
             load_config(self.config, [*TINY, *combination.settings])
@@ -144,14 +145,14 @@ class Fuzz:
         done = run(
             "launch/train.py", *arguments, ranks=ranks or combination.ranks, timeout_s=LONGEST_S
         )
-        # Metrics do not exist, so the program has rejected the combination.
+        # A run without any metrics means that the program rejected the combination.
         if done.returncode and not lines_of(run_dir):
             raise Refused(_error(done.stderr))
         assert done.returncode == 0, f"the run ended with status {done.returncode}: {done.stderr}"
 
     def broken(self, folder: Path, result: Result) -> Result:
-        """Train with kills, resume, and compare. If the bits must match, also compare a run on
-        another number of ranks."""
+        """Kill and resume the run, and compare it with the uninterrupted run. If results must be
+        bit-identical on any number of ranks, also compare a run on a different number of ranks."""
         combination = result.combination
         run_dir = folder / "run"
         place = self._place(combination, folder)
@@ -179,7 +180,7 @@ class Fuzz:
         return result
 
     def _place(self, combination: Combination, folder: Path) -> tuple[str, ...]:
-        """Return the settings for a run stored at a URL. The comparison uses its local folder."""
+        """Return the settings that store the run at a URL, with a local copy for the comparison."""
         if not combination.place:
             return ()
         at = self.s3.new_bucket() if combination.place == "s3" else f"file://{folder / 'bucket'}"
@@ -197,7 +198,7 @@ class Fuzz:
         for pid in hit:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if kill.hits_all or not hit:  # torchrun exits without a signal if only one rank was killed
+        if kill.hits_all or not hit:  # if only one rank was killed, torchrun exits without a signal
             attempt.process.kill()
         output = attempt.end(LONGEST_S)
         status = attempt.process.returncode
@@ -205,7 +206,7 @@ class Fuzz:
         assert status or is_end, f"status 0, but the run did not end: {output}"
         assert status != 2, f"the run was rejected (status 2): {output}"
         if combination.place and kill.takes_folder:
-            # Remove the folder, as if the machine were lost.
+            # Remove the run's folder to simulate the loss of the machine.
             shutil.rmtree(run_dir, ignore_errors=True)
         return bool(status)
 
@@ -214,8 +215,8 @@ class Fuzz:
 
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
-    """Return the names of the values that differ between two finished runs, and the values if they
-    are short."""
+    """Return the names of the values that differ between two finished runs. Short values are
+    printed as well."""
     first = {**_contents(whole, steps), **_lines(whole)}
     second = {**_contents(resumed, steps), **_lines(resumed)}
     names = []
@@ -234,10 +235,8 @@ def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
 
 
 def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
-    """Return {name: digest or value} for the last checkpoint, the per-image losses, the weights and
-    the predictions."""
     contents: dict[str, Any] = dict(final_state(run_dir, steps))
-    # Omit the links that give weight files timm's names, because a URL cannot contain links.
+    # Skip the symbolic links to weights files, because links cannot be stored at a URL.
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
         tensors = load_file(path)
         contents |= {
@@ -262,7 +261,6 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """Return the last error, which starts with "error: ", in a program's output."""
     return text[text.rfind("error: ") :].strip()
 
 
@@ -270,7 +268,6 @@ def _error(text: str) -> str:
 
 
 def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -> list[Result]:
-    """Try one seed after another until the clock (`time.monotonic`) reaches `until_s`."""
     with redirect_stdout(sys.stderr):
         data = make_data(folder)
     config = folder / "fuzz.yaml"
@@ -304,7 +301,7 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    # Use a folder outside the session's temporary folder, which is removed at the end.
+    # Use a folder outside the session's temporary folder, which is deleted when the session ends.
     if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))
     args.folder.mkdir(parents=True, exist_ok=True)

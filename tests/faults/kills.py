@@ -1,7 +1,7 @@
 """Send SIGKILL, SIGTERM and SIGUSR1 to a run in each of its phases.
 
-The same command must then resume the run, and the run must end with the same bits as an
-uninterrupted run.
+Running the same command again must resume the run. The resumed run must produce results that are
+bit-identical to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
-"""The maximum number of attempts to hit a phase. Each attempt uses a new folder."""
+"""The maximum number of attempts to interrupt a run in a given phase. Each attempt uses a new
+folder."""
 
 
 class Whole:
-    """Shards, a config, and the final states of uninterrupted runs, which are trained on first use.
-    settings: settings for each run in addition to the config."""
+    """The shards, the config and the expected final states of uninterrupted runs. Each
+    uninterrupted run is trained when its state is first needed."""
 
     def __init__(
         self, folder: Path, shards: Path, *settings: str, steps: int = 24, batch: int = 12
@@ -57,8 +58,8 @@ class Whole:
         return self._states[ranks]
 
     def faults_of(self, run_dir: Path, expected: dict[str, str] | None = None) -> list[str]:
-        """Return the faults of a finished run in `run_dir`. If `expected` is given, each difference
-        from `expected` is a fault."""
+        """Return a list of problems in the finished run in `run_dir`. If `expected` is given, each
+        difference from `expected` is a problem."""
         faults = []
         if expected is not None:
             state = final_state(run_dir, self.steps)
@@ -80,16 +81,12 @@ class Whole:
         return [*faults, f"left over: {left}"] if left else faults
 
     def checksum(self, first: int, last: int) -> str:
-        """Return the checksum of the samples in batches `first` to `last` (inclusive), as in
-        metrics.jsonl."""
         rows = [sample for batch in self._batches[first : last + 1] for sample in batch]
         return f"{sum(map(mix, rows)) % 2**64:016x}"
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A description of how a run was interrupted, with the faults in its result."""
-
     phase: Phase
     ranks: int
     victims: str
@@ -110,10 +107,11 @@ def broken_and_continued(
     s3: S3Server | None = None,
     ranks: int = 0,
 ) -> Broken:
-    """Train in `folder`, interrupt the run in `phase` with signal `number`, resume, and compare.
+    """Train in `folder`, interrupt the run in `phase` by sending signal `number`, resume it, and
+    compare the results.
 
-    A random rank or all ranks get the signal. SIGTERM may also go to torchrun, which forwards it.
-    If the number of ranks is 0, it is chosen at random.
+    The signal is sent to one random rank or to all ranks. SIGTERM may also be sent to torchrun,
+    which forwards it to its ranks. If the number of ranks is 0, a random number is used.
     """
     ranks = ranks or rng.choice([1, 2, 2, 2, 3])
     expected = whole.state(ranks)
@@ -123,7 +121,7 @@ def broken_and_continued(
         attempt = _Attempt(whole, run_dir, place, phase, ranks, rng)
         victims, faults = attempt.break_by(number)
         if phase == "upload" and rng.random() < 0.5:
-            shutil.rmtree(run_dir)  # remove the folder, as if the machine were lost
+            shutil.rmtree(run_dir)  # remove the run's folder to simulate the loss of the machine
         train(whole.config, run_dir, *place.settings, ranks=ranks)
         faults += whole.faults_of(run_dir, expected)
         if phase == "report" and not (run_dir / REPORT_FOLDER / "index.html").exists():
@@ -142,8 +140,10 @@ class _Attempt:
     rng: random.Random
 
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
-        """Start the run and send the signal in the given phase. Return the signaled processes, and
-        any faults in the run's end."""
+        """Start the run and send the signal during the given phase.
+
+        Returns the processes that got the signal, and any problems with the way the run ended.
+        """
         scale = 1.0
         for _ in range(TRIES):
             if self.phase == "start" and self.rng.random() < 0.5:
@@ -163,7 +163,8 @@ class _Attempt:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
                 continue
             if self.phase != "upload" or number != signal.SIGKILL or victims == "one rank":
-                # Release the requests to the server, because they could block the signal.
+                # Release the suspended requests, because a process that waits for one could ignore
+                # the signal.
                 self.place.let_go()
             return victims, self._wrong_with(run.end(), run.process.returncode, number, victims)
         raise AssertionError(f"{self.phase}: missed {TRIES} times")
@@ -173,7 +174,8 @@ class _Attempt:
         return Background(self.whole.config, self.run_dir, *settings, ranks=self.ranks)
 
     def _train_a_little(self) -> None:
-        """Train for a few steps, so that the interrupted attempt starts with a resume."""
+        """Train for a few steps first, so that the interrupted attempt has a checkpoint to resume
+        from."""
         run = self._begin()
         run.wait_for_checkpoint(3)
         self._send(run, run.workers(), signal.SIGKILL, "all ranks")
@@ -183,7 +185,7 @@ class _Attempt:
         self, run: Background, pids: list[int], number: signal.Signals, victims: str = ""
     ) -> str:
         whom = ["one rank", "one rank", "all ranks"]
-        # torchrun forwards SIGTERM to its ranks, but SIGUSR1 kills torchrun.
+        # torchrun forwards SIGTERM to its ranks, but SIGUSR1 would kill torchrun itself.
         whom += ["torchrun"] if number == signal.SIGTERM else []
         victims = victims or self.rng.choice(whom)
         if victims == "torchrun":
@@ -191,14 +193,14 @@ class _Attempt:
         for pid in {"one rank": [self.rng.choice(pids)], "all ranks": pids}.get(victims, []):
             os.kill(pid, number)
         if number == signal.SIGKILL and victims == "all ranks":
-            run.process.kill()  # For processes, SIGKILL is like a power failure.
+            run.process.kill()  # to the processes, SIGKILL looks like a power failure
         return victims
 
     def _wrong_with(
         self, output: str, status: int, number: signal.Signals, victims: str
     ) -> list[str]:
-        """Return the faults in the run's end. A run has nothing to save before its first step, and
-        nothing to lose during the report."""
+        """Return a list of problems with the way the run ended. A run that is interrupted before
+        its first step does not have to save anything."""
         if self.phase == "start":
             return []
         if number == signal.SIGKILL:

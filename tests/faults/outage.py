@@ -1,8 +1,8 @@
-"""Train on two ranks during an outage of the data server.
+"""Train on two ranks while the data server is down for some time.
 
-The result must be the same as without an outage. The cache has space for two of three shards, so
-the run constantly fetches blocks. At step 4, the server closes all connections. For a while, new
-requests get status 503.
+The result must be the same as without an outage. The cache has space for only two of three shards,
+so the run keeps fetching blocks from the server. At step 4, the server closes all connections, and
+then answers new requests with status 503 until the outage ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ STEPS = 12
 
 @contextmanager
 def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
-    """Serve `shards` from a web server or a store behind a gate. Yield the URL and the gate."""
     files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
     if kind == "http":
         with (
@@ -43,7 +42,6 @@ def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
 
 
 def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str]:
-    """Return the settings of a training run whose cache has space for two of the three shards."""
     room = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75
     return [
         f"data.root={url}",
@@ -56,8 +54,10 @@ def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str
 def trained_through(
     kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
 ) -> tuple[str, bool]:
-    """Train without and with an outage of `away_s` seconds. Return the second run's output, and
-    whether both runs ended in the same state."""
+    """Train once without an outage and once with an outage of `away_s` seconds.
+
+    Returns the output of the second run, and whether both runs ended in the same state.
+    """
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):
         train(

@@ -1,6 +1,7 @@
-"""Interrupt a run in a named phase, without test code in the run.
+"""Interrupt a training run in a given phase without adding test code to the run.
 
-The phase is detected from metrics.jsonl, the run's folder, a server and /proc.
+The current phase is detected from metrics.jsonl, the run's folder, the requests to a server, and
+/proc.
 
     phase        lasts while
     start        the ranks are alive, but metrics.jsonl has no `ready` line from this attempt
@@ -11,8 +12,9 @@ The phase is detected from metrics.jsonl, the run's folder, a server and /proc.
     data wait    the server suspends the data, and metrics.jsonl does not grow
     report       metrics.jsonl has the end of the run, but the HTML page does not exist
 
-After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase has not ended by
-then, the fault is sent to the stopped ranks. Otherwise, they continue until the phase occurs again.
+All ranks are stopped with SIGSTOP after a random delay within the phase. If the run is still in the
+phase, the signal is sent to the stopped ranks. If the phase has already ended, the ranks continue
+until the phase occurs again.
 """
 
 from __future__ import annotations
@@ -39,27 +41,27 @@ Phase = Literal["start", "step", "save", "upload", "evaluation", "data wait", "r
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SAVE_EVERY_STEPS = 3
 EVALUATE_EVERY_STEPS = 6
-"""The number of steps per epoch of `processes.write_config`."""
+"""The number of steps per epoch in the config that `processes.write_config` writes."""
 STILL_S = 0.3
-"""A run is assumed to wait if metrics.jsonl has no new line for this many seconds. A step takes a
-tenth of this time."""
+"""The number of seconds without a new line in metrics.jsonl after which a run is assumed to be
+waiting. A normal step takes a tenth of this time."""
 LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
-"""The maximum random delay, in seconds, before the fault in each phase of a warm run. The delay is
-halved each time the fault comes too late."""
+"""The maximum random delay in each phase, in seconds. The delay is halved each time the signal
+comes too late."""
 FOUND_WITHIN_S = 240.0
 
 
 class Missed(Exception):
-    """An exception raised if the run ends before it can be interrupted in the phase."""
+    """The exception raised if the run ends before it could be interrupted in the phase."""
 
 
 @dataclass
 class Served:
-    """A server for the data or the folder of a run, with functions that suspend it.
+    """A server for a run's data or folder that can suspend requests.
 
-    settings: settings for the command of the run. hold: called once when the attempt to be
-    interrupted starts. is_held: returns whether the server is suspending a request. let_go:
-    releases all requests.
+    `settings` are added to the run's command. A test calls `hold` when it starts the run that it
+    will interrupt. `is_held` returns whether a request is currently suspended, and `let_go`
+    releases all suspended requests.
     """
 
     settings: tuple[str, ...] = ()
@@ -72,8 +74,8 @@ class Served:
 def served(
     phase: Phase, folder: Path, shards: Path, rng: random.Random, s3: S3Server | None = None
 ) -> Iterator[Served]:
-    """Start the server that a phase needs. The phase `upload` requires `s3`. The local folder of
-    the run is always `folder / "run"`."""
+    """Start the server that is needed to interrupt the given phase. The phase `upload` requires
+    `s3`. The run's local folder is always `folder / "run"`."""
     if phase == "upload":
         assert s3 is not None, "the phase `upload` needs a server"
         with _uploaded(s3, folder, rng) as source:
@@ -92,7 +94,6 @@ def served(
 
 @contextmanager
 def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served]:
-    """Serve a run at a URL, and suspend the upload of one randomly chosen object."""
     with Way(s3.port) as proxy:
         url = f"{s3.new_bucket()}/runs/x"
         left = [rng.randrange(1, 40)]  # a run of 24 steps uploads about 50 objects
@@ -100,8 +101,8 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
         def fault(method: str, path: str) -> str | None:
             nonlocal is_saving
-            # Count from the first object of a save, because the config and the first metrics are
-            # uploaded when the run starts.
+            # Start counting at the first object of a save, because the config and the first metrics
+            # are uploaded when the run starts.
             is_saving |= "/samples/" in path
             if method != "PUT" or not is_saving or "lease.json" in path:
                 return None
@@ -125,8 +126,8 @@ def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served
 
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
-    """Serve a run's data, and stop sending at some step. The cache has space for half of the data,
-    so the run constantly fetches blocks."""
+    """Serve the run's data, and stop responding at a random step. The cache has space for only half
+    of the data, so the run keeps fetching blocks from the server."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
 
@@ -160,15 +161,16 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def unfinished(run_dir: Path) -> list[Path]:
-    """Return the unfinished files of a save or of a page, including those of a killed save."""
+    """Return the temporary files of unfinished saves and pages, including saves of killed
+    processes."""
     paths = [*run_dir.glob(".*.tmp"), *run_dir.glob("checkpoints/.tmp_*")]
     return [*paths, *run_dir.glob("*/.*.tmp")]
 
 
 @dataclass
 class Watched:
-    """An attempt of a run, observed from outside. num_starts: the number of `start` lines written
-    by earlier attempts."""
+    """A running attempt that is observed from outside. `num_starts` is the number of `start` lines
+    that earlier attempts wrote to metrics.jsonl."""
 
     run: Background
     run_dir: Path
@@ -215,17 +217,21 @@ class Watched:
 
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
-        """Stop all ranks during the phase until the block ends, and yield their process ids. scale:
-        multiplies the maximum random delay. Raises Missed."""
+        """Stop all ranks during the phase, and yield their process ids. The ranks continue when the
+        `with` block ends.
+
+        `scale` multiplies the maximum random delay. Raises Missed if the run ends first.
+        """
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)
-        pids = self.run.workers()  # search early, because the search takes longer than a save
+        # Find the processes before the phase starts, because finding them takes longer than a save.
+        pids = self.run.workers()
         while True:
             self._wait_until(lambda: self.is_in(phase), phase, deadline)
             time.sleep(rng.uniform(0, LONGEST_S.get(phase, 0.0) * scale))
             if phase == "start":
-                pids = self.run.workers()  # search again, because processes may have started since
+                pids = self.run.workers()  # search again, because new processes may have started
             with stopped(pids):
                 if pids and self.run.process.poll() is None and self.is_in(phase):
                     yield pids
@@ -238,7 +244,7 @@ class Watched:
         while not is_there():
             if self.run.process.poll() is not None or time.monotonic() > deadline:
                 raise Missed(f"{phase}: not seen\n{self.run.end()}")
-            # Sleep between checks, because each check takes CPU time from the ranks.
+            # Sleep between checks, because polling takes CPU time from the ranks.
             time.sleep(0.001 if phase == "save" else 0.004)
 
 
@@ -259,8 +265,8 @@ def stopped(pids: Iterable[int]) -> Iterator[None]:
 
 
 def _wait_until_stopped(pid: int) -> None:
-    """Wait until all threads are stopped. A thread in an uninterruptible system call, such as
-    fsync, completes the call first."""
+    """Wait until all threads of the process are stopped. A thread in an uninterruptible system
+    call, such as fsync, stops only when the call returns."""
     deadline = time.monotonic() + FOUND_WITHIN_S
     while any(state not in "TtZX" for state in states_of_threads(pid).values()):
         assert time.monotonic() < deadline, f"process {pid} did not stop"

@@ -1,5 +1,5 @@
-"""Test runs that resume on a different number of ranks after each kill, and two simultaneous
-runs."""
+"""Test runs that resume on a different number of ranks after each kill, and two runs that train at
+the same time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on each number of ranks in turn, and return the faults. In all attempts
-    except the last, one rank or all ranks are killed at regular intervals.
+    """Resume the run in `folder` on one number of ranks after another, and return a list of
+    problems. In every attempt except the last, one rank or all ranks are killed at regular
+    intervals.
 
-    If `whole` is exact over ranks, the bits are compared. Otherwise, only the batches are compared.
+    If `whole` is exact over ranks, the results must be bit-identical. If not, only the batches must
+    match.
     """
     run_dir = folder / "run"
     for number, ranks in enumerate(numbers[:-1], 1):
@@ -41,13 +43,14 @@ def on_each_number(
 
 
 def two_at_once(whole: Whole, folder: Path) -> list[str]:
-    """Start two training runs at the same time on this node, and a third in a folder that is in
-    use. Return the faults."""
+    """Start two training runs at the same time on this machine, and a third run in a folder that is
+    already in use. Return a list of the problems that occurred."""
     folders = [folder / "one", folder / "two"]
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)
     arguments = ["--config", whole.config, f"run.dir={folders[0]}", *TINY, *whole.settings]
-    # Stop the job, so that it outlasts the third run, which waits for the folder.
+    # Stop the first job temporarily so that it does not finish before the third run, which waits
+    # for its folder.
     with stopped(jobs[0].workers()):
         third = run("launch/train.py", *arguments, ranks=2)
     faults = []

@@ -1,7 +1,7 @@
-"""Interrupt runs many times.
+"""Interrupt many training runs, and check that each of them resumes correctly.
 
-Each part prints one line. The exit status is 1 if a part has failed. All parts together take less
-than an hour on two cores.
+The script prints one line per part, and exits with status 1 if a part fails. Running all parts
+takes less than an hour on two cores.
 
     python tests/faults/soak.py [--count 100] [--parts kills signals ...] [--seed 0]
 
@@ -16,9 +16,9 @@ than an hour on two cores.
     exits      count / 5 finished runs on two ranks, each with status 0
     secrets    tests/project/test_secrets.py
 
-To save time, killed and compared runs are forked from interpreters that have imported torch.
-`steps`, `starts` and `exits` need normal interpreters. A failed part lists its failed cases and
-keeps the folder with their runs.
+To save time, most runs are forked from a process that has already imported torch. The parts
+`steps`, `starts` and `exits` start Python normally. If a part fails, the script lists the failed
+cases and keeps the folders of their runs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-# Put the tests folder first, because tests/data_prep has the same name as a package, and an
-# editable installation is searched last.
+# Put the tests folder first, because tests/data_prep has the same name as a package of the project.
+# An editable installation is searched last.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -58,13 +58,11 @@ STOPPED_FOR_S = 60.0
 
 
 class Failed(Exception):
-    """An exception raised if a part fails. The message has one fault per line."""
+    """The exception raised when a part fails. Each line of the message describes one problem."""
 
 
 @dataclass(frozen=True)
 class Soak:
-    """The shards, a folder for all runs, and the values from the command line."""
-
     folder: Path
     shards: Path
     whole: Whole
@@ -81,7 +79,7 @@ class Soak:
 
     def kills(self) -> str:
         rng = random.Random(self.seed)
-        # Use each phase once before repeating a phase.
+        # Use every phase once before repeating any phase.
         drawn = [phase for _ in range(-(-self.count // len(PHASES))) for phase in PHASES]
         cases = [(phase, signal.SIGKILL) for phase in drawn[: self.count]]
         rng.shuffle(cases)
@@ -113,9 +111,9 @@ class Soak:
         return _tally(len(cases), faults, "weights and optimizer bit-equal, sample checksums exact")
 
     def stops(self) -> str:
-        """Run all three cases in parallel, because they mostly wait. Each one stops a process with
-        SIGSTOP."""
-        self.whole.state(2)  # train the reference run before the threads need it
+        """Stop a process with SIGSTOP in each of three cases. The cases run in parallel, because
+        they mostly wait."""
+        self.whole.state(2)  # train the reference run before the threads need its state
         with ThreadPoolExecutor(len(stops.TARGETS)) as pool:
             futures = {
                 target: pool.submit(
@@ -178,8 +176,8 @@ class Soak:
         return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
 
     def exits(self) -> str:
-        """Run trainings to completion, to trigger a race when an interpreter with gloo threads
-        exits."""
+        """Run many trainings to completion, because a race between gloo threads can break the exit
+        of the interpreter."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []
@@ -201,7 +199,8 @@ class Soak:
 
 
 def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
-    """Return the end of a part's line. Raises Failed if there are faults."""
+    """Return the summary for the end of a part's output line. Raises Failed if `faults` is not
+    empty."""
     if faults:
         raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
     return f"{num_cases}/{num_cases} {result}" if num_cases > 1 else result
@@ -234,7 +233,7 @@ def read_command_line() -> argparse.Namespace:
 
 def main() -> int:
     args = read_command_line()
-    # Use a folder outside the session's temporary folder, which is removed at the end.
+    # Use a folder outside the session's temporary folder, which is deleted when the session ends.
     if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +249,7 @@ def main() -> int:
             part_began_s = time.monotonic()
             try:
                 line = PARTS[name](soak)
-            except Exception as error:  # continue with the next part
+            except Exception as error:
                 failed.append(name)
                 line = f"{name}: FAILED: {error}"
             print(f"{line} [{duration(time.monotonic() - part_began_s)}]", flush=True)

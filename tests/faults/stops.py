@@ -1,9 +1,9 @@
-"""Stop a rank, a loader worker or the saver thread for a while. The run must then continue and end
-with the same bits.
+"""Stop a rank, a loader worker or the saver thread for some time, and then let it continue.
 
-SIGSTOP stops all threads of a process. To stop only the saver thread, as an unresponsive disk
-would, the test uses the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT).
-Training then continues until the next save and waits.
+The run must also continue, and its results must be bit-identical to those of an undisturbed run.
+SIGSTOP would stop all threads of a process. To stop only the saver thread, as a hanging disk would,
+the test uses ptrace (PTRACE_SEIZE and PTRACE_INTERRUPT). Training then continues until the next
+save, which waits for the stopped thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGETS = ("rank", "worker", "writer")
 _SEIZE = 0x4206
 _INTERRUPT = 0x4207
 _DETACH = 17
-"""Constants from <linux/ptrace.h>."""
+"""The constants of ptrace from <linux/ptrace.h>."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
@@ -33,12 +33,12 @@ _libc.ptrace.restype = ctypes.c_long
 def stopped_and_continued(
     whole: Whole, folder: Path, target: str, for_s: float, rng: random.Random
 ) -> list[str]:
-    """Train on two ranks in `folder`, stop `target` (one of `TARGETS`) for a while, and compare the
-    result.
+    """Train on two ranks in `folder`, stop `target` (one of `TARGETS`) for some time, and return a
+    list of problems.
 
-    Returns the faults. The run must halt while the target is stopped, unless the target is a loader
-    worker, which another worker may replace. Raises PermissionError if this process may not trace
-    threads.
+    The run must not make progress while the target is stopped. A stopped loader worker is an
+    exception, because another worker may replace it. Raises PermissionError if this process is not
+    allowed to trace threads.
     """
     run_dir = folder / "run"
     run = Background(
@@ -77,8 +77,8 @@ def stopped_and_continued(
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """Return the faults in the next `for_s` seconds. During this time, metrics.jsonl must not grow
-    and the run must not end."""
+    """Check for `for_s` seconds that metrics.jsonl does not grow and that the run does not end, and
+    return a list of problems."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)
@@ -88,8 +88,8 @@ def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[
 
 
 def _newest_thread(pid: int) -> int:
-    """Return rank 0's saver thread. It is the newest thread, because each save starts a new
-    thread."""
+    """Return the id of rank 0's saver thread. Each save starts a new thread, so the saver thread is
+    the newest one."""
 
     def began_at(thread: int) -> int:
         return int((stat_of(pid, thread) or ["0"] * 20)[19])

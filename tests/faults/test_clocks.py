@@ -1,4 +1,4 @@
-"""Test that setting the wall clock during a run does not affect measured durations."""
+"""Test that changing the system time during a run does not affect measured durations."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
 
 
 def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
-    """A block whose access time is in the future must not stay in the cache forever. The cache must
-    reset the access time, because otherwise the block would always be evicted last."""
+    """If a block's access time is in the future, the cache must reset this time, because the block
+    would otherwise always be evicted last."""
     cache = BlockCache(tmp_path / "cache", 1.0)
     (tmp_path / "cache" / "set").mkdir()
     assert cache.fetch("set/a.block", lambda: Fetched(b"abcd", [4])) == b"abcd"
@@ -126,8 +126,8 @@ def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, config):
-    """The test sets the clock for both ranks and for torchrun, whose rendezvous has its own clocks
-    and timeouts."""
+    """The test changes the time for both ranks and for torchrun, because torchrun's rendezvous uses
+    its own clocks and timeouts."""
     steps = ("train.steps=100", "checkpoint.every_steps=25", "eval.every_steps=100")
     train(config, tmp_path / "whole", *steps, ranks=2)
     (tmp_path / "shim.c").write_text(SHIM)
@@ -160,7 +160,8 @@ def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, conf
 
 
 def set_clock(off: Path, seconds: int) -> None:
-    """Replace the clock file atomically, because a reader could see a partly written file."""
+    """Replace the clock file atomically, because a process could otherwise read a partly written
+    file."""
     new = off.with_name("new")
     new.write_text(str(seconds))
     os.replace(new, off)

@@ -1,5 +1,7 @@
-"""Test two hosts, one of which is cut off, switched off or slow. The real torchrun runs in
-namespaces on this machine."""
+"""Test training on two hosts when one host is disconnected, switched off or slow.
+
+Both hosts are network namespaces on this machine, and they run the real torchrun.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ pytestmark = pytest.mark.full
 STEPS = 200
 SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
 ENDS_WITHIN_S = 150.0
-"""A time limit that covers torchrun's timeout of 30 s, the project's own timeout, and startup on a
-busy machine."""
+"""The time limit for the remaining host to exit. The limit includes torchrun's timeout of 30 s, the
+project's own timeout, and the startup time on a busy machine."""
 
 
 def wait_for_step(run_dir, step: int, timeout_s: float = 240) -> None:
@@ -78,7 +80,8 @@ def test_restarts_of_torchrun_continue_once_the_cable_is_back(two_hosts, tmp_pat
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["killed", "switched off"])
 def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, config, is_cut):
-    """The connections of a killed process are closed, but a host without power sends nothing."""
+    """When a process is killed, the kernel closes its connections. When a host loses power, its
+    peers receive nothing."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
@@ -92,8 +95,8 @@ def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, confi
 
 
 def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
-    """No remaining process can report the loss of the store, so the other host must end by its own
-    timeout."""
+    """If the store's host is switched off, no process can report that the store is gone, so the
+    other host must exit after its own timeout."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")

@@ -1,5 +1,5 @@
-"""Test how runs end: closed terminals, early and late signals, exhausted limits, and ranks with
-different settings."""
+"""Test how runs end after their terminal is closed, after early and late signals, when limits are
+exhausted, and when ranks have different settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 48
 
 def test_a_closed_terminal_is_remembered_but_not_after_nohup():
     def heard(number, frame):
-        """Catch the signals that would end this process by default."""
+        """Do nothing, so that the signals do not end this process."""
 
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -43,7 +43,7 @@ def test_a_closed_terminal_is_remembered_but_not_after_nohup():
 def test_a_signal_before_the_first_step_is_not_lost_where_errors_are_ignored():
     signals = StopSignals()
     try:
-        with suppress(Interrupted):  # ignore the error, as Python does in `__del__`
+        with suppress(Interrupted):  # ignore the exception, as Python does in `__del__`
             os.kill(os.getpid(), signal.SIGTERM)
         signals.remember_only()
         assert signals.received == "SIGTERM"
@@ -84,7 +84,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_refuses_ranks_with_different_settings(tmp_path, config, word, difference):
-    """If a config file were edited on only one host, each rank would train a different model."""
+    """If a config file is edited on only one host, the ranks would train different models."""
     script = tmp_path / "otherwise.py"
     script.write_text(OTHERWISE)
     run_dir = tmp_path / "run"
@@ -105,7 +105,7 @@ def test_refuses_ranks_with_different_settings(tmp_path, config, word, differenc
 
 @pytest.mark.full
 def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
-    """Closing a terminal signals all of its processes, including loader workers."""
+    """Closing a terminal sends SIGHUP to all of its processes, including loader workers."""
     settings = (f"train.steps={STEPS}", "loader.num_workers=2", "checkpoint.every_steps=1000")
     train(config, tmp_path / "whole", *settings, ranks=2)
     run = Background(config, tmp_path / "run", *settings, ranks=2, cold=True)
@@ -132,8 +132,8 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
     while lines_of(tmp_path / "run")[-1]["kind"] != "end":
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with stopped([first]):  # Stop rank 0 while it draws the report.
-        time.sleep(1)  # Wait until the other rank has closed its run and is waiting for rank 0.
+    with stopped([first]):  # stop rank 0 while it writes the report
+        time.sleep(1)  # by then, the other rank has finished its work and is waiting for rank 0
         os.kill(second, signal.SIGTERM)
         while _pending(second):
             assert time.monotonic() < deadline

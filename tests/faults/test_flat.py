@@ -1,5 +1,5 @@
-"""Test that a process's memory, descriptors and threads do not grow over steps and starts, and that
-the check detects a leak."""
+"""Test that the memory, descriptors and threads of a process do not grow over many steps and
+starts, and that the check detects a leak."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from processes import TINY, run_here, write_config
     ],
 )
 def test_a_leak_is_seen_through_the_noise(leak, named):
-    """One case leaks a descriptor every ten saves. The other case leaks 50 KiB per save, an eighth
-    of the state."""
+    """The test simulates a leak of one descriptor every ten saves, and a leak of 50 KiB per save
+    (an eighth of the state)."""
     rng = np.random.default_rng(0)
     looks = [
         Look(
@@ -52,8 +52,7 @@ def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_p
         run_here("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *steps)
         gc.collect()
         looks.append(look("self", number))
-    # Skip the first start, because objects left over from other tests in this process disappear
-    # during it.
+    # Skip the first start, because objects from earlier tests in this process are freed during it.
     for numbers in ([each.descriptors for each in looks], [each.threads for each in looks]):
         assert any(after <= before for before, after in pairwise(numbers)), numbers
     (run_dir / "checkpoints" / ".tmp_step_00000012").mkdir()

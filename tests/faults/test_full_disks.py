@@ -1,8 +1,10 @@
-"""Test each writer on a disk that is full or becomes full.
+"""Test each function that writes files, on a disk that is full or becomes full.
 
-The writer must print one line that names the file. Each file must be complete, with either the old
-or the new content, and no partial file may remain. Once the disk has free space, the same call must
-succeed. Other tests cover checkpoints and weights (tests/checkpoint/test_saver.py), the block cache
+The function must print one line that names the file. Every file on the disk must be complete, with
+either its old or its new content. No partial file may remain. When space is available again, the
+same call must succeed.
+
+Other tests cover checkpoints and weights (tests/checkpoint/test_saver.py), the block cache
 (tests/data/storage), `--check` (tests/extras/planner/check) and shards
 (tests/data_prep/test_prep_errors.py).
 """
@@ -55,7 +57,8 @@ from vit.weights.programs import Subject
 ALONE = World(0, 1, torch.device("cpu"))
 FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
 PAGE_KIB = 4
-"""The page size. Files occupy whole pages, so the smallest file occupies one page."""
+"""The size of a page in KiB. A file occupies whole pages, so even the smallest file needs one
+page."""
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +81,12 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 
 class Writer(NamedTuple):
-    """A function that writes into a folder. `prepare` creates the files that exist before the
-    write."""
-
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None
     names: str = ""
-    """The file that the message must name, or "" for the folder."""
+    """The file that the error message must name, or "" if the message must name the folder."""
     notes: str = ""
-    """The name of a JSON file that contains times."""
+    """The name of a JSON file whose content includes times."""
 
 
 def predictions(folder: Path, step: int = 7) -> None:
@@ -138,7 +138,8 @@ def handed_over(folder: Path, program: str) -> None:
 def recipe(folder: Path) -> None:
     pytest.importorskip("vit.extras.recipes")
     line = "torchrun main.py --model deit_small_patch16_224 --batch-size 128"
-    with chdir(folder):  # Use a relative path, because the file records its command.
+    # Use a relative path, because the file records the command that created it.
+    with chdir(folder):
         run_here("launch/recipe.py", "import", line, "--out", "recipe.yaml")
 
 
@@ -158,7 +159,6 @@ def results(folder: Path) -> None:
 
 
 def fetched(folder: Path) -> None:
-    """Read a run at a URL through a cache on this disk."""
     local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
     place_at_url = Path(os.environ["PLACE_WITH_ROOM"])
     (place_at_url / "weights").mkdir(exist_ok=True)
@@ -205,7 +205,7 @@ WRITERS = {
 
 
 def whole_files(folder: Path, notes: str) -> dict[str, str]:
-    """Return digests of all files except `notes`. The file `notes` must contain valid JSON."""
+    """Return the digests of all files except `notes`, which must contain valid JSON."""
     digests = snapshot(folder)
     if digests.pop(notes, None) is not None:
         json.loads((folder / notes).read_text())
@@ -221,7 +221,7 @@ def line_of(write: Callable[[Path], object], folder: Path) -> str:
 
 
 REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
-"""Writers that share their code with another writer."""
+"""The writers that share their code with another writer in the table."""
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
 def test_reports_a_full_disk_keeps_files_intact_and_works_with_free_space(
     name, disk, tmp_path, monkeypatch, capfd
 ):
-    # Set the time that matplotlib writes into the file.
+    # Fix the time that matplotlib writes into its files.
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setenv("PLACE_WITH_ROOM", str(tmp_path))
     writer = WRITERS[name]
@@ -298,7 +298,8 @@ def test_writes_a_record_line_again_after_the_disk_was_full(disk):
 
 
 def test_locks_a_run_on_a_full_disk(disk):
-    """A run must be locked even if the disk has no space for the owner's name in the lock file."""
+    """The run must be locked even if the disk has no space left for the owner's name in the lock
+    file."""
     folder = disk / "run"
     folder.mkdir()
     leave_free(disk, 0)
@@ -309,7 +310,7 @@ def test_locks_a_run_on_a_full_disk(disk):
 
 
 def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
-    """Without the run's outcome, a launcher would restart a finished run forever."""
+    """If the launcher did not learn the outcome, it would restart a finished run forever."""
     monkeypatch.setenv(OUTCOME_VARIABLE, str(disk / "outcome"))
     leave_free(disk, 0)
     for word in ("stopped", "finished"):
@@ -317,7 +318,8 @@ def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# Python only prints an unhandled exception in a thread. With this mark, the test fails.
+# Python only prints unhandled exceptions in threads, so this mark makes such an exception fail the
+# test.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):

@@ -1,4 +1,5 @@
-"""Test combinations from `tests/faults/fuzz.py`, and its report on two runs that differ."""
+"""Test some of the combinations that tests/faults/fuzz.py generates, and its report about two runs
+that differ."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def data(shards) -> Data:
 @needs("remote_runs")
 @pytest.mark.full
 def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, tmp_path):
-    """The run is exact over ranks, uses Muon, rewinds after loss spikes, and is repeated on three
-    ranks and on two ranks."""
+    """The run is exact over ranks, uses Muon, and rewinds after loss spikes. The test repeats the
+    run on two and on three ranks."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
     drawn = draw(random.Random(0), data)

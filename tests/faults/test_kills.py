@@ -1,6 +1,7 @@
-"""Test that a run interrupted in a named phase ends with the same bits as an uninterrupted run.
+"""Test that a run that is interrupted in a given phase and then resumed produces results that are
+bit-identical to those of an uninterrupted run.
 
-`tests/faults/soak.py` repeats such interruptions hundreds of times.
+tests/faults/soak.py interrupts hundreds of runs in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from servers import S3Server
 
 NUMBERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
 EXTRAS = {"report": ["report"], "upload": ["remote_runs"]}
-"""Maps a phase to the extras that it needs."""
+"""Maps each phase to the extras that it requires."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,8 @@ def test_reports_how_metrics_differ_from_the_plan(whole, tmp_path):
 
 @pytest.mark.parametrize("script", ["soak.py", pytest.param("fuzz.py", marks=pytest.mark.full)])
 def test_make_can_import_all_modules_of_a_script(script, tmp_path):
-    """In a new environment, only installing the project adds its folder to the import path."""
+    """In a new environment, the project's modules can be imported only after the project has been
+    installed."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     line = [sys.executable, Path(__file__).with_name(script), "--help"]
     process = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True)

@@ -1,4 +1,5 @@
-"""Test paused processes and threads, changes of the number of ranks, and two simultaneous jobs."""
+"""Test runs with paused processes or threads, runs that change their number of ranks, and two runs
+that train at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Run a proxy to a real S3 server, so that a test can decide the outcome of each request."""
+"""Run a proxy in front of a real S3 server, so that tests can decide the outcome of each
+request."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from servers import forget_clients
 
 
 class Way:
-    """A proxy to an S3 server that injects faults. The proxy's address replaces the server's
-    address in the environment.
+    """A proxy that injects faults into the requests to an S3 server. In the environment, the
+    proxy's address replaces the server's address.
 
-    `fault`: called with the method and path of each request in order of arrival. It returns None
-    for a successful request, a status with an S3 error code ("503 SlowDown"), "cut" for a
-    connection that ends in the middle of the body, or "hold" to wait until `let_go` is set.
-    `requests`: all requests.
+    `fault` is called with the method and path of each request. If `fault` returns None, the request
+    succeeds. If `fault` returns a status and an S3 error code such as "503 SlowDown", the request
+    fails with this error. "cut" closes the connection in the middle of the body, and "hold" blocks
+    the request until `let_go` is set.
+
+    `requests` lists all requests in order of arrival.
     """
 
     def __init__(self, port: int):
@@ -105,7 +108,7 @@ class _Passes(BaseHTTPRequestHandler):
         return body
 
     def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-        with suppress(ConnectionError):  # ignore a connection whose client was killed
+        with suppress(ConnectionError):  # ignore connections of killed clients
             self.send_response_only(status)
             for name, value in headers:
                 if name.lower() not in (*_HOP, "content-length") or self.command == "HEAD":

@@ -1,10 +1,10 @@
-"""Simulate a GPU whose tensors have shapes but no values, to detect where the host waits for the
-GPU.
+"""Simulate a GPU whose tensors have shapes but no values, to find the lines where the CPU waits for
+the GPU.
 
-Under torch's FakeTensorMode, an operation on tensors of "cuda:0" computes the shape of its result
-without a driver. An error is raised if a value is read, if a shape depends on values, or if a
-tensor is still on the host. The backward pass does not run, because autograd requires a CUDA
-context.
+Under torch's FakeTensorMode, an operation on tensors of "cuda:0" computes only the shape of its
+result, and needs no driver. FakeTensorMode raises an error if a value is read, if a shape depends
+on values, or if a tensor is on the wrong device. Backward passes cannot run on the fake GPU,
+because autograd requires a CUDA context.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ NO_LAUNCH = {
     "new_empty_strided",
     "_unsafe_view",
 }
-"""Functions that create a tensor but compute nothing. Views are recognized by their schema."""
+"""Functions that create a tensor without computing anything. Views do not have to be listed,
+because their schema identifies them."""
 
 
 class GpuWithoutMemory(TorchDispatchMode):
-    """A mode inside a FakeTensorMode. GPU tensors have only shapes, and host tensors are real.
+    """A mode for use inside a FakeTensorMode, in which GPU tensors have only shapes and CPU tensors
+    are real.
 
-    Reading a value on the GPU raises an error in FakeTensorMode. `waits` lists the copies between
-    GPU and host for which the host waits.
+    FakeTensorMode raises an error if a value on the GPU is read. `waits` lists the copies between
+    GPU and CPU that block the CPU.
     """
 
     def __init__(self) -> None:
@@ -63,8 +65,8 @@ class GpuWithoutMemory(TorchDispatchMode):
             with _disable_current_modes():
                 return function(*arguments, **options)
         non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
-        # Python numbers are passed to the kernel, but masks and indices on the host are copied
-        # first.
+        # Python numbers are passed directly to the kernel, but masks and indices on the CPU are
+        # copied to the GPU first.
         on_host = any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors)
         copied = len(devices) > 1 if function in COPIES else on_host
         if copied and not (function in COPIES and non_blocking):
@@ -78,7 +80,7 @@ class GpuWithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def gpu_without_memory() -> Iterator[GpuWithoutMemory]:
-    """Enter a `GpuWithoutMemory` in its FakeTensorMode. On exit, remove the constants that were
+    """Yield a `GpuWithoutMemory` in a FakeTensorMode. On exit, remove the constants that were
     created inside."""
     _forget_constants()
     with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
@@ -93,10 +95,10 @@ def _forget_constants() -> None:
 
 
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
-    """Replace the parameters and buffers of `model` with tensors of the same shapes on `GPU`. Call
-    this function inside the mode.
+    """Replace the parameters and buffers of `model` with fake tensors of the same shapes on `GPU`.
 
-    `Module.to` would swap tensors, which fake tensors do not allow.
+    Call this function inside the mode. `Module.to` cannot be used here, because `Module.to` swaps
+    tensors, which fake tensors do not allow.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -112,8 +114,8 @@ def move_to_fake_gpu(model: nn.Module) -> nn.Module:
 class Launches(TorchDispatchMode):
     """A mode that counts the operations launched on a device, by name and by line of code.
 
-    Copies to `device` ("meta", "cuda", "cpu") are also counted. A CPU can replace a GPU, because it
-    runs the same operations one by one.
+    Copies to `device` ("meta", "cuda" or "cpu") are counted as well. A CPU can stand in for a GPU,
+    because it runs the same operations one by one.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -121,7 +123,8 @@ class Launches(TorchDispatchMode):
         self.device = device
         self.by_name: Counter[str] = Counter()
         self.by_line: Counter[tuple[str, str]] = Counter()
-        """Keys are (name, `module.py:line`). The line is empty in the backward pass."""
+        """The number of launches of each operation by (name, `module.py:line`). The line is empty
+        for operations in the backward pass."""
 
     def total(self) -> int:
         return self.by_name.total()

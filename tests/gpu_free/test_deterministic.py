@@ -1,5 +1,5 @@
-"""Test that `train.deterministic` configures torch and gives identical bits on CPUs, and that all
-operations have deterministic implementations."""
+"""Test that `train.deterministic` configures torch, that two runs on CPUs are bit-identical, and
+that all operations have deterministic implementations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITHOUT_ORDER = {
     *("bincount", "median", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
     *("scatter_reduce", "scatter_reduce_"),
 }
-"""The operations that raise an error on a GPU, according to the documentation of
+"""The operations that raise an error on a GPU according to the documentation of
 torch.use_deterministic_algorithms."""
 SETTINGS = """
 import json, os, torch
@@ -72,8 +72,7 @@ def test_libraries_are_configured_before_cuda_starts():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_deterministic_cpus_compute_the_same_bits(config, tmp_path, precision):
-    """The run uses dropout, drop path, mixing, averaged weights (`write_config`), erasing and
-    flips."""
+    """The run uses dropout, drop path, mixing, averaged weights, random erasing and flips."""
     overrides = (
         f"train.precision={precision}",
         "augment.erasing_prob=0.5",
@@ -95,7 +94,6 @@ def test_a_resumed_run_may_enable_determinism(config, tmp_path):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """Enable deterministic algorithms for one test, as `join_world` does."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)
     yield
@@ -103,8 +101,6 @@ def deterministic(monkeypatch):
 
 
 def launched_forward(config: AugmentConfig) -> Launches:
-    """Return the operations that a forward pass with augmentation and metrics launches on the fake
-    GPU."""
     model = create_model("vit_ti8", (40, 120), 10, depth=1, drop_path_rate=0.1, init_values=0.1)
     table = torch.from_numpy(mixed_table(config, 56, (40, 120)))
     counted = Launches("cuda")
@@ -125,8 +121,8 @@ def launched_forward(config: AugmentConfig) -> Launches:
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_operation_before_the_backward_pass_has_a_deterministic_form(name, deterministic):
-    """For some operations without a deterministic form, torch raises an error even on a fake GPU.
-    The test checks the names of all other operations."""
+    """Even on a fake GPU, torch raises an error for some of the operations without a deterministic
+    implementation. The test looks up the names of all other operations in torch's list."""
     counted = launched_forward(POLICIES[name])
     assert counted.total() > 100
     assert not counted.by_name.keys() & WITHOUT_ORDER
@@ -142,7 +138,7 @@ FORMS = (
 
 @pytest.mark.parametrize("fields", FORMS)
 def test_every_operation_of_the_backward_pass_has_a_deterministic_form(fields, deterministic):
-    """The backward pass runs on a CPU, where torch uses the same operations."""
+    """The test runs the backward pass on a CPU, where torch uses the same operations."""
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2, **fields)
     images = torch.zeros(4, 3, 16, 16)
     with Launches("cpu") as counted, torch.autocast("cpu", torch.bfloat16):
@@ -153,8 +149,8 @@ def test_every_operation_of_the_backward_pass_has_a_deterministic_form(fields, d
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_an_operation_without_a_deterministic_form_is_detected(deterministic, monkeypatch):
-    """One operation is only on torch's list. For the other operation, torch raises an error even
-    without a GPU."""
+    """The test uses one operation that is only in torch's list, and one for which torch raises an
+    error even without a GPU."""
     image = torch.zeros(1, 3, 8, 8, requires_grad=True)
     with Launches("cpu") as counted:
         torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear").sum().backward()

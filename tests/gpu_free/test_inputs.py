@@ -1,5 +1,5 @@
-"""Test that augmentation with any setting computes the model's inputs and targets without waiting
-for the GPU."""
+"""Test that augmentation computes the inputs and targets without waiting for the GPU, whatever the
+settings."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_every_setting_is_tried():
 
 
 def changes_colour(config: AugmentConfig) -> bool:
-    """Return whether the setting changes colors, which the config rejects for grayscale images
-    (vit/config/checks.py)."""
+    """Return whether the setting changes colors. The config rejects such settings for grayscale
+    images (vit/config/checks.py)."""
     policies = config.three_augment or config.randaugment_layers or config.auto_augment
     return bool(policies or any(config.color_jitter))
 
@@ -62,7 +62,8 @@ def test_no_setting_waits_for_the_gpu(name, channels):
         augment = Augment(config, 10, (0.5,) * channels, (0.25,) * channels, GPU)
         images = torch.empty(ROWS, channels, *SIZE, dtype=torch.uint8, device=GPU)
         labels = torch.empty(ROWS, dtype=torch.int64, device=GPU)
-        augment(images, labels, table)  # the first call may wait, because it copies constants
+        # The first call may wait, because it copies constants to the GPU.
+        augment(images, labels, table)
         mode.waits.clear()
         inputs, targets = augment(images, labels, table)
         normalized = augment.normalize(images)

@@ -1,8 +1,8 @@
-"""Limit the number of operations that each part of a step launches.
+"""Limit the number of operations that each part of a training step launches.
 
-In eager mode, a GPU runs the operations of a small model faster than the host launches them, so
-each operation adds to the step time. These tests count operations on a CPU, which runs the same
-ones.
+In eager mode, a GPU runs the operations of a small model faster than the CPU can launch them, so
+each additional operation makes the step slower. The tests count the operations on a CPU, which runs
+the same operations as a GPU.
 
 tests/data/augment/test_rounds.py limits the operations of each augmentation policy.
 """
@@ -31,12 +31,12 @@ from vit.training.step_result import Slot
 
 DEPTH = 4
 ROOM = DEPTH - 1
-"""The tolerance in operations. It is smaller than the number of blocks, so one more operation per
-block is detected."""
+"""The number of additional operations that the tests tolerate. The tolerance is smaller than the
+number of blocks, so the tests detect a single additional operation per block."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
-"""The expected operations of a ViT like those in the recipes, with `DEPTH` blocks, bf16, clipping
-and averaged weights. `rest` covers the remainder of a step with one micro-batch and no
-augmentation."""
+"""The expected number of operations in each part of a step. The model is a ViT with `DEPTH` blocks
+in bf16, trained with gradient clipping and averaged weights. `rest` is the remainder of a step with
+one micro-batch and no augmentation."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 
@@ -60,7 +60,6 @@ def make_step() -> TrainStep:
 
 
 def launched_by_part() -> dict[str, Launches]:
-    """Return the number of operations in each part of a step, and in the whole step."""
     step = make_step()
     parts = {name: Launches("cpu") for name in ("inputs", "forward", "backward", "update", "step")}
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Test the forward pass on a fake GPU with every model option."""
+"""Test the forward pass on a fake GPU with each model option."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def test_every_option_is_tried():
 
 
 def forward(model: torch.nn.Module, config: ModelConfig, precision: str) -> list[torch.Tensor]:
-    """Return the training losses and the evaluation logits of four images on `GPU`."""
     images = torch.empty(4, config.in_chans, *config.height_width(), device=GPU)
     targets = torch.empty(4, 5, device=GPU)
     with autocast(precision, GPU):

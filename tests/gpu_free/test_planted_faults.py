@@ -1,4 +1,4 @@
-"""Test that the tests in this folder detect a fault planted in any part of a step."""
+"""Test that the tests in this folder notice a fault that is inserted into any part of a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLACES = {
     "update": (step_module, "set_rates"),
     "loss scale": (LossScale, "update"),
 }
-"""Maps each part of a step to a function that the part calls, given as (owner, name)."""
+"""Maps each part of a step to (owner, name) of a function that this part calls."""
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception]]] = {
     "a value that is read": (lambda x: x.sum().item(), DataDependentOutputException),
     "a branch": (lambda x: bool(x.sum() > 0), DataDependentOutputException),
@@ -54,11 +54,10 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "a number that is copied": lambda x: torch.tensor([1.0], device=x.device),
     "an index of the host": lambda x: x.flatten()[torch.arange(2)],
 }
-"""Operations that make the host wait for the GPU although torch raises no error."""
+"""Operations that block the CPU until the GPU has finished, although torch raises no error."""
 
 
 def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Queue two steps, and return the waits in the second step."""
     model = create_model("vit_ti8", 24, 5, embed_dim=32, depth=2, num_heads=2)
     with gpu_without_memory() as mode:
         move_to_fake_gpu(model)
@@ -93,7 +92,6 @@ def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, place: str, fault: Callable[[torch.Tensor], object]):
-    """Replace the function at `place` by one that first applies `fault` to a tensor on the GPU."""
     owner, name = PLACES[place]
     unchanged = getattr(owner, name)
 

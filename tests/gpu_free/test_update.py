@@ -1,6 +1,6 @@
-"""Test the update, averaged weights, metrics and evaluation on a fake GPU.
+"""Test the optimizer update, averaged weights, metrics and evaluation on a fake GPU.
 
-The backward pass does not run on a fake GPU, so the tests set gradients of the right shapes.
+Backward passes cannot run on a fake GPU, so the tests assign gradients with the right shapes.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def test_every_optimizer_is_tried():
 
 
 def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> TrainStep:
-    """Return a step whose parameters have gradients. Call this function inside
+    """Return a training step whose parameters already have gradients. Call this function inside
     `gpu_without_memory`."""
-    # Skip the conversion, which fails for fake tensors even from fp32 to fp32.
+    # Skip the conversion to fp32, which fails for fake tensors even if they are already fp32.
     monkeypatch.setattr(nn.Module, "float", lambda self: self)
     model = move_to_fake_gpu(create_model("vit_ti8", 16, 5, **FIELDS))
     step = plain_step(

@@ -1,4 +1,4 @@
-"""Create images, keys and augmentation tables."""
+"""Create test images, keys and augmentation parameters."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """Return augmentation parameters without mixing for `num` rows, starting at row `first`. All
-    images have 300 x 200 pixels."""
+    """Return augmentation parameters for `num` images of 300 x 200 pixels, starting at row `first`.
+    The images are not mixed."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
 
@@ -58,13 +58,14 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """Return an `Augment` for ten classes whose normalization is the identity, so that it returns
-    gray levels."""
+    """Return an `Augment` for ten classes that does not normalize, so that its outputs are gray
+    levels."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
 
 def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Apply `table` to images, (B, C, H, W) uint8, and return integer levels."""
+    """Apply the augmentation parameters in `table` to (B, C, H, W) uint8 images, and return integer
+    gray levels."""
     labels = torch.zeros(len(images), dtype=torch.int64)
     inputs, _ = on_pixels(config, images.shape[1])(
         torch.from_numpy(images), labels, torch.from_numpy(table)
@@ -75,9 +76,10 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(
     config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
 ) -> np.ndarray:
-    """Apply operation `op` in the first layer of a config, and return integer levels.
+    """Apply the single operation `op` to the images, and return integer gray levels.
 
-    values: strength and position, each either for all images or per image.
+    `values` contains the strength and the position, each as one number for all images or one number
+    per image.
     """
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
@@ -92,7 +94,6 @@ def one_op(
 def at_strengths(
     config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]
 ) -> Iterator[np.ndarray]:
-    """Apply `one_op` at all strengths in a single batch."""
     levels = one_op(
         config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images))
     )
@@ -106,8 +107,8 @@ def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def photographs() -> np.ndarray:
-    """Return images, (7, 3, 40, 120): edges, low contrast, dark, bright, noise, and two with flat
-    channels."""
+    """Return (7, 3, 40, 120) images: edges, low contrast, dark, bright, noise, and two images in
+    which some channels are constant."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]
     waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128

@@ -1,8 +1,7 @@
 """Compare files by short digests, so that a failed comparison prints file names instead of
 contents.
 
-The module can also corrupt images together with their checksums in the index, as if they had been
-corrupt before indexing.
+The module can also simulate images that were already corrupt when their checksums were computed.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:
-    """Recompute the checksums in the index from the current bytes of the samples."""
+    """Recompute the checksums in the index from the current bytes of the given samples."""
     path = Path(split.root) / f"{split.name}.index.npy"
     rows = np.load(path)
     for sample in samples:
         with open(split.where(sample), "rb") as tar:
             tar.seek(int(rows["offset"][sample]))
             rows["crc32c"][sample] = crc32c(tar.read(int(rows["size"][sample])))
-    with open(path, "r+b") as file:  # Write in place, because the split may already be open.
+    # Modify the file in place, because the split may already be open.
+    with open(path, "r+b") as file:
         file.seek(-rows.nbytes, 2)
         file.write(rows.tobytes())

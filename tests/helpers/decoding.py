@@ -1,4 +1,4 @@
-"""Create images to decode, decode them with Pillow, and find colors in plots."""
+"""Create images for the decoder tests, decode images with Pillow, and find colors in plots."""
 
 import io
 import os
@@ -18,7 +18,6 @@ needs_native = pytest.mark.skipif(
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Return a photo-like image with smooth shapes, edges and some noise."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -42,7 +41,7 @@ def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
 
 
 def photographs() -> list[bytes]:
-    from sklearn.datasets import load_sample_images  # importing is slow
+    from sklearn.datasets import load_sample_images  # import here, because the import is slow
 
     photos = [Image.fromarray(photo) for photo in load_sample_images().images]
     return [
@@ -53,9 +52,9 @@ def photographs() -> list[bytes]:
 
 
 def pixels(picture: Path) -> np.ndarray:
-    """Read a PNG and return its pixels, (H, W, 3) int16.
+    """Read a PNG file and return its pixels as an (H, W, 3) int16 array.
 
-    Fails if the image is not 1400 pixels wide, is blank or is truncated.
+    Fails if the image is blank, truncated, or not 1400 pixels wide.
     """
     with Image.open(picture) as image:
         assert image.format == "PNG"
@@ -68,8 +67,8 @@ def pixels(picture: Path) -> np.ndarray:
 
 
 def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndarray:
-    """Return a mask, (H, W) bool, of the pixels with this color, given as #rrggbb or as (red,
-    green, blue) in 0..255."""
+    """Return an (H, W) bool mask of the pixels that have the given color. The color is either
+    #rrggbb or (red, green, blue) with values from 0 to 255."""
     if isinstance(color, str):
         color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
     return (np.abs(shown - np.array(color)) <= tolerance).all(2)

@@ -1,4 +1,4 @@
-"""Read rows of errors/rows.yaml, and define command prefixes that make commands fail."""
+"""Read the rows of errors/rows.yaml, and define command prefixes that make commands fail."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ NEEDS_MOUNT = "needs Linux and the right to mount a file system"
 
 
 class Row(NamedTuple):
-    """A table row with the mistake, the printed lines with <placeholders>, and the exit status."""
+    """A row of the error table: the mistake, the printed lines with <placeholders>, and the exit
+    status."""
 
     what: str
     printed: str
     status: int
     needs: str = ""
-    """The folder of vit/extras/ that the mistake needs, or an empty string."""
+    """The folder in vit/extras/ that the scenario needs, or an empty string."""
 
     def case(self, *marks: pytest.MarkDecorator) -> Any:
-        """Return the row as a case of a test, which is skipped if its extra was deleted."""
+        """Return the row as a test parameter. The test is skipped if the extra that it needs has
+        been deleted."""
         needed = [needs(self.needs)] if self.needs else []
         return pytest.param(self, id=self.what, marks=[*needed, *marks])
 
@@ -45,13 +47,13 @@ def rows(section: str) -> list[Row]:
 
 
 def pattern_of(printed: str) -> str:
-    """Convert `text` to a regular expression. Each <placeholder> matches one or more characters
-    within a line."""
+    """Convert `printed` to a regular expression in which each <placeholder> matches one or more
+    characters of a line."""
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Return digests of all files below `folder` except the lock file of the run."""
+    """Return the digests of all files in `folder` except the run's lock file."""
     return {
         str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
@@ -63,17 +65,16 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def python(code: str) -> tuple[object, ...]:
-    """Return a command prefix that runs `code` in the process of the command, before the
-    command."""
+    """Return a command prefix that runs `code` in the same process before the command."""
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 
 WITH_SHORT_FILES = python(
     "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 )
-"""A prefix that limits files to less than the size of a checkpoint, so that a write fails midway,
-as on a full disk."""
-# Drop the two capabilities that let root ignore permission bits.
+"""A command prefix that limits the file size to less than the size of a checkpoint. Writing a
+checkpoint then fails midway, as it does when a disk becomes full."""
+# Drop the two capabilities that allow root to ignore file permissions.
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
     " c in (1, 2)]"
@@ -82,7 +83,7 @@ WITHOUT_PRIVILEGES = python(
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
-    """Mount an 8 MiB file system. `options`: mount options, which may set a different size."""
+    """Mount an 8 MiB file system. The mount options in `options` may set a different size."""
     place.mkdir()
     if (
         sys.platform != "linux"
@@ -98,7 +99,7 @@ def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
 
 
 def leave_free(disk: Path, free_kib: int) -> Path:
-    """Write a file that fills `disk` except for `free_kib`, and return the file."""
+    """Fill `disk` with one file until only `free_kib` remain free, and return this file."""
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
     return filler
@@ -111,8 +112,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with a config in which commands run. It stores the last command's output and the
-    files that the command changed."""
+    """A folder with a config in which commands are run. A `Place` stores the output of the last
+    command and the files that this command changed."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -134,8 +135,11 @@ class Place:
         config: Path | None = None,
         **variables: str,
     ) -> None:
-        """Run `launch/train.py` on one rank. A prefix or environment variables would have no effect
-        on a warm interpreter, so a new interpreter starts."""
+        """Run `launch/train.py` on one rank.
+
+        If a prefix or environment variables are given, a new interpreter is started, because they
+        would have no effect on an interpreter that is already running.
+        """
         arguments = [
             "--config",
             config or self.config,
@@ -170,19 +174,20 @@ class Place:
 
 
 class Scenarios:
-    """The test scenarios for the rows of "Training and evaluation". `@scenario("first cell of the
-    row")` registers a function that takes a `Place`.
+    """The test scenarios for the rows of "Training and evaluation" in the error table. The
+    decorator `@scenario("first cell of the row")` registers a function that takes a `Place`.
 
-    Each test checks the output, the exit status and the remaining files. A mistake found before
-    training starts must leave no files. A later mistake must leave only complete files.
+    Each test checks the output, the exit status and the remaining files. If a mistake is found
+    before training starts, the command must not create any files. If a mistake is found later, all
+    files must be complete.
     """
 
     def __init__(self) -> None:
         self.of: dict[str, Callable[[Place], None]] = {}
         self.begun: set[str] = set()
-        """The rows whose mistake is found after training has started."""
+        """The rows whose mistake is found only after training has started."""
         self.slow: set[str] = set()
-        """The rows that take more than five seconds."""
+        """The rows whose scenarios take more than five seconds."""
 
     def __call__(
         self, problem: str, *, begun: bool = False, slow: bool = False
@@ -204,7 +209,7 @@ class Scenarios:
         ]
 
     def check(self, row: Row, place: Place) -> None:
-        """Compare the command's output, exit status and files with the row."""
+        """Check that the output, the exit status and the files match the row."""
         output = place.done.stderr
         assert place.done.returncode == row.status, output
         assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), (

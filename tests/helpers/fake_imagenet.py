@@ -1,13 +1,12 @@
-"""Create a small ImageNet in the formats of the official files, with real WordNet ids and tiny
-images.
+"""Create a tiny fake ImageNet in the formats of the official files, with real WordNet ids.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-Images are created once, and then written in the requested layout. As in ImageNet, the ids in the
-development kit (ILSVRC2012_ID) are not in WNID order. Numbers in file names have gaps and no fixed
-width, and validation images are not sorted by class.
+The fake copies the irregularities of ImageNet: the ids in the development kit (ILSVRC2012_ID) are
+not in WNID order, the numbers in file names have gaps and varying widths, and validation images are
+not sorted by class.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ WNIDS = sorted((Path(timm.__file__).parent / "data/_info/imagenet_synsets.txt").
 
 @dataclass(frozen=True)
 class Fake:
-    """The images by their original name, for example n01440764_18.JPEG."""
+    """A fake ImageNet. Images have names like those in the original archives, for example
+    n01440764_18.JPEG."""
 
     wnids: list[str]
-    """The sorted WNIDs. A label is an index into this list."""
+    """The WordNet ids in sorted order. A label is an index into this list."""
     train: dict[str, dict[str, bytes]]
-    """Maps each WNID to its images: {name: encoded image}."""
+    """Maps each WordNet id to its images, which are stored as {name: encoded image}."""
     val: dict[str, bytes]
     val_wnids: dict[str, str]
-    """Maps each validation image's name to its WNID."""
+    """Maps the name of each validation image to its WordNet id."""
     ids: dict[str, int]
-    """Maps each WNID to its ILSVRC2012_ID, which starts at 1."""
+    """Maps each WordNet id to its ILSVRC2012_ID, which starts at 1."""
 
     def labels(self, split: str) -> dict[str, int]:
         if split == "val":
@@ -54,7 +54,6 @@ class Fake:
         }
 
     def images(self, split: str) -> dict[str, bytes]:
-        """A dict from each key to the encoded image."""
         named = (
             self.val
             if split == "val"
@@ -77,12 +76,12 @@ def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """Return one file of each unusual kind in ImageNet. All names end in .JPEG. Only "truncated" is
-    unreadable."""
+    """Return one example of each kind of unusual file in ImageNet. All file names end in .JPEG.
+    Only the file "truncated" is unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
-    turned[0x0112] = 6  # rotate by 90 degrees
+    turned[0x0112] = 6  # EXIF orientation 6 rotates the image by 90 degrees
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),
@@ -103,7 +102,7 @@ def make_fake(
 ) -> Fake:
     """Return a fake ImageNet with the first `num_classes` classes.
 
-    With `odd`, the last training images of the first classes are unusual files.
+    If `odd` is true, the last training images of the first classes are replaced with unusual files.
     """
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
@@ -144,7 +143,7 @@ def make_fake(
 
 
 def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
-    """Return a tar in the format of GNU tar, padded to 10 KiB."""
+    """Return a tar file in GNU format, padded to a multiple of 10 KiB."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, data in files:
@@ -167,7 +166,7 @@ def write_train_tar(fake: Fake, path: Path) -> Path:
 
 
 def write_inner_tars(fake: Fake, folder: Path) -> Path:
-    """Write the tars that the official tar contains, one per class."""
+    """Write the tar files that the official training archive contains, one per class."""
     folder.mkdir(parents=True)
     for wnid, images in fake.train.items():
         (folder / f"{wnid}.tar").write_bytes(tar_of(images.items()))
@@ -180,8 +179,8 @@ def write_val_tar(fake: Fake, path: Path) -> Path:
 
 
 def meta_mat(fake: Fake) -> bytes:
-    """Return the development kit's `meta.mat`: classes by ILSVRC2012_ID, followed by groups of
-    classes."""
+    """Return the development kit's `meta.mat`, which lists the classes by ILSVRC2012_ID and then
+    the groups of classes."""
     from scipy.io import savemat
 
     dtype = [
@@ -300,8 +299,6 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """Return all files of imagenet-object-localization-challenge, with the rows of its tables in
-    random order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
         for wnid, images in fake.train.items()
@@ -344,10 +341,10 @@ def write_zip(files: dict[str, bytes], path: Path, compression: int = zipfile.ZI
 def write_parquets(
     fake: Fake, folder: Path, num_train: int = 3, num_val: int = 2, rows_per_group: int = 7
 ) -> Path:
-    """Write data/train-*-of-*.parquet and data/validation-* with rows {image: {bytes, path},
-    label}.
+    """Write parquet files named data/train-*-of-*.parquet and data/validation-*.
 
-    Rows are in random order. The names of image files contain the WNID.
+    Each row has the form {image: {bytes, path}, label}. The rows are in random order, and the image
+    names contain the WordNet id.
     """
     import pyarrow
     import pyarrow.parquet
@@ -451,4 +448,5 @@ LAYOUTS = {
     for name, function in sorted(globals().items())
     if name.startswith("as_")
 }
-"""Maps the name of each layout above to its function. All layouts must produce the same shards."""
+"""Maps the name of each layout to the function that writes it. All layouts must produce identical
+shards."""

@@ -1,11 +1,11 @@
-"""Kill all processes that a test starts.
+"""Kill all processes that a test has started.
 
-A test marks its processes with an environment variable. Child processes inherit the mark, even in
-the new sessions that torchrun creates. `Family` gives its process a unique mark and kills all
-processes with this mark. Processes also inherit the test's name, which pytest puts into the
-environment. If the test fails, its processes are killed. If pytest is killed, a small guard process
-kills them. Only Linux exposes the environment of a process. On other systems, a `Family` kills only
-its own process.
+Each test marks its processes with an environment variable. Child processes inherit this variable,
+even in the new sessions that torchrun creates. `Family` gives its process a unique mark, and later
+kills every process with this mark. Processes also inherit the test's name, because pytest stores it
+in the environment. If the test fails, all processes with its name are killed. If pytest itself is
+killed, a small guard process kills the remaining processes. Only Linux lets a program read the
+environment of other processes. On other systems, a `Family` kills only the process that it started.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
 ENDS_WITHIN_S = 60.0
 """The maximum time to wait for helper processes (of multiprocessing or W&B) after their program has
-exited."""
+exited, in seconds."""
 _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
-    """Return the live processes whose mark begins with `mark`: {id: command line and test}.
+    """Return the live processes whose mark begins with `mark`, as {id: command line and test}.
 
-    The result excludes the current process. name: return only the processes of this test.
+    The current process is excluded. If `name` is given, only the processes of this test are
+    returned.
     """
     processes = {}
     for pid in all_pids():
@@ -50,16 +51,16 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
         if int(parent) == os.getpid() and re.search(
             "multiprocessing.(resource_tracker|forkserver) import", line
         ):
-            continue  # skip the helper, which runs as long as this process
+            continue  # skip this helper process, which runs as long as the current process
         if state != "Z" and (not name or test == name):
             processes[pid] = f"{line[:200]} [{test}]"
     return processes
 
 
 def kill(mark: str, name: str = "") -> None:
-    """Send SIGKILL to all processes that `bearing` returns, until it returns none.
+    """Send SIGKILL to the processes that `bearing` returns until there are none left.
 
-    One search is not enough, because a process may start another process during the search.
+    The search is repeated, because a process may start another process during the search.
     """
     deadline = time.monotonic() + ENDS_WITHIN_S
     while processes := bearing(mark, name):
@@ -74,7 +75,8 @@ def kill(mark: str, name: str = "") -> None:
 
 
 def left_over(mark: str) -> dict[int, str]:
-    """Return the processes that still have `mark` after `ENDS_WITHIN_S`."""
+    """Wait up to `ENDS_WITHIN_S` for the processes with `mark` to exit, and return those that
+    remain."""
     deadline = time.monotonic() + ENDS_WITHIN_S
     while (processes := bearing(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -82,11 +84,11 @@ def left_over(mark: str) -> dict[int, str]:
 
 
 class Family:
-    """A context manager that starts a process, and kills the process and its descendants at the
-    end. The arguments are those of `subprocess.Popen`.
+    """A context manager that starts a process, and kills the process and all of its descendants on
+    exit. The arguments are those of `subprocess.Popen`.
 
-    If the process has exited but its children do not exit soon afterwards, the context manager
-    raises an AssertionError that names the children.
+    If the process has exited but its children do not exit within the time limit, an AssertionError
+    lists these children.
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str], **options: Any):
@@ -109,7 +111,8 @@ class Family:
     def communicate(self, timeout_s: float) -> tuple[str, str]:
         """Wait until the process exits, and return its stdout and stderr.
 
-        Children that outlive the process must close the inherited streams within the time limit.
+        Children that outlive the process must close the streams that they inherited within the time
+        limit.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -119,8 +122,8 @@ class Family:
                     timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0)
                 )
             except subprocess.TimeoutExpired:
-                # Check first, because `communicate` closes the streams of a process that has just
-                # exited.
+                # Check before the call, because `communicate` closes the streams of a process that
+                # has just exited.
                 if had_ended:
                     raise AssertionError(
                         f"{self.process.args!r} has exited but left {bearing(self.mark)}"
@@ -140,10 +143,11 @@ class Family:
 def inherited() -> dict[str, str]:
     """Return the environment for a child process.
 
-    Threads other than the main thread serve several tests, so their processes have no test name.
+    Processes that are started outside the main thread get no test name, because other threads serve
+    several tests.
     """
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
-    # Copy the names, because pytest changes one of its variables in the main thread.
+    # Copy the names, because pytest changes one of the variables in the main thread.
     names = [name for name in list(os.environ) if name not in hidden]
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
@@ -152,16 +156,16 @@ def inherited() -> dict[str, str]:
 
 
 def begin_session() -> None:
-    """Mark the processes that this pytest process (or pytest-xdist worker) will start, and start
-    the guard."""
-    # Restore SIGINT for the tests that send Ctrl-C. A shell's `&` makes a command and its child
-    # processes ignore the signal.
+    """Set the mark for all processes that this pytest process starts, and start the guard. Each
+    pytest-xdist worker has its own mark."""
+    # Restore the default handler of SIGINT for tests that send Ctrl-C. If pytest was started with
+    # `&` in a shell, SIGINT is ignored by default.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
     folder = _own_temporary_folder()
-    # Run the guard without -I, because it imports modules from its own folder.
+    # Run the guard without -I, because it imports modules from the folder of this file.
     command = [sys.executable, "-ESs", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
 
@@ -170,12 +174,12 @@ def _own_temporary_folder() -> str:
     """Create a temporary folder for this session, and make all processes of its tests use it
     instead of /tmp.
 
-    torchrun always leaves folders in /tmp, and W&B leaves folders there when it is killed.
+    torchrun always leaves folders behind in /tmp, and W&B does so when it is killed.
     """
-    # Let pytest create its own folders elsewhere, so that people can inspect them after the
-    # session.
+    # Keep pytest's own temporary folders outside the session's folder, so that they can be
+    # inspected after the session.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    # Use a short path, because the path of a socket is limited to 107 bytes.
+    # Use a short path, because the path of a Unix socket is limited to 107 bytes.
     folder = tempfile.mkdtemp(prefix="vit-")
     os.chmod(folder, 0o1777)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -183,7 +187,8 @@ def _own_temporary_folder() -> str:
 
 
 def end_session() -> list[str]:
-    """Kill the remaining processes. Return one line per process that should have exited."""
+    """Kill all remaining processes. Return one line for each process that should have exited
+    earlier."""
     left = [f"{pid}: {line}" for pid, line in left_over(os.environ[MARK]).items()]
     kill(os.environ[MARK])
     return left
@@ -194,7 +199,8 @@ def end_of_failed_test() -> None:
 
 
 def _guard(pid: int, mark: str, folder: str) -> None:
-    """Wait until pytest exits, then kill all processes with `mark` and remove the folder."""
+    """Wait until pytest exits. Then kill all processes with `mark`, and delete the temporary
+    folder."""
     while os.getppid() == pid:
         time.sleep(0.5)
     kill(mark)

@@ -37,7 +37,8 @@ def layout_of(flags: str) -> SampleLayout:
 
 
 def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    """Write (key, {suffix: content}) to a tar in the given order, using the standard library."""
+    """Write (key, {suffix: content}) to a tar file in the given order, using only the standard
+    library."""
     with tarfile.open(path, "w") as tar:
         for key, members in samples:
             for suffix, data in members.items():

@@ -1,7 +1,7 @@
 """Compute the expected sample order one sample at a time.
 
-This module uses only Python integers and lists, without numpy or the code under test. Only
-`orders`, which generates random cases, creates a real `Order`.
+The computation uses only Python integers and lists, and neither numpy nor the code under test. Only
+`orders`, which generates random test cases, creates real `Order` objects.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def feistel(n: int, key: int, value: int) -> int:
 
 
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
-    """Return all batches of (sample, copy) in one shuffle.
+    """Return all batches of one shuffle. Each batch is a list of (sample, copy).
 
-    A shuffle covers one epoch or, in the form `batch`, one epoch per copy.
+    A shuffle covers one epoch. With the order `batch`, it covers one epoch per copy.
     """
     n = order.num_samples
     block = order.block_samples
@@ -102,7 +102,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """Create an equal order, like another process."""
+    """Create an equal order in the way another process would create it."""
     o = order
     sizes = (
         o.num_samples,
@@ -118,7 +118,8 @@ def anew(order: Order) -> Order:
 def pairs(
     order: Order, position: int, start: int = 0, stop: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return (sample, copy) for rows [start, stop) of the batch at `position`."""
+    """Return (sample, copy) for the rows `start` to `stop` (exclusive) of the batch at
+    `position`."""
     ids, copies = order.rows_and_copies(
         position, start, order.global_batch_size if stop is None else stop
     )

@@ -1,5 +1,3 @@
-"""Create a `TrainStep` without a config."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -32,7 +30,8 @@ def plain_step(
     norms: Norms | None = None,
     **options: Any,
 ) -> TrainStep:
-    """Return a training step for `model`. wrapped: the model, possibly wrapped in DDP."""
+    """Return a training step for `model`. `wrapped` is the same model, optionally wrapped in
+    DDP."""
     objective = Objective(loss)
     if teacher is not None:
         objective = Distilled(loss, teacher)

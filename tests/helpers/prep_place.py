@@ -1,4 +1,4 @@
-"""Define a folder for the scenarios of tests/data_prep/test_prep_errors.py, which run data_prep
+"""Define a folder in which the scenarios of tests/data_prep/test_prep_errors.py run data_prep
 commands."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _catalogues = ExitStack()
 
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """Call `open_catalogue`. Keep a reference to the result, so that the folder exists until the
+    """Call `open_catalogue`, and keep a reference to the result so that its folder exists until the
     test ends."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
@@ -44,8 +44,8 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder in which a scenario runs data_prep commands. It stores the last command's output and
-    the files that the command changed."""
+    """A folder in which data_prep commands are run. A `Place` stores the output of the last command
+    and the files that this command changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -55,8 +55,8 @@ class Place:
     def run(
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
-        """Run `python -m data_prep.<module>`. With `alone` or a prefix, run the command in a
-        separate process."""
+        """Run `python -m data_prep.<module>`. If `alone` is true or a prefix is given, the command
+        runs in a separate process."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -71,19 +71,18 @@ class Place:
         else:
             try:
                 self.status = importlib.import_module(f"data_prep.{module}").main(line)
-            except SystemExit as stopped:  # raised by argparse
+            except SystemExit as stopped:
                 self.status = int(stopped.code or 0)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
-        """Prepare a source. The command writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
-        """Check that running the same command again completes the dataset.
+        """Run the same command again, and check that it completes the dataset.
 
-        The first call's output is kept for later checks.
+        The output of the first run is kept for later checks.
         """
         first_call = dict(self.__dict__)
         self.again()
@@ -97,8 +96,8 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Check that each tar can be read to its end and matches its sidecar. complete: whether all
-    tars must exist."""
+    """Check that each tar can be read completely and matches its sidecar file. If `complete` is
+    true, all tars must exist."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
         "partial files were left"
     )
@@ -125,8 +124,8 @@ BEGUN: set[str] = set()
 
 
 def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario for the row `problem`. begun: whether the command has started to write
-    shards."""
+    """Register the scenario for the row `problem`. `begun` states whether the command fails only
+    after it has started to write shards."""
 
     def register(function: Scenario) -> Scenario:
         SCENARIOS[problem] = function

@@ -1,4 +1,4 @@
-"""Define scenarios for test_prep_errors.py with invalid archives and folders, and with failing
+"""Define scenarios for test_prep_errors.py with invalid archives, invalid folders and failing
 downloads."""
 
 from __future__ import annotations
@@ -255,13 +255,14 @@ def _(place: Place) -> None:
 @scenario("an encrypted zip")
 def _(place: Place) -> None:
     data = bytearray(write_zip(animals(), place.folder / "archive.zip").read_bytes())
-    data[data.index(b"PK\1\2") + 8] |= 1  # set the encryption flag of the first member
+    data[data.index(b"PK\1\2") + 8] |= 1  # set the encryption flag of the first archive member
     (place.folder / "archive.zip").write_bytes(data)
     place.prepare("animals10", place.folder / "archive.zip")
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Change a member's size in the zip's central directory, and return the path."""
+    """Change the size of a member in the central directory of a zip file, and return the path of
+    the file."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -296,7 +297,8 @@ def _(place: Place) -> None:
 def idx_files(place: Place, **contents: bytes) -> Path:
     """Write MNIST files with correct labels.
 
-    The first word in a file's name selects the images. Other files are empty.
+    `contents` maps the first word of an image file's name to the bytes of this file. All other
+    image files are empty.
     """
     folder = place.folder / "mnist"
     folder.mkdir()
@@ -380,7 +382,7 @@ def _(place: Place) -> None:
 def _(place: Place) -> None:
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
     with pytest.MonkeyPatch.context() as patch:
-        # Make `import pyarrow` fail, as if the package were missing.
+        # Make `import pyarrow` fail, as it does if the package is not installed.
         patch.setitem(sys.modules, "pyarrow", None)
         place.prepare("imagenet", folder)
 
@@ -428,7 +430,7 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: the server cannot be reached")
 def _(place: Place) -> None:
-    # Bind the port without listening, so that connections fail and no other process gets the port.
+    # Bind the port but do not listen. Connections then fail, and no other process can use the port.
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")

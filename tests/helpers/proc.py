@@ -1,7 +1,7 @@
-"""Read information about processes from Linux's /proc.
+"""Read information about processes from /proc on Linux.
 
-A process may exit at any moment. Functions return an empty value if the process has exited or
-belongs to another user.
+A process may exit at any time. If a process has exited or is owned by another user, the functions
+return an empty value.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 
 
 def all_pids() -> list[int]:
-    """Return the ids of all processes, including zombies."""
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
 
 
@@ -31,33 +30,33 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Map the field names of a process's `status` file to their values."""
+    """Return the `status` file of a process as a dict from field name to value."""
     rows = (row.partition(":") for row in _read(pid, "status").decode().splitlines())
     return {name: value.strip() for name, _, value in rows}
 
 
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
-    """Return the fields after the name in the `stat` file of a process or thread.
+    """Return the fields that follow the name in the `stat` file of a process or thread.
 
-    The first two fields are the state (R, S, D, T, Z ...) and the id of the parent (proc(5), from
-    field 3).
+    The first two of these fields are the state (R, S, D, T, Z, ...) and the parent's process id,
+    which proc(5) lists as fields 3 and 4.
     """
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process (R, S, D, T, Z ...), or "" if it has exited."""
+    """Return the state of a process (R, S, D, T, Z, ...), or "" if the process has exited."""
     return (stat_of(pid) or [""])[0]
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process is running. A zombie does not count as running."""
+    """Return whether the process is running. Zombie processes are not considered running."""
     return state_of(pid) not in ("", "Z", "X")
 
 
 def states_of_threads(pid: int) -> dict[int, str]:
-    """Map each thread id to its state (R, S, D, T ...)."""
+    """Return the state (R, S, D, T, ...) of each thread of a process by thread id."""
     fields = {thread: stat_of(pid, thread) for thread in _threads(pid)}
     return {
         thread: fields_of_thread[0]

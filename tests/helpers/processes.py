@@ -1,7 +1,7 @@
-"""Write tiny shards, start training with torchrun, and kill it.
+"""Write tiny shards, start training with torchrun, and kill training processes.
 
-Models and images are small (width 32, 16 px), because the tested behavior does not depend on size.
-Starting Python takes most of the time.
+Models and images are tiny (width 32, 16 px), because the tested behavior does not depend on their
+size. Most of the time is spent on starting Python.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vit.weights.save import SEAL
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
-"""The folder that contains launch/: the repository or an installed package
+"""The folder that contains launch/, which is either the repository or an installed package
 (tests/project/test_wheel.py)."""
 TINY = [
     "model.embed_dim=32",
@@ -69,10 +69,8 @@ def make_shards(
     size: tuple[int, int] = (24, 20),
     seed: int = 0,
 ) -> Path:
-    """Use the real writer to write shards of noise images, each centered on the color of its class.
-
-    Returns the root folder.
-    """
+    """Write shards with the project's writer, and return the root folder. The images are noise
+    around a color that depends on the class."""
     rng = np.random.default_rng(seed)
     for split, total in (("train", num_train), ("val", num_val)):
         for number in range(total):
@@ -101,10 +99,10 @@ def make_shards(
 def write_config(
     folder: Path, root: Path, name: str = "tiny.yaml", *, steps: int = 12, batch: int = 12
 ) -> Path:
-    """Write a config that trains on `root`.
+    """Write a config that trains on the shards in `root`.
 
-    The config uses dropout, drop path, mixing and averaged weights, because a resume must restore
-    their state.
+    The config enables dropout, drop path, mixing and averaged weights, because a resumed run must
+    restore the state of each of them.
     """
     path = folder / name
     path.write_text(f"""
@@ -122,8 +120,8 @@ eval: {{every_steps: 6}}
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of this process without W&B variables, and with one thread per child
-    process."""
+    """Return this process's environment without W&B variables. Each child process is limited to one
+    thread."""
     variables = {
         key: value
         for key, value in inherited().items()
@@ -150,7 +148,6 @@ def call(
     cwd: Path = REPOSITORY,
     timeout_s: float = 240,
 ) -> subprocess.CompletedProcess:
-    """Run a command until all of its processes have exited. Return stdout and stderr as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
         stdout, stderr = family.communicate(timeout_s)
@@ -167,12 +164,13 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command until it exits. Return stdout and stderr as text.
 
-    torchrun and its ranks use warm interpreters (tests/helpers/warm_python.py). With `cold`, they
-    start as they do for users.
+    By default, torchrun and its ranks are forked from a process that has already imported torch
+    (tests/helpers/warm_python.py). If `cold` is true, they are started normally, as on a user's
+    machine.
     """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
-    env["PYTHON_EXEC"] = python  # torchrun reads the interpreter from this variable
+    env["PYTHON_EXEC"] = python  # torchrun reads the path of the interpreter from this variable
     return call(
         command(script, *arguments, ranks=ranks, python=python), env, cwd or REPOSITORY, timeout_s
     )
@@ -180,7 +178,7 @@ def run(
 
 @contextmanager
 def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
-    """Set the arguments and the import path of this process as if it ran `script` with
+    """Set `sys.argv` and `sys.path` as if this process had been started to run `script` with
     `arguments`."""
     argv = sys.argv
     path = list(sys.path)
@@ -194,9 +192,9 @@ def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
 
 
 def run_here(script: str, *arguments: object) -> None:
-    """Run a command of launch/ in this process, where torch is already imported.
+    """Run a launch command in this process, in which torch is already imported.
 
-    Raises ValueError where the command would exit with status 2.
+    If the command would exit with status 2, the function raises ValueError.
     """
     with _typed(script, arguments):
         runpy.run_path(str(COMMANDS / script))["main"]()
@@ -205,8 +203,6 @@ def run_here(script: str, *arguments: object) -> None:
 def train(
     config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a training until it ends. If the exit status is not 0, fail the test and show the
-    output."""
     done = run(
         "launch/train.py",
         "--config",
@@ -222,11 +218,12 @@ def train(
 
 
 class Background:
-    """A training run that a test will kill.
+    """A training run in the background that a test can kill.
 
-    By default, torchrun and its ranks are warm: `process` and `trainers` forward signals to forked
-    processes, and exit when those exit. With `cold`, `process` and `trainers` are the real
-    processes.
+    By default, torchrun and its ranks are forked from a process that has already imported torch.
+    `process` and `trainers` are then small programs that forward signals to the forked processes
+    and exit with them. If `cold` is true, `process` and `trainers` are the training processes
+    themselves.
     """
 
     def __init__(
@@ -234,8 +231,8 @@ class Background:
     ):
         self.run_dir = run_dir
         env = environment()
-        # Without torchrun, tests stop the process itself and search for its children, so it must
-        # not be warm.
+        # Without torchrun, tests stop the process itself and search for its children, so the
+        # process must be started normally.
         self._warm = bool(ranks) and not cold
         python = warm_python.python(env) if self._warm else sys.executable
         env["PYTHON_EXEC"] = python
@@ -267,7 +264,6 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 240) -> None:
-        """Wait until metrics.jsonl records a complete checkpoint at `step` or later."""
         deadline = time.monotonic() + timeout_s
         while last_checkpoint(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -275,8 +271,8 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_output(self, text: str, timeout_s: float = 240) -> str:
-        """Wait until the process has printed `text`, and return the output up to `text`. `end`
-        returns only later output."""
+        """Wait until the process has printed `text`, and return all output up to that point. `end`
+        returns only the output after that point."""
         assert self.process.stdout is not None
         seen = b""
         deadline = time.monotonic() + timeout_s
@@ -290,32 +286,32 @@ class Background:
         return seen.decode()
 
     def trainers(self) -> list[int]:
-        """Return the process ids of the ranks, rank 0 first.
+        """Return the process ids of the ranks, ordered by rank.
 
-        torchrun starts each rank in its own session, so the function searches for the children of
-        torchrun. Warm ranks are found by their mark.
+        Each rank runs in its own session, so the ranks are found among the children of torchrun.
+        Forked ranks are found by their mark.
         """
         pids = bearing(self._family.mark) if self._warm else children(self.process.pid)
         lines = {pid: command_line(pid) for pid in pids if pid != self.process.pid}
         ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
-        return sorted(ranks, key=_rank_of)  # sort by rank, because process ids wrap around
+        return sorted(ranks, key=_rank_of)  # sort by rank, because process ids can wrap around
 
     def workers(self) -> list[int]:
-        """Return the ids of the processes that do the work of `trainers`.
+        """Return the ids of the processes that actually train, which a test can stop with SIGSTOP.
 
-        For warm ranks, these are the forked processes, which a test can stop with SIGSTOP. Ranks
-        that have not started yet are omitted.
+        If the ranks are forked, the ids are those of the forked processes. Ranks that have not
+        started yet are omitted.
         """
         pids = []
         for pid in self.trainers():
-            with suppress(OSError, ValueError):  # skip a rank that has not forked yet
+            with suppress(OSError, ValueError):  # skip a rank that has not been forked yet
                 pids.append(warm_python.fork_of(pid) if self._warm else pid)
         return pids
 
     def kill_all(self) -> None:
-        """Send SIGKILL to torchrun and all ranks at the same time, as in a power failure."""
+        """Send SIGKILL to torchrun and all ranks at the same time, to simulate a power failure."""
         for pid in [*self.trainers(), self.process.pid]:
-            # Skip a rank that has exited if torchrun has read its status.
+            # Ignore a rank that has already exited.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
@@ -333,14 +329,13 @@ def _rank_of(pid: int) -> int:
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the last step in metrics.jsonl, or -1 if it contains no step."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
 
 
 def last_checkpoint(run_dir: Path) -> int:
-    """Return the step of the last checkpoint in metrics.jsonl, or -1 if it contains no
+    """Return the step of the last checkpoint in metrics.jsonl, or -1 if the file lists no
     checkpoint."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -354,8 +349,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def final_state(run_dir: Path, step: int) -> dict[str, str]:
-    """Return digests of all checkpoint tensors at `step` and of all per-image losses, to compare
-    runs bit for bit."""
+    """Return digests of all tensors in the checkpoint at `step` and of all per-image losses. Two
+    runs are bit-identical if their digests are equal."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
     assert losses, "a run must save the losses of images by default"
@@ -363,7 +358,7 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a weights file's metadata without its hash, as written by another program."""
+    """Return the metadata of a weights file without its hash, as another program would write it."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 
@@ -382,7 +377,8 @@ def jpeg(pixels: np.ndarray) -> bytes:
 
 
 def run_of(plan: Plan, world: World, record: Record, image_format: ImageFormat) -> Any:
-    """Return an object with only the attributes of a run that `vit.hooks.monitor.Monitor` reads."""
+    """Return a stub of a run that has only the attributes that `vit.hooks.monitor.Monitor`
+    reads."""
     return SimpleNamespace(
         hooks=(),
         plan=plan,

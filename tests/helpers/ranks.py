@@ -1,4 +1,4 @@
-"""Run ranks as threads that share a torch store, to test their communication."""
+"""Run ranks as threads with a shared torch store, to test how ranks communicate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from vit.distributed.process_group import World
 
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """Run `function` on `size` ranks, which are threads with a shared store. Return each rank's
-    result or exception."""
-    # Use a store in memory. Tests with processes use a store behind a socket.
+    """Run `function` on `size` ranks, and return the result or exception of each rank. The ranks
+    are threads with a shared store."""
+    # Use an in-memory store. Tests with several processes use a store that is accessed through a
+    # socket.
     store = dist.HashStore()
     ended: list[Any] = [None] * size
 

@@ -1,4 +1,4 @@
-"""Read the samples of shards at a URL, and inspect the requests that the server received."""
+"""Read samples from shards at a URL, and inspect the requests that the server received."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def samples(split: Split) -> list[tuple[str, bytes]]:
 
 
 def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
-    """Return the shard and byte range of each request for a block."""
+    """Return (shard, byte range) for each request that fetched a block."""
     return [
         (path, byte_range)
         for _, path, byte_range in web.requests
@@ -38,7 +38,7 @@ def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
 
 
 def claim_encoding(web: WebServer, encoding: str) -> None:
-    """Declare a Content-Encoding in all later responses, but do not encode the bytes."""
+    """Add a Content-Encoding header to all later responses without encoding the bytes."""
     handler: Any = web._server.RequestHandlerClass
     original = handler.end_headers
     handler.end_headers = lambda self: (
@@ -58,7 +58,7 @@ def upload(shards: Path, url: str) -> str:
 def epoch(
     root: str | Path, cache: Path | None, *, workers: int = 0, epochs: int = 1
 ) -> list[list[torch.Tensor]]:
-    """Return the ids, images, labels and augmentation parameters of each batch."""
+    """Return the ids, images, labels and augmentation parameters of each batch in an epoch."""
     split = open_split(root, "train", cache)
     batches = TrainBatches(
         split, make_order(split.num_samples, 12, seed=3), AugmentConfig(), FORMAT

@@ -1,6 +1,7 @@
-"""Run servers on 127.0.0.1: HTTP with configurable faults, a Hugging Face Hub, FTP and S3.
+"""Run servers on 127.0.0.1: an HTTP server with configurable faults, a Hugging Face Hub, an FTP
+server and an S3 server.
 
-`cable` and `Gate` forward connections that a test can interrupt.
+`cable` and `Gate` forward connections, which tests can then interrupt.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ from moto.server import ThreadedMotoServer
 
 
 class LocalServer:
-    """A context manager that runs a server in threads of this process."""
-
     def __init__(self, server: ThreadingHTTPServer | socketserver.ThreadingTCPServer):
         self._server = server
         self._server.daemon_threads = True
@@ -55,18 +54,20 @@ class WebServer(LocalServer):
             server.cuts = [1000, 5000]     # the first two GET responses end after this many bytes
             download(f"{server.url}/a.bin", path)
 
-    `statuses`: status codes to send instead of the file, one per GET. `ranges`: False to ignore the
-    Range header. `lengths`: False to omit Content-Length. `claimed_length`: a wrong Content-Length
-    to send. `hang_after`: a response pauses after this many bytes until the value is None.
-    `whole_if_empty`: send status 200 instead of 416 for an empty file, as servers in Go do.
-    `fails_each`: one in this many GETs fails, alternately with 503 and with a truncated body.
-    `delay_s`: the delay before each response. `retry_after`: sent with each status. `away_until_s`:
-    send 503 until this time (time.monotonic). `wrong_ranges`: the number of responses with a range
-    that was not requested. `endless`: send responses that never end. `drip` (bytes, seconds): pause
-    after this many bytes. `tags`: ETags to send in rotation, as a set of mirrors would. `login`
-    ("user:password"), `header` (name, value), `signature` (a query): requests without it fail with
-    401, or with 403 for a signature. `redirects`: maps paths to addresses. `requests`: (method,
-    path, Range or None) of each request. `headers`: the headers of each request.
+    `statuses` lists status codes that are sent instead of files, one per GET. If `ranges` is False,
+    the server ignores the Range header. If `lengths` is False, the server omits Content-Length.
+    `claimed_length` is a wrong Content-Length. Responses pause after `hang_after` bytes until this
+    value is set to None. With `whole_if_empty`, the server sends status 200 instead of 416 for an
+    empty file, as servers written in Go do. One in `fails_each` GETs fails, alternately with status
+    503 and with a truncated body. Each response is delayed by `delay_s` seconds. `retry_after` is
+    sent with every error status. The server sends status 503 until `time.monotonic` reaches
+    `away_until_s`. The first `wrong_ranges` responses contain a range that was not requested. With
+    `endless`, responses never end. `drip` is (bytes, seconds), and the server pauses after this
+    many bytes. `tags` are ETags that are sent in rotation, as a group of mirrors would send them.
+    `login` ("user:password"), `header` (name, value) and `signature` (a query) are required
+    credentials. A request without them fails with status 401, or with 403 if the signature is
+    missing. `redirects` maps paths to addresses. `requests` lists (method, path, Range or None) for
+    each request, and `headers` lists the headers of each request.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -181,7 +182,7 @@ class _FileHandler(BaseHTTPRequestHandler):
         if body:
             end = start + web.cuts.pop(0) if web.cuts else (start + stop) // 2 if cut else stop
             pause = end if web.hang_after is None else start + web.hang_after
-            with suppress(ConnectionError):  # ignore a client that was killed
+            with suppress(ConnectionError):  # ignore clients that have been killed
                 while web.drip is not None and start < pause:
                     self.wfile.write(content[start : min(start + web.drip[0], pause)])
                     start += web.drip[0]
@@ -204,11 +205,12 @@ class _FileHandler(BaseHTTPRequestHandler):
 
 
 class HubServer(LocalServer):
-    """A context manager that serves a Hub with `repositories` ({name: {file: bytes}}) of one commit
-    each.
+    """A context manager that serves a Hugging Face Hub with the given `repositories` ({name: {file:
+    bytes}}). Each repository has one commit.
 
-    `gated`: repositories that refuse all readers. `licences`: maps repository names to the licenses
-    on their cards. `requests`: the path of each request. `downloads`: the files that were sent.
+    No user may read the repositories in `gated`. `licences` maps repository names to the licenses
+    on their model cards. `requests` lists the path of each request, and `downloads` lists the files
+    that were sent.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -236,7 +238,8 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Respond to paths below /api/models/OWNER/REPO and /OWNER/REPO/resolve/REVISION/FILE."""
+        """Respond to requests below /api/models/OWNER/REPO and
+        /OWNER/REPO/resolve/REVISION/FILE."""
         path = unquote(urlparse(self.path).path)
         self.hub.requests.append(path)
         is_api = path.startswith("/api/models/")
@@ -308,7 +311,7 @@ class FtpServer(LocalServer):
     """A context manager that serves `files` ({"/folder/name": bytes}) over FTP. The server accepts
     any user and does not report file versions.
 
-    `commands_each`: the number of commands after which the server closes a connection.
+    The server closes a connection after `commands_each` commands.
     """
 
     def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
@@ -331,9 +334,9 @@ class _FtpHandler(socketserver.StreamRequestHandler):
     ftp: FtpServer
 
     def handle(self) -> None:
-        # Receive the ABOR command, which clients send out of band.
+        # Receive the ABOR command, which clients send as out-of-band data.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
-        # Ignore a client that disconnects after receiving the bytes it needs.
+        # Ignore clients that disconnect after they have received the bytes that they need.
         with suppress(ConnectionError):
             self._say("220 ready")
             start = 0
@@ -367,13 +370,14 @@ class _FtpHandler(socketserver.StreamRequestHandler):
 
 
 _NUMBERS = itertools.count()
-"""Distinct numbers for bucket names, because all servers in a process share their buckets."""
+"""Unique numbers for bucket names, because all S3 servers in a process share their buckets."""
 
 
 class S3Server:
     """A context manager that runs an S3 server in this process.
 
-    It sets the server's address and credentials in the environment, which child processes inherit.
+    The server's address and credentials are stored in the environment, which child processes
+    inherit.
     """
 
     def __init__(self) -> None:
@@ -383,7 +387,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        # Use a separate MonkeyPatch, because other tests set their own environment variables.
+        # Use a separate MonkeyPatch, because tests use the fixture for their own variables.
         self._environment = pytest.MonkeyPatch()
         for name, value in {
             "AWS_ACCESS_KEY_ID": "test",
@@ -412,7 +416,7 @@ class S3Server:
         return f"s3://{name}"
 
     def objects(self, url: str) -> dict[str, bytes]:
-        """Return all objects in a bucket by key, as Amazon's client reads them."""
+        """Return all objects in a bucket by key, using Amazon's client to read them."""
         client = boto3.client("s3")
         bucket = url.split("/")[2]
         entries = client.list_objects_v2(Bucket=bucket).get("Contents", [])
@@ -423,8 +427,8 @@ class S3Server:
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """Use credentials with only the given permissions until the block ends. The server checks
-        them."""
+        """Restrict the credentials to the given permissions until the `with` block ends. The server
+        checks these permissions."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -458,17 +462,19 @@ class S3Server:
 
 
 def forget_clients() -> None:
-    """Drop fsspec's clients.
+    """Delete the clients that fsspec has cached.
 
-    fsspec caches one client per kind of URL, with the address and credentials of its first use.
+    fsspec caches one client per protocol. A cached client keeps the address and credentials of its
+    first use.
     """
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Gate:
-    """A proxy that forwards a new port to `port` on this machine.
+    """A proxy that listens on a new port and forwards connections to `port` on this machine.
 
-    While the gate is `closed`, it closes existing connections and answers new ones with status 503.
+    While the gate is `closed`, existing connections are closed and new connections are answered
+    with status 503.
     """
 
     def __init__(self, port: int):
@@ -497,7 +503,7 @@ class Gate:
         self.closed = False
 
     def _serve(self) -> None:
-        with suppress(OSError):  # ignore the error that a closed listener raises
+        with suppress(OSError):  # ignore the error raised by a closed listener
             while True:
                 client = self._listener.accept()[0]
                 threading.Thread(
@@ -535,9 +541,9 @@ class Gate:
 def cable(
     port: int, *, carries: int, then: str, times: int = 1
 ) -> Iterator[tuple[int, threading.Event]]:
-    """Forward a port to `port` on this machine.
+    """Forward connections to `port` on this machine, and break some of them.
 
-    Each of the first `times` connections sets the event after sending `carries` bytes to the
+    Each of the first `times` connections sets the event after it has sent `carries` bytes to the
     server. The connection then closes if `then` is "cut", or hangs if `then` is "hangs". Later
     connections work normally.
     """

@@ -1,4 +1,4 @@
-"""Create images that encode their own number, and tars and folders of these images."""
+"""Create images that encode their own number, and write them to tar files and folders."""
 
 import io
 import tarfile
@@ -56,7 +56,7 @@ def image_bytes(
 def source_of(
     folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options: Any
 ) -> Source:
-    """Write all (name, label, encoded image) into one file in `folder`, and return the file as a
+    """Write all (name, label, encoded image) to one file in `folder`, and return this file as a
     `Source`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "images.bin"

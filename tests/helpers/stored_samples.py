@@ -1,4 +1,4 @@
-"""Read the samples of shards with the standard library only."""
+"""Read samples from shards using only the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ class Stored(NamedTuple):
 
 
 def stored(root: Path, split: str) -> dict[str, Stored]:
-    """Read a split and map each key to its sample."""
     members: dict[str, bytes] = {}
     for path in root.glob(f"{split}-*.tar"):
         with tarfile.open(path) as tar:

@@ -1,4 +1,5 @@
-"""Create datasets to verify, alter them, and parse the problems that `verify` reports."""
+"""Create datasets for the tests of `verify`, modify them, and parse the problems that `verify`
+reports."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def edit(path: Path, change: Callable[[bytearray], object]) -> None:
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    # Update the digest, like someone who edits the file deliberately. Other tests leave it
-    # unchanged.
+    # Update the digest, as a person who edits the file on purpose would. In other tests, the digest
+    # stays unchanged.
     if path.name == "_info.json" and "info_sha256" in content:
         content["info_sha256"] = info_sha256(content)
     path.write_text(json.dumps(content))

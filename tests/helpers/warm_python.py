@@ -1,14 +1,15 @@
-"""Start Python quickly by forking a server that has already imported torch and this project.
+"""Start Python quickly by forking a server process that has already imported torch and this
+project.
 
-Most commands in tests need three seconds to import torch, and then work for one second. A fork
-starts in a tenth of a second. `python()` returns the path of a program that takes the arguments of
-`python [-u] SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...`. The program runs as a
-separate process with the caller's arguments, environment, folder and streams. It forwards signals
-and the exit status. Tests of versions, missing packages, process limits or parent processes need a
-normal start and use `sys.executable`. A normal start is also used if a variable that Python, torch
-or the project reads during import has a different value in the server.
+Most commands in tests take three seconds to import torch and then run for one second. A fork starts
+in a tenth of a second. `python()` returns the path of a small program that accepts the same
+arguments as `python [-u] SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...`. The program
+keeps the caller's arguments, environment, working directory and streams, and forwards signals and
+the exit status. Tests of package versions, missing packages, process limits or parent processes
+must use `sys.executable` instead. Python is also started normally if a variable that Python, torch
+or the project reads during import differs from its value in the server.
 
-The program sends its streams to the server over a socket, and the server forks. The program runs
+The program sends its streams to the server through a socket, and the server forks. The program runs
 until the fork exits. If the program is killed, the fork is killed as well.
 """
 
@@ -102,18 +103,18 @@ def python(environment: dict[str, str]) -> str:
     """Return the path of the program that starts Python quickly.
 
     The first call starts the server with `environment`. The server runs until `stop` is called. If
-    the system cannot fork safely, the result is the path of the real interpreter.
+    the system does not support safe forks, the path of the real interpreter is returned.
     """
     if sys.platform != "linux":
         return sys.executable
     with _starting:
         if not _started:
-            # Use a short path, because the path of a socket is limited to 107 bytes.
+            # Use a short path, because the path of a Unix socket is limited to 107 bytes.
             folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
             program.chmod(0o755)
-            # Remove the name of the test, because all tests share the server.
+            # Remove the test's name from the environment, because all tests share the server.
             env = {key: value for key, value in environment.items() if key != families.NAME}
             server = subprocess.Popen(
                 [sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True
@@ -127,7 +128,7 @@ def python(environment: dict[str, str]) -> str:
 def fork_of(pid: int) -> int:
     """Return the process id of the fork that the program with id `pid` has requested.
 
-    The fork is the parent of the program's child processes.
+    The child processes of the command have the fork as their parent.
     """
     folder, _ = _started[0]
     return int(Path(folder, str(pid)).read_text())
@@ -145,7 +146,7 @@ def stop() -> None:
 
 
 Request = tuple[list[str], dict[str, str], str]
-"""The arguments after `python`, the environment, and the working directory."""
+"""The arguments that follow `python`, the environment, and the working directory."""
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
@@ -163,9 +164,10 @@ def _receive(client: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
-    """Fork for each request until SIGTERM arrives or the parent exits.
+    """Fork a process for each request until SIGTERM arrives or the parent exits.
 
-    Returns None in the server, and the request with its streams in a fork.
+    In the server, the function returns None. In a fork, the function returns the request and its
+    streams.
     """
     expected = _early(dict(os.environ))
     parent = os.getppid()
@@ -189,7 +191,7 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 client = listener.accept()[0]
                 try:
                     request, streams = _receive(client)
-                except (OSError, SyntaxError):  # the client was killed early
+                except (OSError, SyntaxError):  # the client was killed before it sent its request
                     client.close()
                     continue
                 if _early(request[1]) != expected:
@@ -216,8 +218,8 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 selector.unregister(key.fileobj)
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
             client = clients.pop(done[0])
-            # Unregister the client first. Sending to an exited client fails, and the next client
-            # may reuse its file descriptor.
+            # Unregister the client first. Sending data to an exited client fails, and the next
+            # client may get the same file descriptor.
             with suppress(KeyError):
                 selector.unregister(client)
             with client, suppress(OSError):
@@ -262,7 +264,8 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    # Run Python's shutdown without destroying the modules, which would copy shared memory.
+    # Run Python's shutdown steps but do not destroy the modules, because destroying them would copy
+    # shared memory.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -276,7 +279,7 @@ def _import_all() -> None:
     import vit
 
     for module in pkgutil.walk_packages(vit.__path__, "vit."):
-        if not module.name.startswith("vit._native"):  # skip libraries other than Python modules
+        if not module.name.startswith("vit._native"):  # skip libraries that are not Python modules
             importlib.import_module(module.name)
 
 
@@ -287,6 +290,6 @@ if __name__ == "__main__":
     accepted = _serve(sys.argv[1])
     if accepted is not None:
         _become(*accepted)
-    # Remove the folder of the socket, which no other process removes if pytest was killed.
+    # Delete the socket's folder, because no other process deletes it if pytest was killed.
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     os._exit(0)  # exit without destroying the frozen modules

@@ -1,4 +1,4 @@
-"""Test that a run estimates its disk space correctly before it starts."""
+"""Test the estimate of the required disk space that a run makes before it starts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards,
         (needs.checkpoint_bytes, "checkpoints/step_*/*"),
         (needs.weights_bytes, "weights/*"),
     ):
-        # Do not follow the link among these files.
+        # Some of these files are symbolic links, which must not be followed.
         saved_bytes = sum(file.lstat().st_size for file in folder.glob(pattern))
         assert expected == pytest.approx(saved_bytes, rel=0.02, abs=20_000)
     losses = [file.stat().st_size for file in folder.glob("samples/*")]
@@ -72,7 +72,7 @@ def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards,
     [((), 3), (("log.sample_losses=2",), 1), (("log.sample_losses=0",), 0)],
 )
 def test_losses_of_images_are_counted_for_each_started_epoch(config, settings, num_epochs):
-    """A batch has 12 of 60 images, so an epoch has 5 steps. The third epoch is incomplete."""
+    """With 60 images and batches of 12, an epoch has 5 steps. The third epoch is incomplete."""
     run_config = tiny(config, "train.epochs=null", "train.steps=11", *settings)
     plan, _ = make_plan(run_config, 60, 1)
     assert plan.steps_per_epoch == 5
@@ -98,8 +98,8 @@ def test_counts_the_checkpoints_that_exist_at_the_same_time(config):
 
 
 def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
-    """If all checkpoints and weights to keep already exist, only one more checkpoint needs
-    space."""
+    """If all checkpoints and weights that the run will keep already exist, only one more checkpoint
+    needs space."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)

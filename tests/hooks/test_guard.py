@@ -1,5 +1,5 @@
-"""Test that the guard reacts to a batch with wrong labels: it skips the update, stops the run, or
-rewinds the run and skips the batch."""
+"""Test how the guard reacts to a batch with wrong labels. Depending on its settings, the guard
+skips the update, stops the run, or rewinds the run and skips the batch."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ from vit.training.step_result import NON_FINITE, SPIKE, StepValues
 
 STEPS = 24
 BAD_STEP = 16
-"""The step of the bad batch, counted from 0."""
+"""The step of the batch with wrong labels, counted from 0."""
 BATCH = 12
 SAVED_BEFORE = 12
-"""The step of the newest checkpoint before the bad batch."""
+"""The step of the newest checkpoint before the batch with wrong labels."""
 SETTINGS = (
     *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
     "model.drop_path_rate=0",
@@ -79,7 +79,6 @@ def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
 
 
 def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> GuardHook:
-    """Return the guard of a rank that writes no metrics."""
     loaded = load_config(config, [*TINY, *settings])
     return begun(loaded, state, Record(folder, loaded.log, False, total_steps=99))
 
@@ -105,7 +104,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
         late = guard.limits(step)
         if step >= 2:
             guard.read(step - 1, values_of(losses[step - 1], norms[step - 1]))
-            # After a pause, the host reads one more step. The limits must not change.
+            # After a pause, the guard has read one more step. The limits must not change.
             assert guard.limits(step) == late
         else:
             guard.read(0, values_of(losses[0], norms[0])) if step else None
@@ -126,7 +125,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
 
 
 def test_a_rewind_keeps_the_current_facts_of_the_run():
-    """The checkpoint may predate the switch to `train.exact_over_ranks`."""
+    """The checkpoint may be older than the switch to `train.exact_over_ranks`."""
     saved = RunState(step=10, facts={"seed": 1}, restarts=0)
     now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
     state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
@@ -135,8 +134,8 @@ def test_a_rewind_keeps_the_current_facts_of_the_run():
 
 
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
-    """The loss jumps when the size changes. If the limits for smaller images still applied, the
-    guard would skip every later update."""
+    """The loss jumps when the image size changes. If the guard still used the limits for smaller
+    images, it would skip every later update."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
     loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")
@@ -148,7 +147,7 @@ def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_pat
     guard = begun(loaded, RunState(), record, batches)
     for step in range(border + 12):
         of_this_size = step if step < border else step - border
-        # The host has read seven of the eight steps in the window.
+        # At this point, the guard has read seven of the eight steps in the window.
         assert (guard.limits(step) is not None) == (of_this_size >= 9), step
         guard.read(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
 
@@ -192,8 +191,8 @@ def test_actions_after_each_verdict(precision, settings, values, expected, confi
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a config for one epoch. The color of an image determines its class, except in one
-    batch with wrong labels."""
+    """Return a config for a run of one epoch. The class of an image determines its color, except in
+    one batch with wrong labels."""
     folder = tmp_path_factory.mktemp("planted")
     root = folder / "shards"
     root.mkdir()

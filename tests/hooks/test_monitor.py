@@ -1,4 +1,4 @@
-"""Test the messages about waits for data, with a loader whose speed is known."""
+"""Test the messages about waiting for data. The loader in these tests has a known speed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
             waited_before_s = loader.stats.wait_s
             next(loader)
             waited_s = loader.stats.wait_s - waited_before_s
-            if computing_s:  # check only a minimum, because waits are longer on a busy machine
+            if computing_s:  # use a lower bound, because waits are longer on a busy machine
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
             time.sleep(computing_s)
@@ -124,7 +124,7 @@ def test_garbage_is_collected_at_log_lines_only():
 
 
 def test_waits_of_all_ranks_are_summed_up():
-    """The message must name the rank that is most often the slowest."""
+    """The message must name the rank that is the slowest in most steps."""
     waiting = sum_up(1.75, np.array([0.25, 1.25, 0.75]))
     assert waiting == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
     assert waiting.is_uneven
@@ -144,8 +144,8 @@ def test_waits_of_all_ranks_are_summed_up():
     ],
 )
 def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
-    """If all ranks wait for one rank, the remedy must address that rank's slowest part, even if
-    another rank spends more time on a different part."""
+    """If all ranks wait for one slow rank, the message must suggest a fix for the slowest part of
+    this rank, even if other ranks spend more time on a different part."""
 
     def tally(name: str, seconds: float) -> Tally:
         return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}
@@ -188,8 +188,8 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
 
 
 def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
-    """The other ranks wait for the stalled rank in the all-reduce, which must not count as waiting
-    for data."""
+    """While one rank's loader is stalled, the other ranks wait in the all-reduce. The time in the
+    all-reduce must not be recorded as waiting for data."""
     run_dir = tmp_path / "run"
     settings = [
         "train.steps=1000000",
@@ -197,7 +197,7 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
         "checkpoint.every_steps=1000000",
         "log.every_steps=10",
         "loader.num_workers=1",
-        "loader.stall_timeout_s=28",  # a wait is reported after a quarter of this time
+        "loader.stall_timeout_s=28",  # waits are reported after a quarter of this time
     ]
     background = Background(config, run_dir, *settings, ranks=3)
     background.wait_for_step(20)
@@ -218,7 +218,7 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
             assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
                 "the totals of all ranks must include those of the slowest rank"
             )
-    # All ranks read as much as the slowest rank, but their times depend on the load of the machine.
+    # The ranks read equal amounts of data, but their times depend on the machine's load.
     read_bytes = sum(line["loader_read_bytes"] for line in lines)
     assert read_bytes > 1.3 * sum(line["loader_slowest"]["read_bytes"] for line in lines) > 0
     assert sum(line["loader_slowest"]["decode_s"] for line in lines) > 0

@@ -1,4 +1,4 @@
-"""Test that the samples of a step are compared with the plan before the step is evaluated or
+"""Test that the samples of each step are compared with the plan before the model is evaluated or
 saved."""
 
 from __future__ import annotations

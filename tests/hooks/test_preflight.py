@@ -1,5 +1,5 @@
-"""Test the memory sizes and core counts that are read from copies of the kernel's files, and the
-printed notes."""
+"""Test the notes that a run prints before it starts, and the memory sizes and core counts in them.
+The tests replace the kernel's files with copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 
 
 def machine(root: Path, files: dict[str, object]) -> Path:
-    """Return a folder that contains the kernel's `files`, a dict from path to content."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +44,7 @@ def machine(root: Path, files: dict[str, object]) -> Path:
     return root
 
 
-# 40 GiB are available
+# 40 GiB of memory are available
 MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailable:   41943040 kB"
 
 
@@ -54,8 +53,8 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 40 * GIB),
-        # cgroup version 2, with a limit on the parent group. The kernel can reclaim the inactive
-        # file cache.
+        # With cgroup version 2, the parent group may have the limit. The kernel can reclaim the
+        # inactive file cache.
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -70,8 +69,8 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB,
         ),
-        # cgroup version 2 in a container. The group has its host name, but its files are at the
-        # mount point.
+        # In a container with cgroup version 2, the group has the name that it has on the host, but
+        # its files are at the mount point.
         (
             {
                 "proc/meminfo": MEMINFO,
@@ -81,7 +80,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB // 2,
         ),
-        (  # cgroup version 1, next to version 2 without controllers
+        (  # cgroup version 1 next to version 2, which has no controllers
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "12:cpu,cpuacct:/a\n4:memory:/a/b\n0::/",
@@ -100,7 +99,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "0::/",
                 "sys/fs/cgroup/memory.max": GIB,
-                # the limit was lowered below the current usage
+                # the limit has been lowered below the current usage
                 "sys/fs/cgroup/memory.current": 2 * GIB,
             },
             0,
@@ -196,7 +195,8 @@ def check(
 
 
 def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path):
-    little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})  # 1 GiB is available
+    # 1 GiB of memory is available.
+    little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})
     for rank, expected in enumerate((0.5, 0.5, 0.0)):
         report = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
         assert report.record["save_copy_gib"] == expected
@@ -239,8 +239,8 @@ def test_notes_a_cache_that_is_too_small(config, shards, tmp_path):
 
 
 def test_reports_whether_memory_suffices(config, tmp_path):
-    """The message and metrics.jsonl must contain the same numbers. Eight ranks per host need eight
-    times as much memory."""
+    """The message and metrics.jsonl must contain the same numbers. With eight ranks per host, eight
+    times as much memory is needed."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
     report = check(tiny(config, "loader.num_workers=2"), enough)
     assert report.record["free_memory_gib"] == 3.0
@@ -275,7 +275,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "loader.num_workers=2"), enough)
         cached = tiny(config, "loader.num_workers=2", f"loader.cache_dir={tmp_path / 'cache'}")
-        # Each worker has four threads that fetch data.
+        # Each worker uses four threads to fetch data.
         with pytest.raises(
             ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
         ):
@@ -301,7 +301,7 @@ def test_more_workers_than_cores_are_reported(config, tmp_path):
 
 
 def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypatch):
-    """By default, torchrun gives each rank only one thread."""
+    """By default, torchrun limits each rank to one thread."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     before = torch.get_num_threads()
@@ -318,7 +318,8 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
 
 
 def test_notes_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
-    """Docker's default is 64 MiB, and NCCL raises an error only at the first collective."""
+    """Docker's default is 64 MiB of shared memory. If NCCL needs more, it raises an error at the
+    first collective."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
     assert check(tiny(config), tmp_path, "cuda").record["notes"] == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -333,7 +334,8 @@ def test_notes_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
-    """The test uses a separate process, because a process cannot raise its hard limit again."""
+    """The test runs in a separate process, because a process without privileges cannot raise its
+    hard limit again."""
     code = """
 import resource, sys
 from vit.system.host import raise_open_files
@@ -366,8 +368,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
     match = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
     assert start["preflight"]["cores"] == int(match[1])
-    # There are fewer buffers than batches, so some batches must be prepared after the first step,
-    # however late it is.
+    # There are fewer buffers than batches, so the workers must prepare some batches after the first
+    # step, even if the first step is slow.
     assert start["preflight"]["batch_slots"] == 20
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 4
@@ -375,8 +377,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
 
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
-    """If the CPU emulates bf16, two steps of ViT-B take minutes, which looks like a hang. The test
-    limits torch's instruction set to simulate such a CPU."""
+    """If a CPU has to emulate bf16, two steps of ViT-B take minutes and the run seems to hang. The
+    test simulates such a CPU by limiting torch's instruction set."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"

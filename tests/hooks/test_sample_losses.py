@@ -1,8 +1,9 @@
-"""Test that the loss files contain each row of each retained epoch exactly once, even after kills
-and resumes.
+"""Test that the files with per-image losses contain every image of every retained epoch exactly
+once, even after kills and resumes.
 
-tests/extras/report/test_replay.py checks that the values equal the step's losses.
-tests/test_train.py checks that a killed run ends with the same files as an uninterrupted run.
+tests/extras/report/test_replay.py checks that these values equal the losses computed in the
+training step. tests/test_train.py checks that a killed run and an uninterrupted run write identical
+files.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from vit.training.plan import Plan
 
 ALONE = World(0, 1, torch.device("cpu"))
 PLAN = Plan(1, 4, 4, 1, 3, 0, 12, 8, 0, 8, 1)
-"""Three steps per epoch, four images per step, and eight steps in total."""
+"""A plan with three steps per epoch, four images per step, and eight steps in total."""
 
 
 def values(step: int) -> np.ndarray:
-    """Return a (2, 4) float32 array whose values encode the step. One value exceeds the range of
-    float16, and one is NaN."""
+    """Return a (2, 4) float32 array whose values encode the step. One value is NaN, and another
+    exceeds the range of float16."""
     losses = step + np.arange(8, dtype=np.float32).reshape(2, 4) / 16
     losses[0, 3] = np.nan
     losses[1, 0] = 1e9
@@ -32,7 +33,8 @@ def values(step: int) -> np.ndarray:
 
 
 def written(folder, steps, every_epochs=1):
-    """Write the files of a process that trains for `steps` and saves after every second step."""
+    """Write the files of a process that trains for the given steps and saves after every second
+    step."""
     samples = SampleLosses(folder, ALONE, PLAN, every_epochs)
     for step in steps:
         samples.add(step, *values(step))

@@ -12,7 +12,6 @@ from processes import TINY, run_here, write_config
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a run on three classes for three steps."""
     folder = tmp_path_factory.mktemp("tiny")
     config = write_config(folder, shards, steps=3)
     settings = [*TINY, f"run.dir={folder / 'run'}", "ema.decay=null"]
@@ -28,7 +27,8 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.fixture(scope="session")
 def odd_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write images of all kinds, and files that only look like images, to folders and a tar."""
+    """Return a folder with images of many kinds, with files that only look like images, and with a
+    tar file."""
     folder = tmp_path_factory.mktemp("odd")
     pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
     image = Image.fromarray(pixels)

@@ -1,7 +1,8 @@
-"""Test phone photos that are stored sideways.
+"""Test phone photos whose pixels are stored sideways, together with the correct orientation in
+EXIF.
 
-Such photos must be rotated upright when shards are written, and whenever a model trained on these
-shards is used.
+Such photos must be rotated when shards are written, and whenever a model trained on these shards is
+used.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from vit.model import VisionTransformer
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write photos with EXIF orientation 6, shards of the rotated photos (`upright`) and of the
-    stored pixels (`lying`), and a run on the upright shards."""
+    """Write photos with EXIF orientation 6, two sets of shards, and a run. The shards contain
+    either the rotated photos (`upright`) or the stored pixels (`lying`). The run is trained on the
+    upright shards."""
     folder = tmp_path_factory.mktemp("phone")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -104,8 +106,8 @@ def test_an_evaluation_turns_the_images_of_shards_with_lying_photos(place):
 @needs("export")
 @pytest.mark.parametrize("program", ["timm", "huggingface", "onnx"])
 def test_exports_make_other_programs_turn_a_lying_photo(program, place, tmp_path, monkeypatch):
-    """The code in the card runs in other programs exactly as printed. `vit.load` reads the config
-    in the folder."""
+    """The code on the model card must run in other programs exactly as printed. `vit.load` reads
+    the config from the folder."""
     config = write_config(tmp_path, place / "upright", steps=1)
     plain = [*TINY, f"run.dir={tmp_path / 'run'}", "eval.resizer=pillow"]
     run_here("launch/train.py", "--config", config, *plain)

@@ -1,5 +1,5 @@
-"""Test that `launch/predict.py` predicts each image like `vit.load`, in the order of the arguments,
-and names unreadable files."""
+"""Test that `launch/predict.py` makes the same predictions as `vit.load`, writes its rows in the
+order of the arguments, and names unreadable files."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
-    """Run the command on a folder that contains a tar, and return all of its outputs.
+    """Run the command on a folder that contains images and a tar file, and return all outputs.
 
-    The sheet is part of the report.
+    A contact sheet is written only if the extra `report` is installed.
     """
     out = tmp_path_factory.mktemp("out")
     flags = ["--csv", out / "out.csv"]
@@ -57,7 +57,7 @@ def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
 def test_each_image_is_predicted_as_it_is_alone(predicted, tiny_run, odd_files):
     trained = vit.load(tiny_run)
     rows = rows_of(predicted.out / "out.csv")
-    # The files of a folder come before the files of its subfolders.
+    # Files directly in a folder come before files in its subfolders.
     names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
     assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
     for row, name in zip(rows, names, strict=True):
@@ -105,7 +105,7 @@ def test_workers_and_batches_change_nothing(tiny_run, odd_files):
     good = [number for number in range(36) if number not in problems]
     assert torch.equal(torch.cat([part.labels for part in parts])[good], alone[0].labels[good])
     probabilities = torch.cat([part.probabilities for part in parts])
-    # Batches of 5 and of 36 images are summed in different orders.
+    # Kernels sum batches of 5 and of 36 images in different orders.
     torch.testing.assert_close(
         probabilities[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6
     )
@@ -181,8 +181,8 @@ def test_many_images_are_summed_up_by_class(tiny_run, shards, tmp_path, capfd):
 
 
 def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
-    """A truncated tar and a link to itself each count as one problem. All other images must be
-    read."""
+    """A truncated tar and a symbolic link that points to itself must each count as one problem. All
+    other images must be read."""
     image = (odd_files / "a" / "cmyk.jpg").read_bytes()
     (tmp_path / "z").mkdir()
     for name in ("a.jpg", "z/b.jpg"):
@@ -206,7 +206,7 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
 
 
 def test_file_names_cannot_control_the_terminal():
-    """Control characters must be escaped, but letters of all languages must stay readable."""
+    """Control characters must be escaped, but letters of all languages must remain readable."""
     assert escape_to_one_line("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
     assert escape_to_one_line("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 

@@ -1,5 +1,5 @@
-"""Test that `vit.load` returns the model of a run, and preprocesses images exactly as the run's
-evaluation does."""
+"""Test that `vit.load` returns the model of a run, and that it preprocesses images exactly as the
+run's evaluation does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from vit.system.files import WeightsError
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a run for three steps. Its averaged weights are the ones that `vit.load` uses."""
     folder = tmp_path_factory.mktemp("run")
     config = write_config(folder, shards, steps=3)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
@@ -47,7 +46,8 @@ def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
         images = encoded[at : at + len(inputs)]
         preprocessed = trained.preprocess(*images)
         assert torch.equal(preprocessed, inputs[: len(images)])
-        # Require the same memory layout, because another layout can change the order of summation.
+        # The memory layouts must match, because a different layout can change the order of
+        # summation.
         assert preprocessed.stride() == inputs.stride()
         if len(images) == len(inputs):
             assert torch.equal(trained(preprocessed), logits)

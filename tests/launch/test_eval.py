@@ -1,5 +1,5 @@
-"""Test `launch/eval.py` in this process, with a run's path and with data that has different
-classes."""
+"""Test `launch/eval.py` in this process, with the path of a run and with data whose classes differ
+from the run's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from vit.weights.files import read_weights
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train a run on three classes for three steps."""
     folder = tmp_path_factory.mktemp("base")
     run_here(
         "launch/train.py",
@@ -34,7 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Copy the images into classes named after colors."""
+    """Copy the images into classes that are named after colors."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("colours") / "shards")
     info = json.loads((root / "_info.json").read_text())
     (root / "_info.json").write_text(json.dumps({**info, "class_names": ["red", "green", "blue"]}))
@@ -42,7 +41,8 @@ def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 def evaluated(capfd, *arguments: object) -> tuple[dict, str]:
-    """Return the JSON object from stdout and the messages from stderr."""
+    """Return the JSON object that was printed to stdout, and the messages that were printed to
+    stderr."""
     capfd.readouterr()
     run_here("launch/eval.py", *arguments, "--num-workers", 0, "--device", "cpu", "--json")
     printed = capfd.readouterr()
@@ -137,7 +137,8 @@ def test_checks_all_weights_before_evaluating_the_first(base, tmp_path, capfd):
 
 
 def changed(base: Path, path: Path, name: str, value: float, number: int = 1) -> Path:
-    """Return the weights of `base` with the first `number` values of one tensor replaced."""
+    """Write the weights of `base` to `path` with the first `number` values of one tensor
+    replaced."""
     source = base / "weights" / "last.safetensors"
     with safe_open(source, framework="pt") as file:
         metadata = as_by_another_program(file.metadata())

@@ -1,4 +1,4 @@
-"""Test fine-tuning with `launch/eval.py --finetune`: on one and two ranks, with interruptions, and
+"""Test fine-tuning with `launch/eval.py --finetune` on one and two ranks, after interruptions, and
 for new classes."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Test that the exit status of `launch/job.py` shows a scheduler how the attempt ended."""
+"""Test that the exit status of `launch/job.py` lets a scheduler distinguish how the attempt
+ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Test details of the training command. tests/project/errors tests the error messages."""
+"""Test details of the training command. The error messages of this command are tested in
+tests/project/errors."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatc
     "overrides", [["ema.decay=null"], ["ema.decay=0.9"], ["optim={name: sgd}"]]
 )
 def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shards):
-    """The size must not include the header of the safetensors file."""
+    """The expected size excludes the header of the safetensors file."""
     config = write_config(tmp_path, shards, steps=2)
     settings = [
         *TINY,

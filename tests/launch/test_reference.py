@@ -1,4 +1,4 @@
-"""Test `launch/explain.py` and the reference pages, which are generated from the code."""
+"""Test `launch/explain.py` and the reference pages that are generated from the code."""
 
 from __future__ import annotations
 

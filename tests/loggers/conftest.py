@@ -1,4 +1,4 @@
-"""Fixtures for a W&B server, and for an environment without a W&B account."""
+"""Provide fixtures for a W&B server and for an environment without a W&B account."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loggers.wandb_runs import Server, use_server
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path_factory, monkeypatch):
-    """Remove the W&B key, proxy and settings of the user of this machine."""
+    """Hide the W&B key, proxy and settings of the person who runs the tests."""
     for name in os.environ:
         if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
             monkeypatch.delenv(name)

@@ -2,9 +2,9 @@
 
     python tests/loggers/draw_wandb_page.py runs/demo docs/images/wandb.png
 
-W&B shows one section per key prefix, with one panel per key, and shows logged images as media. The
-x-axis is declared by the run. The script reads the history and media in RUN/wandb/offline-run-*,
-the files that `wandb sync` uploads, and draws a selection of the panels.
+The script imitates the layout of W&B, which has one section per key prefix and one panel per key.
+The history and the images are read from RUN/wandb/offline-run-*, which contains the files that
+`wandb sync` would upload.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ BACKGROUND = "#f7f8fa"
 
 
 def draw(run_dir: Path, out: Path) -> None:
-    """Plot the newest offline run in `run_dir`, and write the image to `out`."""
     part = parts(run_dir)[-1]
     run_id, _, history = read_wandb(part)
     media = {
@@ -53,9 +52,7 @@ def draw(run_dir: Path, out: Path) -> None:
             panel.set_title(key, fontsize=8)
             panel.tick_params(labelsize=6)
             if key in media:
-                panel.imshow(
-                    plt.imread(part.parent / "files" / media[key])[:1400]
-                )  # there are many attention panels
+                panel.imshow(plt.imread(part.parent / "files" / media[key])[:1400])
                 panel.axis("off")
                 continue
             points = [(row[AXIS], row[key]) for row in history if key in row]

@@ -1,5 +1,5 @@
-"""Test that metrics.jsonl contains only complete lines, that a restart replaces repeated lines, and
-that only one process writes."""
+"""Test that metrics.jsonl contains only complete lines, that a restarted run replaces repeated
+lines, and that only one process can write to the file."""
 
 import gc
 import json
@@ -182,7 +182,8 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
 
 
 def test_a_log_file_gets_a_line_a_minute_for_slow_steps(tmp_path, capsys, monkeypatch):
-    """At the default interval of fifty steps, ViT-B on a laptop CPU would log one line per hour."""
+    """At the default interval of fifty steps, training ViT-B on a laptop CPU would log only one
+    line per hour."""
     record = record_in(tmp_path)
     record.progress(1, "step 1/10")
     assert capsys.readouterr().err == ""
@@ -221,7 +222,6 @@ time.sleep(float(sys.argv[2]))
 
 
 def hold(folder: Path, seconds: float) -> subprocess.Popen:
-    """Start a second process that locks the run folder for the given number of seconds."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), str(seconds)],
         stdout=subprocess.PIPE,
@@ -263,8 +263,8 @@ def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
 
 
 def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
-    """A POSIX lock ends when its process closes any handle of the file, so opening and closing the
-    file again would lose the lock."""
+    """A process loses its POSIX lock on a file when it closes any handle of this file. Opening and
+    closing the file a second time would therefore release the lock."""
     record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
     gc.collect()
     trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

@@ -1,4 +1,5 @@
-"""Test that the duration of each startup phase is reported once, after the first batch."""
+"""Test that a run reports the duration of each startup phase exactly once, after the first
+batch."""
 
 from __future__ import annotations
 

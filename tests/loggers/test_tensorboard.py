@@ -1,5 +1,5 @@
-"""Test that TensorBoard reads each step once, even after a kill, and that its errors are reported
-in one line."""
+"""Test that TensorBoard shows each step once, even after a kill, and that each TensorBoard error is
+reported in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def started(folder: Path, step: int) -> Record:
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Map names to the (step, time, value) of events in all files, as TensorBoard reads them."""
     everything = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "images": 0})
     everything.Reload()
     return {
@@ -40,7 +39,8 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Map names to the (step, time, value) in metrics.jsonl, in float32 as in event files."""
+    """Map each name in metrics.jsonl to a list of (step, time, value). Values are rounded to
+    float32, as in event files."""
     events = defaultdict(list)
     for line in read_metrics(folder / METRICS_FILE):
         for key, value in line.items():
@@ -78,8 +78,8 @@ def test_numbers_and_images_are_shown(tmp_path):
 
 
 def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
-    """The first attempt is not closed, so the lines that its thread has not written yet are
-    lost."""
+    """The writer of the first attempt is never closed, so lines that its thread has not written yet
+    are lost."""
     first = started(tmp_path, 0)
     for step in range(1, 7):
         first.write("train", step, loss=float(step))
@@ -118,7 +118,8 @@ def test_steps_before_a_rewind_are_not_shown(tmp_path):
 
 @pytest.mark.full
 def test_shows_each_step_of_a_killed_and_resumed_run_once(shards, tmp_path):
-    """Real processes are killed between two checkpoints, and restarted with the same command."""
+    """The test kills real processes between two checkpoints, and restarts them with the same
+    command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"
     settings = ("log.tensorboard=true", "checkpoint.every_steps=5")
@@ -176,7 +177,7 @@ def test_an_error_ends_only_tensorboard(moment, tmp_path, capsys):
     if moment == "at the start":
         (tmp_path / "tensorboard").write_text("in the way")
     record = started(tmp_path, 0)
-    if moment == "in the middle":  # simulate an error in the thread on a full disk
+    if moment == "in the middle":  # simulate an error in the writer thread on a full disk
         worker = record._tensorboard._writer.file_writer.event_writer._async_writer._worker
         worker.exception = OSError(errno.ENOSPC, "No space left on device")
     record.write("train", 1, loss=1.0)

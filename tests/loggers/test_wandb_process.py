@@ -1,7 +1,8 @@
-"""Test that W&B shows the metrics, and that failures of W&B neither harm nor delay a run.
+"""Test that W&B shows the metrics of a run, and that failures of W&B neither break nor delay the
+run.
 
-The tests use the real wandb package with real processes and sockets. The server implements the part
-of W&B's API that wandb-core uses.
+The tests use the real wandb package with real processes and sockets. The test server implements the
+part of W&B's API that wandb-core calls.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def remedy(folder: Path, variable: str = "") -> str:
 
 
 def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd):
-    """The second process resumes from a checkpoint at step 2."""
+    """The second process resumes from the checkpoint at step 2."""
     folder = tmp_path / "my run"
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     rows = [["seven", 1.5], ["nine", None]]
@@ -67,10 +68,11 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
     record.log_pictures({"gone": tmp_path / "gone.png", "curves": tmp_path / "red.png"})
     record.log_table("uneven", ["class", "loss"], [["one"]])
     record.log_table("classes", ["class", "loss"], rows)
-    time.sleep(1.1 - time.time() % 1)  # W&B names folders by the second
+    # Wait for the next second, because W&B names folders by date and time in seconds.
+    time.sleep(1.1 - time.time() % 1)
     record.close()
 
-    (part,) = parts(folder)  # The whole run replaces the first part.
+    (part,) = parts(folder)  # the upload of the whole run replaces the first part
     assert first_message.startswith("wandb: offline; upload with: wandb sync ")
     messages = capfd.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in messages] == [
@@ -98,7 +100,8 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
 
 
 def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, server, capfd):
-    """The second attempt repeats steps 2 and 3, which must keep the values of the first attempt."""
+    """The second attempt repeats steps 2 and 3, but W&B must keep the values of the first
+    attempt."""
     one_run(tmp_path, range(0, 4))
     first = numbers(server.history)
     assert first == expected(range(4))
@@ -112,7 +115,7 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
     record.log_pictures({"curves": tmp_path / "red.png"})
     record.close()
     run_id = (tmp_path / "wandb_id").read_text()
-    # Ignore a message that appears only if the upload takes seconds.
+    # Ignore a progress message that W&B prints only if the upload takes several seconds.
     messages = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
     assert messages == [f"wandb: {server.url}/me/vit/runs/{run_id}"] * 2
     assert set(server.names) == {run_id}
@@ -122,8 +125,7 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
 
 
 def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
-    """A finished run is continued. W&B counts logged images as steps, which metrics.jsonl does not
-    contain."""
+    """W&B counts each logged image as a step, but metrics.jsonl has no such steps."""
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     for restarts, steps in enumerate((range(3), range(3, 6))):
         record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)
@@ -139,7 +141,8 @@ def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
 
 @pytest.mark.full
 def test_the_next_start_sends_lines_that_the_service_lacks(tmp_path, server):
-    """The service has lost the end of the first attempt, as can happen when a host fails."""
+    """The server has lost the last lines of the first attempt, which can happen when a host
+    fails."""
     one_run(tmp_path, range(0, 6))
     del server.history[3:]
     one_run(tmp_path, range(6, 8), restarts=1)
@@ -165,8 +168,8 @@ def test_a_rewound_run_is_shown_without_its_discarded_steps(tmp_path):
 
 @pytest.mark.full
 def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd, server):
-    """`wandb sync` uploads the first attempt. Only the service then has a list of the uploaded
-    lines."""
+    """The first attempt is uploaded by `wandb sync`. Only the server then knows which lines have
+    been uploaded."""
     folder = tmp_path / "my run"
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     one_run(folder, range(0, 4), setting="offline")
@@ -186,8 +189,8 @@ def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd
 
 @pytest.mark.full
 def test_shows_a_repeatedly_killed_run_once(shards, tmp_path):
-    """Real processes are killed after each of three checkpoints, and restarted with the same
-    command."""
+    """The test kills real processes after each of three checkpoints, and restarts them with the
+    same command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"
     settings = ("log.wandb=offline", "checkpoint.every_steps=3")
@@ -267,8 +270,8 @@ def test_shows_a_killed_training_to_its_last_line_and_leaves_no_process(tmp_path
 
 
 def test_wandb_finishes_although_all_processes_of_a_job_get_signals(tmp_path, server):
-    """Slurm sends SIGTERM to every process. W&B must wait until training has saved and closed
-    metrics.jsonl."""
+    """When a job ends, Slurm sends SIGTERM to every process. The W&B process must continue until
+    training has saved and has closed metrics.jsonl."""
 
     def terminate() -> None:
         wait_for(lambda: server.names)
@@ -307,7 +310,8 @@ def test_a_failure_before_the_first_printed_line_is_reported(tmp_path, monkeypat
 
 
 def test_a_run_that_never_opened_online_can_be_written_for_a_later_upload(tmp_path, monkeypatch):
-    """W&B creates its folder before it contacts the server, which does not answer."""
+    """W&B creates its folder before it contacts the server. The server in this test never
+    answers."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     use_server(monkeypatch, address)

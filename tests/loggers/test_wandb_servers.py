@@ -1,4 +1,5 @@
-"""Test that no W&B server can harm or delay a run, with the real wandb package and real sockets."""
+"""Test that a run is neither broken nor delayed by any behavior of a W&B server. The tests use the
+real wandb package and real sockets."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from loggers.wandb_runs import (
 from vit.loggers import wandb_logger
 
 WAITING_S = 15.0
-"""The promised limit: with any server, starting and finishing W&B together delay the run by at most
-this many seconds."""
+"""The documented limit, in seconds, for the delay that W&B may add to a run at its start and end
+together."""
 
 
 @pytest.fixture
 def holds(tmp_path_factory) -> Callable[[float], bool]:
-    """Return whether the time is within the documented limit, scaled to the current speed of this
-    machine. On 2 idle cores, starting and finishing W&B takes 1.5 s."""
+    """Return a function that checks whether a delay is within the documented limit. The limit is
+    extended on a slow machine. On 2 idle cores, starting and finishing W&B takes 1.5 s."""
 
     def check(spent_s: float) -> bool:
         if spent_s < WAITING_S:
@@ -45,7 +46,6 @@ def holds(tmp_path_factory) -> Callable[[float], bool]:
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[list[bytes]], str]]:
-    """Start servers that send the given bytes to every client, half a second apart."""
     sockets = []
 
     def serve(listener: socket.socket, pieces: list[bytes]) -> None:
@@ -81,7 +81,7 @@ def answering() -> Iterator[Callable[[list[bytes]], str]]:
     [
         ("accepts and is silent", "not ready 10 s after"),
         ("401", "CommError: .* error 401"),
-        # Each test starts W&B once and ends in one of two ways.
+        # These cases end in the same two ways as the cases above.
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -111,7 +111,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
             socket.create_server(("127.0.0.1", 0), backlog=0 if case == "drops packets" else 9)
         )
         url = f"http://127.0.0.1:{held[0].getsockname()[1]}"
-        # When the queue is full, Linux drops further connections.
+        # Linux drops new connections when the queue is full.
         for _ in range(8 if case == "drops packets" else 0):
             held.append(socket.socket())
             held[-1].setblocking(False)
@@ -125,7 +125,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         )
         url = answering(pieces)
     use_server(monkeypatch, url)
-    # Wait longer for the reason, because W&B reports it only after some time.
+    # Wait longer for this reason, because W&B reports it only after some time.
     if reason.startswith("CommError"):
         monkeypatch.setattr(wandb_logger.WandbProcess.close, "__defaults__", (False, False, 60.0))
     spent_s = one_run(tmp_path)
@@ -155,7 +155,7 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
     first, *_, last = capfd.readouterr().err.splitlines()
     assert holds(spent_s)
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
-    # W&B may report its own error before the third probe.
+    # W&B may report its own error before the third probe fails.
     assert re.match(r"wandb: stopped \(.*\); .* --to-wandb$", last), last
     assert len(record_of(tmp_path)) == 7
     server.released.set()
@@ -163,7 +163,7 @@ def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
 
 
 def test_a_server_that_hangs_for_five_seconds_about_the_end_gets_every_line(tmp_path, server):
-    """A single unanswered probe must not end the upload."""
+    """One unanswered probe must not stop the upload."""
 
     def recover() -> None:
         server.mode = "ok"

@@ -1,5 +1,5 @@
-"""Test that `launch/report.py --to-wandb` recreates the W&B run from metrics.jsonl, with each line
-once."""
+"""Test that `launch/report.py --to-wandb` recreates a W&B run from metrics.jsonl, and that each
+line is uploaded exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from vit.loggers.wandb_upload import ToWandb
 
 
 def with_record(folder: Path) -> Path:
-    """Return a run that was never sent to W&B. Its second attempt starts at step 2."""
+    """Return the folder of a run that has never been sent to W&B and whose second attempt starts at
+    step 2."""
     one_run(folder, range(1, 6), setting="off")
     one_run(folder, range(3, 9), setting="off", restarts=1)
     return folder
@@ -50,7 +51,7 @@ def test_uploads_missing_lines_and_rebuilds_a_deleted_run(tmp_path, server, caps
     run_here(*command)
     assert numbers(server.history) == recorded(folder)
 
-    server.history.clear()  # The run was deleted on the service, so its id cannot be reused.
+    server.history.clear()  # the run has been deleted on the server, so its id cannot be used again
     (folder / "wandb_id").unlink()
     shutil.rmtree(folder / "wandb")
     run_here(*command)

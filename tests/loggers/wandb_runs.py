@@ -1,4 +1,4 @@
-"""Run trainings with the real W&B package, and serve the part of W&B's API that wandb-core uses."""
+"""Train with the real wandb package, and serve the part of W&B's API that wandb-core calls."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def use_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 
 def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
-    """Return the run id, config and history in a .wandb file, which contains protobufs in LevelDB's
-    log format (blocks of 32 KiB)."""
+    """Read the run id, the config and the history from a .wandb file. The file contains protobuf
+    messages in LevelDB's log format, with blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record as Message  # type: ignore[attr-defined]
 
     data = path.read_bytes()
@@ -72,12 +72,11 @@ def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
 
 
 def parts(folder: Path) -> list[Path]:
-    """Return the offline parts of a run in the order in which they started."""
+    """Return the offline folders of a run in the order in which they were created."""
     return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.name)
 
 
 def numbers(history: list[dict]) -> list[dict]:
-    """Return the logged values, without W&B's own columns, images and tables."""
     lines = [
         {key: value for key, value in line.items() if not key.startswith(("_", "report/"))}
         for line in history
@@ -86,7 +85,7 @@ def numbers(history: list[dict]) -> list[dict]:
 
 
 def expected(steps: range, restarts: int = 0) -> list[dict]:
-    """Return the rows that `one_run` must log."""
+    """Return the rows that a run started with `one_run` must log."""
     trained = [
         {"global_step": step, "restarts": restarts, "train/loss": 1 / (step + 1)} for step in steps
     ]
@@ -94,8 +93,8 @@ def expected(steps: range, restarts: int = 0) -> list[dict]:
 
 
 def recorded(folder: Path) -> list[dict]:
-    """Return the rows that W&B must contain: the lines of metrics.jsonl, except those whose numbers
-    a later line replaces."""
+    """Return the rows that W&B must show, which are all lines of metrics.jsonl that are not
+    replaced by a later line."""
     lines = record_of(folder)
     restarts = 0
     rows = []
@@ -124,7 +123,7 @@ def one_run(
     restarts: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> float:
-    """Run a short training. Return the number of seconds that W&B took to start and finish."""
+    """Train a short run, and return the time in seconds that W&B took to start and finish."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("optim: {lr: 0.1}\nlog: {wandb_project: digits}\n")
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
@@ -155,7 +154,8 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
 
 
 def wandb_pids() -> list[int]:
-    """Return the ids of the W&B processes that this test has started, which use its home folder."""
+    """Return the ids of the W&B processes that this test has started, which have the test's home
+    folder in their environment."""
     return [
         pid
         for pid in all_pids()
@@ -165,8 +165,8 @@ def wandb_pids() -> list[int]:
 
 
 def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
-    """Send a signal to each of `wandb_pids` whose command line contains `program`, and return their
-    ids."""
+    """Send a signal to each of `wandb_pids` whose command line contains `program`, and return the
+    ids of these processes."""
     chosen = [pid for pid in wandb_pids() if program in command_line(pid)]
     for pid in chosen:
         for each in signals:
@@ -176,7 +176,8 @@ def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
 
 
 class Server:
-    """A W&B server that supports runs but not tables. Its mode is "ok" or "hang"."""
+    """A W&B server that supports runs but not tables. The server's mode is either "ok" or
+    "hang"."""
 
     def __init__(self) -> None:
         self.mode = "ok"
@@ -262,7 +263,6 @@ class Server:
         return {}
 
     def leave(self) -> None:
-        """Refuse connections from now on."""
         self._http.shutdown()
         self._http.server_close()
         self.released.set()

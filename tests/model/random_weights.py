@@ -1,5 +1,5 @@
-"""Fill models with random weights that reveal missing parts, and compute the relative difference
-between two results."""
+"""Fill models with random weights, so that tests notice missing parts, and compute the relative
+difference between two results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Fill weights with values other than 0 and 1, which would hide a missing bias, scale or
-    head."""
+    """Fill all weights with values other than 0 and 1. With zeros and ones, a missing bias, scale
+    or head would go unnoticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -27,5 +27,4 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference relative to the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -1,7 +1,7 @@
-"""Test that recomputing activations in a step gives the same bits as storing them.
+"""Test that activation checkpointing produces bit-identical weights.
 
-tests/extras/planner/test_memory.py tests the saved memory, and tests/test_compile.py tests the
-graphs.
+tests/extras/planner/test_memory.py tests how much memory is saved, and tests/test_compile.py tests
+the compiled graphs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def make_batch(seed: int, rows: int = 8) -> Batch:
 
 
 def weights_after(model: nn.Module, precision: str = "fp32", in_ddp: bool = False) -> list[Tensor]:
-    """Return the weights after two steps with two micro-batches each."""
     step = plain_step(
         model,
         DistributedDataParallel(model, gradient_as_bucket_view=True) if in_ddp else model,
@@ -92,7 +91,7 @@ def test_recomputes_one_in_n_blocks(recomputed, passes):
 @pytest.mark.parametrize("form", ["mask", "subset"])
 @pytest.mark.parametrize("recomputed", ["block", 2])
 def test_updates_are_equal_to_the_bit_with_dropout_and_drop_path(recomputed, form, precision):
-    # Use patch dropout, which gives each image different rotary positions.
+    # With patch dropout, each image has different rotary positions.
     fields = {"rope_type": "dinov3", "patch_drop_rate": 0.3, "reg_tokens": 2, "qk_norm": True}
     plain = weights_after(make_model("none", drop_path_form=form, **fields), precision)
     again = weights_after(make_model(recomputed, drop_path_form=form, **fields), precision)

@@ -1,5 +1,5 @@
-"""Compare drop path by subsets with the formula of a block, and with the exact mean over all
-possible drops."""
+"""Compare drop path on subsets of samples with the formula of a block, and with the exact mean over
+all possible drops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 
 
 def small(depth: int = 2, **fields) -> VisionTransformer:
-    """Return a model without zero weights. A head of zeros would hide errors in all other parts."""
+    """Return a model without zero weights. If the head were zero, errors in all other parts would
+    go unnoticed."""
     torch.manual_seed(0)
     sizes = {"embed_dim": 8, "num_heads": 2, "depth": depth}
     model = create_model("vit_ti8", 16, 3, **sizes, **fields)
@@ -83,7 +84,8 @@ def test_kept_rows_follow_the_formula_and_other_rows_pass_unchanged(precision, f
 
 
 def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits averaged over the rows, and the flattened gradient of the mean loss."""
+    """Return the logits averaged over the images, and the gradient of the mean loss as a flat
+    vector."""
     logits = model(x)
     loss = logits.square().sum(1).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -91,8 +93,8 @@ def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_means(rate: float) -> tuple[Tensor, Tensor]:
-    """Return the expected `outcomes` of one image: the probability-weighted sum over all possible
-    drops."""
+    """Return the expected `outcomes` for one image, which are the probability-weighted sum over all
+    possible drops."""
     model = small().eval()
     branches = [branch for block in model.blocks for branch in (block.attn, block.mlp)]
     factors = [0.0] * len(branches)
@@ -109,8 +111,8 @@ def exact_means(rate: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["subset", "mask"])
 def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
-    """The means over independent passes with 64 identical images must be within 5 standard errors
-    of the exact means."""
+    """The means over many independent passes with 64 identical images must be within 5 standard
+    errors of the exact means."""
     rate = 0.375
     passes = 60
     model = small(**{**SUBSET, "drop_path_form": form}, drop_path_rate=rate)
@@ -119,7 +121,7 @@ def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
     for values, expected in zip(zip(*drawn, strict=True), exact_means(rate), strict=True):
         stacked = torch.stack(values).double()
         error = stacked.std(0) / math.sqrt(passes)
-        # Allow for rounding, because the exact gradients of the key biases are zero.
+        # Add a tolerance for rounding, because the exact gradients of the key biases are zero.
         allowed = 5 * error + 1e-4 * expected.abs().max()
         assert ((stacked.mean(0) - expected).abs() < allowed).all()
         assert error.max() < 0.1 * expected.abs().max(), (

@@ -1,5 +1,5 @@
-"""Test a model on images of other sizes. Results for these sizes must be correct, and results for
-the model's own size must not change."""
+"""Test a model on images of different sizes. The results must be correct for each size, and must
+not change for the size of the model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def with_others(**fields) -> nn.Module:
 )
 @pytest.mark.parametrize("size", OTHERS)
 def test_logits_and_gradients_equal_timm_with_dynamic_img_size(fields, size):
-    """timm also resizes the position embeddings in each forward pass. It uses torch's own resize,
-    so gradients flow through."""
+    """timm resizes its position embeddings in each forward pass as well. Because timm uses torch's
+    resize, gradients flow through the resize."""
     model = with_others(**fields)
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=OWN, dynamic_img_size=True, **TINY, **fields
@@ -51,7 +51,7 @@ def test_logits_and_gradients_equal_timm_with_dynamic_img_size(fields, size):
         gradients = torch.autograd.grad(logits.square().sum(), [parameters[n] for n in names])
         results.append([logits.detach(), *gradients])
     for name, ours, expected in zip(["logits", *names], *results, strict=True):
-        # Allow for the rounding of float32 sums with several hundred products.
+        # The tolerance covers the rounding of float32 sums with several hundred terms.
         assert relative_difference(ours, expected) < 1e-5, name
 
 
@@ -97,10 +97,10 @@ def test_positions_equal_those_of_the_file_reader_up_to_rounding():
         hook = model.pos_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         model(images((48, 40)) * 0)
         hook.remove()
-    # The inputs are black images, so the output is the sum of position and bias.
+    # The input images are black, so the output is the sum of the position and the bias.
     shown = seen[0][:, 1:] - model.patch_embed.proj.bias
-    # bfloat16 would round positions to 3 digits. Only the patch embedding, which equals its bias
-    # for black images, is rounded.
+    # Positions stay in float32, because bfloat16 would round them to 3 digits. Only the patch
+    # embedding, which equals its bias for black images, is rounded to bfloat16.
     bias_rounding = model.patch_embed.proj.bias.abs().max() * 2**-8
     assert (shown - expected[:, 1:]).abs().max() <= bias_rounding + 1e-5
 

@@ -34,8 +34,8 @@ CONFIGURATIONS = {
 
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
-    """Return timm's model with the memory of `weights`. It computes attention with matmul and
-    softmax, but ours uses a fused kernel."""
+    """Return timm's model, which shares the memory of `weights`. timm's model computes attention
+    with matmul and softmax, whereas our model uses a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)
@@ -109,8 +109,8 @@ def test_state_dict_logits_and_gradients_equal_timm(fields):
 
 
 def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
-    """Map image sizes to the relative difference between our logits and timm's. The weights were
-    trained at 224 pixels."""
+    """Map each image size to the relative difference between our logits and timm's. The weights are
+    for images of 224 pixels."""
     model = randomise(create_model(name, **fields))
     weights = model.state_dict()
     fields = {
@@ -122,8 +122,8 @@ def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
     for size in sizes:
         with torch.device("meta"):
             resized = VisionTransformer(size, **fields)
-        # All sizes share the block weights. Only the positions need new memory, so H/14 fits on a
-        # small machine.
+        # The models for all sizes share their block weights. Only the positions need new memory, so
+        # H/14 fits into the memory of a small machine.
         resized.load_state_dict(
             {**weights, "pos_embed": torch.zeros(resized.pos_embed.shape)}, assign=True
         )
@@ -150,8 +150,8 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "fields"),
-    # L and H have their full width but only a few blocks, because initializing 2.5 GB of weights
-    # takes two minutes.
+    # ViT-L and ViT-H have their full width but only a few blocks, because initializing 2.5 GB of
+    # weights would take two minutes.
     [
         ("vit_b16", [224, 384, (192, 288)], {}),
         ("vit_l16", [224, 384, (192, 288)], {"depth": 6}),
@@ -295,7 +295,8 @@ def test_accepts_any_number_of_channels(in_chans):
 
 @pytest.mark.parametrize("fields", [{}, {"representation_size": 24}, {"global_pool": "avg"}])
 def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
-    """Logits rounded to bf16 would be tied, and the class order would determine the prediction."""
+    """If logits were rounded to bf16, many would be equal, and the predicted class would depend on
+    the class order."""
     model = randomise(VisionTransformer(image_size=64, **TINY, **fields))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

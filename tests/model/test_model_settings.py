@@ -1,4 +1,4 @@
-"""Test that impossible model settings are rejected with errors that suggest valid values."""
+"""Test that invalid model settings are rejected with an error that suggests valid values."""
 
 import pytest
 import torch
@@ -88,8 +88,8 @@ def test_rejects_impossible_parts_and_suggests_working_ones(fields, message):
     ],
 )
 def test_rejected_rotations_would_have_no_effect(fields, more):
-    """If the settings were accepted, the rotation angles would silently be 0, or the same as
-    without the setting."""
+    """If these settings were accepted, all rotation angles would be 0, or the setting would have no
+    effect."""
     values = {"rope_temperature": None, "rope_reg_temperature": None, "reg_tokens": 0, **more}
     rope = RotaryEmbedding(
         *(values["rope_temperature"], values["rope_reg_temperature"], None, "axial", (3, 4)),
@@ -117,8 +117,8 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
 
 
 def test_reports_settings_that_a_timm_model_lacks_with_the_remedy():
-    """The config was written for a ViT, but its model.name is a different model. One error must
-    list all unsupported settings."""
+    """The config contains ViT settings, but its model.name is not a ViT. One error must list all
+    unsupported settings."""
     fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
     with pytest.raises(ValueError, match="resnet18") as caught:
         create_model("timm/resnet18", 32, 10, **fields)

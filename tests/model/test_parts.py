@@ -1,5 +1,5 @@
-"""Test model parts that are not in the ViT paper. With the same weights, they must match timm's.
-They must be initialized, decayed and counted correctly."""
+"""Test model options that are not in the ViT paper. With equal weights, results must match timm's.
+The initialization, the weight decay and the operation counts must be correct as well."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = [
     {"no_embed_class": True, "pos_embed": "none"},
     {"no_embed_class": True, "global_pool": "avg", "class_token": False},
 ]
-"""Pairs of parts that are rejected, because the class token and registers would have no
+"""Pairs of options that are rejected, because the class token and the registers would have no
 positions."""
 
 
@@ -87,8 +87,8 @@ def test_names_logits_and_gradients_equal_timm(ours, theirs):
     assert list(model.state_dict()) == list(guest.state_dict())
     assert guest.no_weight_decay() - {"dist_token"} <= model.no_weight_decay()
     guest.load_state_dict(model.state_dict())
-    # Results differ by rounding, because attention runs as separate operations or in a different
-    # kernel.
+    # Results differ by rounding errors, because attention is computed with separate operations or
+    # with a different kernel.
     names = ["logits", *dict(model.named_parameters())]
     for name, mine, other in zip(names, outcomes(model), outcomes(guest), strict=True):
         assert relative_difference(mine, other) < 2e-5, name
@@ -194,8 +194,8 @@ def test_dinov3_equals_transformers():
 
 
 def test_patch_norms_apply_before_and_after_the_embedding():
-    """In the source's formula, unfold cuts the patches. They pass through LayerNorm, a linear layer
-    and a second LayerNorm."""
+    """The test follows the formula in the paper: `unfold` cuts the image into patches, which pass
+    through LayerNorm, a linear layer and a second LayerNorm."""
     embed = randomise(VisionTransformer(SIZE, **TINY, dual_patch_norm=True)).patch_embed
     patches = torch.nn.functional.unfold(images(), 8, stride=8).transpose(1, 2)
     pixels = nn.functional.layer_norm(
@@ -225,8 +225,8 @@ def test_initial_values_have_the_spread_of_their_sources():
     assert model.reg_token.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.blocks[0].mlp.fc1_g.weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert model.attn_pool.kv.weight.std().item() == pytest.approx(0.02, rel=0.01)
-    # truncation at two standard deviations reduces the standard deviation of a normal distribution
-    # to 0.88
+    # Truncating a normal distribution at two standard deviations reduces its standard deviation to
+    # 0.88.
     cut = 0.8796 * 512**-0.5
     assert model.attn_pool.latent.std().item() == pytest.approx(cut, rel=0.15)
     assert model.attn_pool.latent.abs().max() <= 2 * 512**-0.5
@@ -237,8 +237,8 @@ def test_initial_values_have_the_spread_of_their_sources():
 
 
 def test_initializes_all_parts():
-    """Moving parameters from the meta device leaves uninitialized memory, which the test fills with
-    NaN."""
+    """Parameters that are moved from the meta device contain uninitialized memory. The test fills
+    this memory with NaN."""
     for first, second in itertools.combinations_with_replacement(PARTS.values(), 2):
         fields: dict[str, object] = {**second, **first}
         if fields in WITHOUT_EFFECT:
@@ -286,14 +286,14 @@ def test_operations_equal_the_closed_form():
     def expected(num_patches: int) -> int:
         n = 4 + num_patches
         block = 2 * n * dim * 4 * wide + 4 * n * n * wide + 3 * 2 * n * dim * hidden
-        # Keys and values are computed for all patches. The query has a separate projection,
-        # attention, output projection and MLP.
+        # Keys and values are computed for all patches. The query has its own projection, attention,
+        # output projection and MLP.
         pool = 2 * num_patches * dim * 2 * dim + 4 * num_patches * dim + 2 * dim * 2 * dim
         pool += 2 * 2 * dim * hidden
         return 2 * patches * pixels * dim + 2 * block + pool + 2 * dim * 10
 
     assert flops_per_image(model) == expected(patches)
-    # All images share the query, so it is projected only once.
+    # The query is the same for all images, so it is projected only once.
     shared = 2 * dim * dim
     assert flops_per_image(model, 4) == expected(patches // 2) - shared * 3 // 4
 
@@ -311,7 +311,7 @@ def test_so400m_has_the_same_shape_as_in_timm():
 
 @pytest.mark.parametrize("rope_type", [None, "axial", "dinov3"])
 def test_drops_random_patches_in_training_and_none_in_evaluation(rope_type):
-    """The result must match a model that sees only the remaining patches, at their original
+    """The result must equal that of a model that gets only the remaining patches, at their original
     positions."""
     fields = {"patch_drop_rate": 0.4, "rope_type": rope_type, "reg_tokens": 2}
     model = randomise(VisionTransformer(SIZE, **TINY, **fields))
@@ -351,7 +351,7 @@ def test_drops_each_patch_equally_often():
 
 @pytest.mark.parametrize("patch_drop_rate", [0.0, 0.5])
 def test_subsets_of_samples_keep_the_rotations_of_their_samples(patch_drop_rate):
-    """The drop rate is so low that a subset contains all samples in a different order."""
+    """The drop rate is so low that each subset contains all samples, in a different order."""
     fields = {"rope_type": "axial", "reg_tokens": 1, "patch_drop_rate": patch_drop_rate}
     plain = randomise(VisionTransformer(SIZE, **TINY, **fields)).train()
     form = {"drop_path_rate": 0.01, "drop_path_form": "subset"}
@@ -416,8 +416,8 @@ def test_models_in_docs_recipes_have_as_many_weights_as_in_timm(name, theirs, fi
 
 @pytest.mark.parametrize("source", ["timm", "jax"])
 def test_initial_weights_have_the_same_spread_as_in_timm(source):
-    """Over ten random initializations, the test compares the standard deviation and the largest
-    value of each parameter."""
+    """The test compares the standard deviation and the largest value of each parameter over ten
+    random initializations."""
     fields = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 
     def draws(create: Callable[[], nn.Module]) -> dict[str, Tensor]:
@@ -434,8 +434,8 @@ def test_initial_weights_have_the_same_spread_as_in_timm(source):
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         if source == "jax" and name.endswith("qkv.weight"):
-            # timm initializes query, key and value as one matrix, but the source initializes
-            # them separately.
+            # timm initializes query, key and value as a single matrix, but the source initializes
+            # three separate matrices.
             expected = expected * 2**0.5
         spread = ours[name].std().item()
         assert spread == pytest.approx(expected.std().item(), rel=0.1, abs=1e-12), name

@@ -1,5 +1,5 @@
-"""Test rotary positions against the formulas in their sources, and test that attention depends only
-on relative positions."""
+"""Compare rotary position embeddings with the formulas in their papers, and test that attention
+depends only on relative positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ GRIDS = [((14, 14), None), ((3, 5), None), ((3, 5), (4, 4)), ((24, 18), 14), ((1
 
 
 def create(rope_type: str, grid: tuple[int, int], **fields) -> RotaryEmbedding:
-    """Create an embedding. By default, it has no registers and uses the source's temperature."""
+    """Create a rotary embedding. By default, it has no registers and uses the temperature of its
+    source."""
     options = {"temperature": None, "reg_temperature": None, "ref_feat_shape": None}
     options |= {"class_tokens": 0, "reg_tokens": 0, **fields}
     return RotaryEmbedding(rope_type=rope_type, grid_size=grid, head_dim=HEAD_DIM, **options)
@@ -31,7 +32,7 @@ def queries(num_tokens: int) -> Tensor:
 @pytest.mark.parametrize(("grid", "reference"), GRIDS)
 @pytest.mark.parametrize("rope_type", ["axial", "dinov3"])
 def test_rotated_queries_equal_timm(rope_type, grid, reference):
-    """timm computes angles up to 24 in float32, with errors up to 24 * 2**-24."""
+    """timm computes angles of up to 24 in float32, so its rounding errors reach 24 * 2**-24."""
     fields = {} if rope_type == "dinov3" else {"ref_feat_shape": reference}
     ours = create(rope_type, grid, class_tokens=1, **fields)
     if rope_type == "dinov3":
@@ -49,7 +50,7 @@ def test_rotated_queries_equal_timm(rope_type, grid, reference):
 
 
 def test_registers_of_vit5_rotate_as_a_separate_grid():
-    """The formula rotates a pair (a, b) by position * theta ** -(i / 4)."""
+    """The formula rotates each pair (a, b) by the angle position * theta ** -(i / 4)."""
     ours = create("axial", (2, 3), class_tokens=1, reg_tokens=4, reg_temperature=100.0)
     x = queries(1 + 4 + 6)
     places = [((0, 0), 1.0)]
@@ -74,7 +75,7 @@ def test_products_depend_only_on_distance_and_lengths_are_unchanged(rope_type):
     table = create(rope_type, grid).table
     turned = rotate(q, table, rope_type)
     products = turned @ rotate(k, table, rope_type).transpose(-2, -1)
-    # Reshape to (B, heads, row, column, row, column).
+    # The new shape is (B, heads, row, column, row, column).
     products = products.unflatten(3, grid).unflatten(2, grid)
     torch.testing.assert_close(products[..., 1:, 2:, 1:, 2:], products[..., :-1, :-2, :-1, :-2])
     assert not torch.allclose(products[..., 0, 0, 1, 0], products[..., 0, 0, 0, 1])
@@ -91,5 +92,5 @@ def test_a_larger_image_follows_the_rule_of_the_source():
     assert torch.equal(spread[:, :, :, ::2, ::2], small), "8 positions must lie between 0 and 4"
     odd = create("dinov3", (3, 3)).table.unflatten(3, (3, 3))
     finer = create("dinov3", (9, 9)).table.unflatten(3, (9, 9))
-    # compare only patches whose centers coincide
+    # Compare only the patches whose centers coincide.
     torch.testing.assert_close(finer[:, :, :, 1::3, 1::3], odd)

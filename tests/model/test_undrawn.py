@@ -1,5 +1,5 @@
-"""Test that a model created without random initialization matches an initialized model after both
-have loaded a checkpoint."""
+"""Test that after loading a checkpoint, a model created without random initialization equals an
+initialized model."""
 
 import pytest
 import timm

@@ -1,8 +1,9 @@
 """Fuzz the C decoder and transcoder with corrupt files: `python tests/native/fuzz.py --minutes 10`.
 
-The seeds are small JPEGs of every kind, so that mutations reach every part of the format. fuzz.c
-mutates the seeds and compares the two implementations of the library, both compiled by gcc or clang
-with the address, leak and undefined-behavior sanitizers.
+The fuzzer starts from small JPEGs of every kind, so that its mutations reach every part of the
+format. fuzz.c mutates these files, decodes them with both implementations of the library, and
+compares the results. gcc or clang compiles the code with the address, leak and undefined-behavior
+sanitizers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ MODES: dict[str, dict[str, Any]] = {
     "progressive": {"progressive": True},
     "optimised": {"optimize": True},
 }
-"""Maps each kind of JPEG to the options with which Pillow writes it."""
 MARKERS: tuple[dict[str, Any], ...] = (
     {},
     *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)),
@@ -44,7 +44,7 @@ MARKERS: tuple[dict[str, Any], ...] = (
 
 
 class NoSanitizer(Exception):
-    """An exception raised if no compiler can build a working program with sanitizers."""
+    """The exception raised if no compiler can build a working program with sanitizers."""
 
 
 def write_seeds(folder: Path) -> Path:
@@ -76,16 +76,17 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """Return a JPEG whose only block needs 64 codes of 16 bits with 15-bit values. All of these
-    bits are missing.
+    """Return a JPEG that makes the decoder try to read as far beyond the end of the file as
+    possible.
 
-    With this file, the decoder tries to read as far beyond the end as possible.
+    The only block of this JPEG needs 64 codes of 16 bits, each followed by a 15-bit value, but the
+    file ends before these bits.
     """
 
     def segment(marker: int, content: bytes) -> bytes:
         return bytes((0xFF, marker)) + (len(content) + 2).to_bytes(2, "big") + content
 
-    # The only code has 16 bits, and means no zeros followed by a 15-bit value.
+    # The table contains a single 16-bit code, which stands for zero zeros and a 15-bit value.
     one_code = bytes([*[0] * 15, 1, 15])
     tables = (
         segment(0xDB, bytes([0] + [1] * 64))
@@ -98,7 +99,8 @@ def longest_block() -> bytes:
 
 
 def build(folder: Path, sources: Path = SOURCES) -> Path:
-    """Build the fuzzer with the C files in `sources`. Raises NoSanitizer."""
+    """Compile the fuzzer with the C files in `sources`. Raises NoSanitizer if no compiler supports
+    sanitizers."""
     program = folder / "fuzz"
     problems: list[str] = []
     files = [str(path) for path in (HERE / "fuzz.c", *sorted(sources.glob("*.c")))]
@@ -133,10 +135,10 @@ def run(
     seconds: int = 10**9,
     fill: int = -1,
 ) -> tuple[int, str]:
-    """Run the fuzzer, and return its exit status and output.
+    """Run the fuzzer, and return its exit status and its output.
 
-    If a file fails, the fuzzer saves the file next to the folder of seeds. fill: the byte value in
-    newly allocated memory. -1 uses the default of the sanitizer.
+    If a file fails, the fuzzer saves this file next to the folder of seeds. `fill` is the value of
+    each byte in newly allocated memory, or -1 for the sanitizer's default.
     """
     options = "quarantine_size_mb=64"
     if fill >= 0:

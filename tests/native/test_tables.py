@@ -28,8 +28,8 @@ def test_the_comment_describes_the_tables_correctly(tmp_path):
 
 @pytest.mark.parametrize("name", ["window.c", "transcode.c"])
 def test_c_files_compile_without_warnings_about_aliasing(name, tmp_path):
-    """A compiler may reorder memory accesses that break C's aliasing rules. gcc warns about the
-    accesses that it detects."""
+    """A compiler may reorder memory accesses that violate C's aliasing rules. gcc warns about the
+    violations that it detects."""
     aliasing = ["-fstrict-aliasing", "-Wstrict-aliasing=1"]
     options = ["-O3", *WARNINGS, *aliasing, "-c"]
     command = ["gcc", *options, str(SOURCES / name), "-o", str(tmp_path / "object")]
@@ -39,8 +39,8 @@ def test_c_files_compile_without_warnings_about_aliasing(name, tmp_path):
 
 @pytest.mark.parametrize("folder", [SOURCES, Path(__file__).parent], ids=lambda path: path.name)
 def test_lines_of_c_have_at_most_100_columns(folder):
-    """ruff checks the same limit in Python. `.clang-format`, next to the sources, defines the
-    layout."""
+    """ruff enforces the same limit for Python files. `.clang-format` configures the layout of the C
+    files."""
     for path in sorted(folder.glob("*.[ch]")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path}:{number}"

@@ -1,4 +1,4 @@
-"""Compare the moving average of the weights with its closed form."""
+"""Compare the exponential moving average of the weights with its closed form."""
 
 import copy
 
@@ -52,8 +52,8 @@ def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
 
 
 def test_the_average_follows_as_in_timm():
-    """The reference is timm's averaging class, which DeiT uses with a constant decay from the first
-    update."""
+    """The reference is timm's averaging class. DeiT uses this class with a constant decay from the
+    first update on."""
     model = model_with_buffers()
     ours = Ema(model, 0.9)
     theirs = ModelEmaV2(model, decay=0.9)
@@ -127,8 +127,8 @@ def test_a_resumed_average_equals_an_uninterrupted_one():
 
 
 def test_an_average_every_few_steps_after_warm_up_equals_torchvision():
-    """torchvision's train.py averages if i % 3 == 0 in each epoch, and resets the count during the
-    two warm-up epochs."""
+    """torchvision's train.py updates the average if i % 3 == 0 in each epoch, and resets its update
+    count during the two warm-up epochs."""
     model = model_with_buffers()
     ours = Ema(model, 0.9, every_steps=3, after_steps=2 * 8, steps_per_epoch=8)
     theirs = AveragedModel(model, avg_fn=lambda average, value, _: 0.9 * average + 0.1 * value)

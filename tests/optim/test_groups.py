@@ -1,5 +1,5 @@
-"""Compare parameter groups with those of timm and torchvision. Each parameter must be in exactly
-one group."""
+"""Compare parameter groups with those of timm and torchvision, and test that each parameter is in
+exactly one group."""
 
 import itertools
 
@@ -91,7 +91,8 @@ def test_exempts_the_same_norms_as_torchvision(create):
 
 
 def test_kernels_are_the_same_as_in_flax():
-    """The query of the attention-pooling head has two or more dimensions but is not a kernel."""
+    """Flax does not treat the query of the attention-pooling head as a kernel, although it has at
+    least two dimensions."""
     model = our_model(class_token=False, global_pool="map", reg_tokens=2)
     kernels = {n for n, p in model.named_parameters() if n.endswith(".weight") and p.ndim > 1}
     assert decayed_names(model, "not_kernels") == kernels
@@ -160,8 +161,8 @@ def test_layers_are_the_same_as_in_timm(fields):
         differ = {
             name for name in scales_of_ours if scales_of_ours[name] != pytest.approx(expected[name])
         }
-        # BEiT and MAE treat the last norm as part of the head. MAE's norm after pooling is the same
-        # as timm's.
+        # BEiT and MAE treat the last norm as part of the head. MAE's norm after pooling is
+        # equivalent to timm's.
         has_norm = form == "beit" and "avg" not in fields.values()
         assert differ == ({"norm.weight", "norm.bias"} if has_norm else set())
         assert all(scales_of_ours[name][0] == 1 for name in differ)
@@ -177,7 +178,8 @@ def test_networks_with_stages_have_the_same_layers_as_in_timm():
 
 
 def test_each_lower_block_learns_slower_by_the_factor():
-    """BEiT numbers the layers 0 for the embedding, n for block n, and depth + 1 for the head."""
+    """BEiT numbers the layers from 0 for the embedding and n for block n to depth + 1 for the
+    head."""
     model = our_model()
     numbers = layer_numbers(model, "beit")
     assert {numbers[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.weight")} == {0}

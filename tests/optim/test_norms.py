@@ -1,5 +1,5 @@
-"""Compare layer norms with plain loops over the parameters, and attention logits with the inputs of
-the attention kernel."""
+"""Compare layer norms with simple loops over the parameters, and attention logits with the inputs
+of the attention kernel."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_norms_equal_a_plain_loop_over_parameters(name, precision):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
     if precision == "fp16":
-        # A loss scale of 65,536 would overflow and be lowered after skipped updates.
+        # With a loss scale of 65,536, gradients would overflow, and updates would be skipped until
+        # the scale is low enough.
         step.loss_scale.value.fill_(2.0**8)
     assert step(make_batch(), 0).read().norms is None
     before = copy.deepcopy(step.model)
@@ -112,7 +113,7 @@ def test_norms_equal_a_plain_loop_over_parameters(name, precision):
     moved = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     changes = ((name, p - moved[name]) for name, p in before.named_parameters())
     gradients = plain_norms((name, p.grad) for name, p in before.named_parameters())
-    # float16 has an 11-bit significand, and two blocks round
+    # float16 has a precision of 11 bits, and rounding errors occur in two blocks.
     tolerance = 1e-4 if precision == "fp32" else 0.02
     close = partial(pytest.approx, rel=tolerance)
     assert tuple(result.norms["grad_norm"]) == LAYERS
@@ -177,7 +178,8 @@ def test_measuring_does_not_change_the_training():
 
 @pytest.fixture
 def largest_of_calls(monkeypatch) -> list[torch.Tensor]:
-    """Return the largest logit of each image for each call of the attention kernel."""
+    """Return a list that receives the largest logit of each image in each call of the attention
+    kernel."""
     seen = []
     kernel = F.scaled_dot_product_attention
 
@@ -212,8 +214,8 @@ def test_the_largest_logit_is_computed_from_the_inputs_of_attention(create, larg
 
 
 def test_searches_the_largest_logit_in_the_first_mixed_images(largest_of_calls):
-    """The choice of images must not depend on the micro-batch size (4) or the mixing group size
-    (6)."""
+    """The images must be chosen independently of the micro-batch size (4) and of the mixing group
+    size (6)."""
     step = make_step(micro_batch_size=6)
     mixing = AugmentConfig(hflip_prob=0.0, mixup_alpha=1.0, mix_group_size=6)
     step.augment.config = mixing

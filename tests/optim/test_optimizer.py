@@ -1,5 +1,5 @@
-"""Compare updates with the formulas of the papers in float64, and with the optimizers of the
-original libraries."""
+"""Compare optimizer updates with the formulas of the papers in float64, and with the optimizers of
+the original libraries."""
 
 import copy
 import functools
@@ -81,8 +81,8 @@ def adamw_reference(
     rates: list[float],
     decay: float,
 ) -> torch.Tensor:
-    """Return the weights after Algorithm 2 of Loshchilov & Hutter 2019, with the weight decay
-    multiplied by the learning rate."""
+    """Return the weights after updates with Algorithm 2 of Loshchilov & Hutter 2019, in which the
+    weight decay is multiplied by the learning rate."""
     first = torch.zeros_like(weight)
     second = torch.zeros_like(weight)
     beta1, beta2 = config.betas
@@ -103,8 +103,6 @@ def sgd_reference(
     rates: list[float],
     decay: float,
 ) -> torch.Tensor:
-    """Return the weights after SGD with L2 decay and Nesterov momentum (Sutskever et al. 2013), as
-    in torch."""
     velocity = torch.zeros_like(weight)
     for gradient, lr in zip(gradients, rates, strict=True):
         gradient = gradient + decay * weight
@@ -148,7 +146,8 @@ def test_the_first_learning_rate_is_that_of_the_config():
 @each_config
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_gradient_leaves_no_trace(config, bad):
-    """Weights and optimizer state must stay bit-identical, and later updates must be unaffected."""
+    """Weights and optimizer state must remain bit-identical, and later updates must not be
+    affected."""
     models = [small_model(), small_model()]
     skipped, plain = (create_optimizer(model, config) for model in models)
     for step in range(5):
@@ -175,7 +174,8 @@ def test_a_non_finite_gradient_leaves_no_trace(config, bad):
 
 @pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
 def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
-    """On a CPU, timm takes a different branch. Two of the six updates are skipped."""
+    """On a CPU, timm uses a different code path. Two of the six updates in this test are
+    skipped."""
     models = [small_model(), small_model()]
     one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)
     num_taken = 0
@@ -198,7 +198,8 @@ def test_updating_all_tensors_together_gives_the_same_update(name, monkeypatch):
             update(at_once, float(is_bad))
     assert num_taken >= 6, "timm must call the patched function"
     for one, other in zip(*(model.parameters() for model in models), strict=True):
-        # Allow for rounding in four updates, each with a few operations on numbers around 1.
+        # The tolerance covers the rounding errors of four updates, each with a few operations on
+        # numbers around 1.
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     for one, other in zip(*map(tensors_of, (one_by_one, at_once)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
@@ -216,7 +217,7 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class UnknownConfig(SgdConfig):
-    """A config that is not in the union but has all fields that SGD reads."""
+    """A config that has all fields of SGD but is not one of the known config classes."""
 
 
 def test_every_optimizer_of_the_config_is_tested_here():
@@ -290,8 +291,8 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
         for model, optimizer in ((plain, theirs), (allocated, ours)):
             give_gradients(model, step)
             optimizer.step()
-    # The device computes LAMB's bias corrections in float32, so updates differ by a few units in
-    # the last place.
+    # LAMB's bias corrections are computed in float32 on the device, so updates differ by a few
+    # units in the last place.
     tolerance = {"rtol": 2e-6, "atol": 2e-7} if config.name == "lamb" else {"rtol": 0, "atol": 0}
     for a, b in zip(plain.parameters(), allocated.parameters(), strict=True):
         torch.testing.assert_close(b, a, **tolerance)
@@ -306,7 +307,7 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_muon_equals_torch_with_a_separate_adam(nesterov):
-    """torch's Muon supports only matrices. Its code is independent of timm's."""
+    """torch's Muon supports only matrices, and its code is independent of timm's Muon."""
     model = small_model()
     theirs = copy.deepcopy(model)
     config = MuonConfig(
@@ -329,8 +330,8 @@ def test_muon_equals_torch_with_a_separate_adam(nesterov):
         ours.step()
         muon.step()
         adam.step()
-    # The iterations run in bf16, so the summation order of a kernel changes an update of 0.02 by a
-    # relative 2^-8.
+    # Muon's iterations run in bf16, so a different summation order can change an update of 0.02 by
+    # a relative 2^-8.
     torch.testing.assert_close(model.blocks[0][0].weight, matrix, rtol=0, atol=4 * 0.02 / 128)
     if not nesterov:  # with Nesterov momentum, NAdamW updates the other parameters
         names = {n for n, p in theirs.named_parameters() if p is not matrix}
@@ -341,8 +342,8 @@ def test_muon_equals_torch_with_a_separate_adam(nesterov):
 
 @each_config
 def test_a_first_update_that_is_skipped_leaves_the_state_at_zero(config):
-    """After a skipped first update, the momentum of torch's fused SGD would be uninitialized
-    memory."""
+    """If the first update were skipped without special handling, the momentum of torch's fused SGD
+    would be uninitialized memory."""
     model = small_model()
     optimizer = create_optimizer(model, config)
     give_gradients(model, 0)

@@ -1,4 +1,5 @@
-"""Test that runs on two ranks resume bit for bit with each optimizer, schedule and loss."""
+"""Test that a resumed run on two ranks is bit-identical to an uninterrupted run with each
+optimizer, schedule and loss."""
 
 import pytest
 from processes import final_state, train, write_config
@@ -10,7 +11,8 @@ RUNS = {
     "nadamw": ["optim.name=nadamw"],
 }
 EVERY_TIME = ("adafactorbv",)
-"""An optimizer whose state has two dtypes and, if a GPU exists, is split over two devices."""
+"""The optimizers that are not limited to full test runs. The state of Adafactor has two dtypes and,
+if a GPU exists, is split over two devices."""
 
 
 @pytest.mark.slow

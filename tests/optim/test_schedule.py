@@ -20,8 +20,6 @@ PEAK = 0.3
 
 
 def torch_rates(num_steps: int, scheduler: type[LRScheduler], **options) -> list[float]:
-    """Return the learning rates of a stateful torch scheduler, from before the first step to after
-    the last step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     schedule = scheduler(optimizer, **options)
     rates = [PEAK * options.get("start_factor", 1.0)]
@@ -111,8 +109,8 @@ def test_the_decay_is_half_done_half_way(name):
 
 
 def timm_rates(num_steps: int, scheduler: type[Scheduler], in_epochs: int = 0, **options):
-    """Return the learning rates of timm's train.py, which change after each update or at the end of
-    each epoch with `in_epochs` steps."""
+    """Return the learning rates of timm's train.py, which change after each update or, if
+    `in_epochs` is set, after each epoch of `in_epochs` steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     schedule = scheduler(optimizer, t_in_epochs=bool(in_epochs), **options)
     rates = []
@@ -133,7 +131,7 @@ def our_rates(num_steps: int, **options) -> list[float]:
 @pytest.mark.parametrize("cooldown", [0, 2])
 @pytest.mark.parametrize("per_epoch", [True, False])
 def test_cosine_with_warm_up_and_cool_down_equals_timm(per_epoch, cooldown, prefix):
-    """DeiT's schedule changes once per epoch, starts at 1e-6 and has no warm-up prefix."""
+    """DeiT's schedule has no warm-up prefix, starts at 1e-6 and changes once per epoch."""
     epochs, length, warmup = 12, 5, 3
     unit = 1 if per_epoch else length
     theirs = timm_rates(

@@ -1,9 +1,11 @@
-"""Check that every link, image and anchor in a built site points to an existing target.
+"""Check that every link, image and anchor in the built documentation site points to an existing
+target.
 
     python tests/project/check_site.py build/site
 
-`make docs` runs this check, because the site generator accepts links to files outside its pages.
-The script prints one line per dead link, and exits with status 1 if it finds one.
+`make docs` runs this check, because the site generator does not report broken links to files
+outside its pages. The script prints one line per broken link, and exits with status 1 if there are
+any.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ class Page(HTMLParser):
 
 
 def find_dead_links(site: Path) -> list[str]:
-    """Return `page -> link` for each relative link in `site` that points to a missing file or
-    anchor."""
+    """Return a line `page -> link` for each relative link in `site` that points to a missing file
+    or anchor."""
     read = cache(Page)
     dead = []
     for path in sorted(site.rglob("*.html")):
-        # The links of this page are absolute, because a server can show the page at any address.
+        # The 404 page has absolute links, because a server can show it at any address.
         if path.name == "404.html":
             continue
         for link in read(path).links:

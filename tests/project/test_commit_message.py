@@ -1,4 +1,4 @@
-"""Test the check of commit messages, called as the hook and the workflow call it."""
+"""Test the check of commit messages in the same way as the Git hook and the CI workflow call it."""
 
 from __future__ import annotations
 

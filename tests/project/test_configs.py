@@ -1,5 +1,5 @@
-"""Test that every recipe fits the schema, names its source, uses the source's values, and runs its
-first steps."""
+"""Test that every recipe is a valid config, names its source, uses the values of its source, and
+can train for a few steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 HEADER = ("source", "command")
 
-# He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet", column
-# ViT-B.
+# The table is from He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on
+# ImageNet", column ViT-B.
 MAE_TABLE_11 = {
     "optim.name": "adamw",
     "optim.lr": 1e-4 * 4096 / 256,
@@ -44,37 +44,38 @@ MAE_TABLE_11 = {
     "model.drop_path_rate": 0.1,
     "ema.decay": 0.9999,
 }
-# Table 11, columns ViT-L and ViT-H.
+# The values for ViT-L and ViT-H are from the same table.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
-# The options of the commands in facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for
-# ViT-S, B and L at resolution 384x384". Omitted options have the defaults of main.py and timm.
+# The options are from the commands in facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning
+# for ViT-S, B and L at resolution 384x384". Options that the commands omit have the default values
+# of main.py and timm.
 DEIT3_FINETUNE_384 = {
     "optim.name": "adamw",  # --opt adamw
     "optim.lr": 1e-5,  # --lr 1e-5 --unscale-lr
     "optim.weight_decay": 0.1,  # --weight-decay 0.1
-    "optim.betas": [0.9, 0.999],  # default
-    "optim.eps": 1e-8,  # default
-    "optim.clip_grad_norm": None,  # default
+    "optim.betas": [0.9, 0.999],
+    "optim.eps": 1e-8,
+    "optim.clip_grad_norm": None,
     "data.global_batch_size": 512,  # --batch 32 --nodes 2 --ngpus 8, or 16 on 4 nodes
-    "data.interpolation": "bicubic",  # default
+    "data.interpolation": "bicubic",
     "schedule.name": "cosine",  # --sched cosine
-    "schedule.min_lr": 1e-5,  # default
+    "schedule.min_lr": 1e-5,
     "schedule.warmup_epochs": 5,  # --warmup-epochs 5
     "train.epochs": 20,  # --epochs 20
     "ema.decay": None,  # main.py computes averaged weights, but never evaluates them
     "augment.randaugment_layers": 2,  # --aa rand-m9-mstd0.5-inc1
     "augment.randaugment_magnitude": 9,
     "augment.randaugment_magnitude_std": 0.5,
-    "augment.crop_scale": [0.08, 1.0],  # default
-    "augment.hflip_prob": 0.5,  # default
+    "augment.crop_scale": [0.08, 1.0],
+    "augment.hflip_prob": 0.5,
     "augment.mixup_alpha": 0.8,  # --mixup .8
     "augment.cutmix_alpha": 1.0,  # --cutmix 1.0
-    "augment.mix_prob": 1.0,  # default
-    "augment.cutmix_switch_prob": 0.5,  # default
+    "augment.mix_prob": 1.0,
+    "augment.cutmix_switch_prob": 0.5,
     "loss.label_smoothing": 0.1,  # --smoothing 0.1
     "model.proj_drop_rate": None,  # --drop 0.0
     "eval.crop_pct": 1.0,  # --eval-crop-ratio 1.0
-    "init.reset_head": False,  # main.py drops a head only if its shape differs
+    "init.reset_head": False,  # main.py drops the head only if its shape differs
 }
 TABLES = {
     "vit_b16": MAE_TABLE_11,
@@ -88,8 +89,9 @@ TABLES = {
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
-# A recipe may set these keys in addition to those of its source: paths, hardware, and the frequency
-# of logs and evaluations. tests/extras/recipes/test_shipped.py tests the other recipes.
+# In addition to the settings of its source, a recipe may set paths, hardware options, and the
+# frequency of logs and evaluations. Recipes without a source in this file are tested in
+# tests/extras/recipes/test_shipped.py.
 OURS = {
     "model.name",
     "model.image_size",
@@ -162,8 +164,8 @@ def test_a_recipe_has_exactly_the_values_in_the_table_of_its_source(path):
     ],
 )
 def test_derived_values_in_a_header_follow_from_the_recipe(path):
-    """The header contains the number of steps on ImageNet, and the hours and memory that
-    `launch/plan.py` predicts for 8 H200 GPUs."""
+    """The header of a recipe contains the number of steps on ImageNet, and the hours and memory
+    that `launch/plan.py` predicts for 8 H200 GPUs."""
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"])
     text = path.read_text()
@@ -228,15 +230,12 @@ SMALL = [
 
 
 def patches(name: str, side: int) -> str:
-    """Return the setting that gives images of the recipe `name` a size of `side` x `side`
-    patches."""
     patch_size = int(re.search(r"_[blh](\d+)", name)[1])
     return f"model.image_size={side * patch_size}"
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shards):
-    """Return a function that trains a small version of a base recipe and returns the run folder."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:
@@ -317,7 +316,8 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(
 @pytest.mark.full
 @pytest.mark.slow
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
-    """Without bf16 instructions, a bf16 step takes minutes, so the test then uses fp32."""
+    """If the CPU has no bf16 instructions, the test uses fp32, because a bf16 step would take
+    minutes."""
     precision = "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
     done = run(
         "launch/train.py",

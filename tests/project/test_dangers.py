@@ -1,4 +1,4 @@
-"""Test that no source file calls a function that could run its input as code."""
+"""Test that no source file calls a function that could execute its input as code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FORBIDDEN = {
     *("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all"),
 }
 METHODS = {
-    # From tarfile and zipfile: archive members must be read in place, not extracted.
+    # These methods of tarfile and zipfile write archive members to disk.
     *("extract", "extractall"),
-    # From torch.distributed: other ranks would unpickle a rank's message.
+    # These functions of torch.distributed unpickle messages from other ranks.
     *("broadcast_object_list", "scatter_object_list", "recv_object_list"),
     *("all_gather_object", "gather_object"),
 }
@@ -33,13 +33,13 @@ SUSPECT = re.compile(
     r"|import (?:load|jit|hub)\b|yaml|extract|unpack|shell|trust_remote|_object"
     r"|[\"'/](?:ba)?sh[\"']"
 )
-"""A pattern that matches every dangerous call. Only matching files are parsed, because parsing is
-slow."""
+"""A regular expression that matches every dangerous call. Only the files that match are parsed,
+because parsing is slow."""
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
-    """Return the origin of each imported name. For example, `from os import system as run` maps run
-    to os.system."""
+    """Map each imported name to its origin. For example, `from os import system as run` maps `run`
+    to `os.system`."""
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):

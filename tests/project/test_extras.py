@@ -1,7 +1,7 @@
-"""Test that each folder of vit/extras/ can be deleted: all other modules can still be imported, and
-a config that needs the folder is rejected in one line.
+"""Test that each folder in vit/extras/ can be deleted. All other modules must still be importable,
+and a config that needs the deleted folder must be rejected in one line.
 
-tests/extras/deleted_extras.py lists the files that are deleted with a folder.
+tests/extras/deleted_extras.py lists the files that are deleted together with each folder.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NEEDED_BY = {
     "report": ("log.report=true", "log.report=true needs"),
     "stream": ("stream.urls=a.tar", "stream.urls needs"),
 }
-"""Maps an extra to an argument of launch/train.py that requires the extra, and to the first words
-of the error. Configs never require the other extras."""
+"""Maps each extra to an argument of launch/train.py that requires it, and to the first words of the
+expected error. Extras that are not listed cannot be required by a config."""
 SCRIPT = """
 import importlib, pkgutil, sys
 import vit, data_prep

@@ -1,4 +1,4 @@
-"""Test that the processes of a test exit with the test, and that tests/conftest.py lists the
+"""Test that all processes of a test exit with the test, and that tests/conftest.py lists the
 programs that skipped tests need."""
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ time.sleep(600 if len(sys.argv) == 2 else 0)
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
-    """Return a script that starts three processes in separate sessions, writes their ids to its
-    file, and then waits or exits."""
     (tmp_path / "sessions.py").write_text(SESSIONS)
     return tmp_path / "sessions.py"
 
 
 def pids_in(path: Path) -> list[int]:
-    deadline = time.monotonic() + 240  # wait long, because a nested pytest process starts first
+    # Wait for a long time, because a nested pytest process has to start first.
+    deadline = time.monotonic() + 240
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -57,7 +56,8 @@ def pids_in(path: Path) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Wait some seconds for the processes to exit. A zombie counts as exited."""
+    """Wait a few seconds for the processes to exit, and return whether they have exited. Zombie
+    processes are regarded as exited."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
@@ -123,7 +123,7 @@ def test_is_killed():
 
 
 def test_failed_and_timed_out_tests_and_a_killed_pytest_leave_no_processes(sessions, tmp_path):
-    """The nested pytest process uses the hooks of tests/conftest.py."""
+    """The test runs a nested pytest process that uses the hooks of tests/conftest.py."""
     (tmp_path / "test_inner.py").write_text(
         INNER.format(sessions=str(sessions), folder=str(tmp_path))
     )

@@ -1,5 +1,5 @@
 """Test that each row of the table in docs/faults.md and each promise in docs/security.md names
-existing tests."""
+tests that exist."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Test the section about GPUs in errors/rows.yaml. The command must print each row.
+"""Test that commands print the errors in the GPU section of errors/rows.yaml.
 
-The test needs no GPU. Before the command runs, a few lines of Python in its process simulate the
-driver, torch and the GPU.
+The tests need no GPU. A few lines of Python simulate the driver, torch and the GPU in the process
+of the command.
 """
 
 from __future__ import annotations
@@ -93,8 +93,6 @@ print("note:", precision_note("bf16", torch.device("cuda", 0)), file=sys.stderr)
 
 
 class Place:
-    """A folder with a config, in which each command runs after a few lines of Python setup code."""
-
     def __init__(self, folder: Path, shards: Path):
         self.folder = folder
         self.config = write_config(folder, shards)
@@ -119,11 +117,11 @@ class Place:
         return call(line, env)
 
     def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
-        """Return lines of Python that simulate a GPU whose memory fits a micro-batch of at most
-        this size.
+        """Return Python code that simulates a GPU whose memory is just large enough for a
+        micro-batch of the given size.
 
-        The size may be a fraction. Size 0 simulates a GPU without memory. spare_gib: additional
-        memory.
+        The size may be a fraction. If it is 0, the simulated GPU has no memory. `spare_gib` is
+        added to the memory.
         """
         GIB = pytest.importorskip("vit.extras.planner.forecast").GIB
         RESERVED_GIB = pytest.importorskip("vit.extras.planner.forecast").RESERVED_GIB

@@ -1,5 +1,5 @@
-"""Test that each package imports only packages in lower layers, and that no file imports too many
-modules."""
+"""Test that each package imports only from packages in lower layers, and that no file imports too
+many modules."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # These modules of checkpoint/ find weights in a run folder. All other modules of checkpoint/
-    # are in a higher layer.
     "vit.run_folder",
     "vit.weights",
     "vit.training",
@@ -55,18 +53,15 @@ ROOMS = (
     "vit",
     "launch",
 )
-"""The packages from bottom to top. A module belongs to the package whose name is the longest prefix
-of the module's name."""
+"""The packages from the lowest layer to the highest. A module is part of the package with the
+longest name that is a prefix of the module's name."""
 LATE = {
     ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
-"""Maps (module, project module that a function of the module imports) to the reason for the late
-import."""
+"""Maps (module, imported module) to the reason why the module imports it inside a function."""
 MOST_IMPORTS = 20
-"""The maximum number of project modules that a file may import."""
 MOST_FILES = 10
 MOST_FOLDERS = 14
-"""The maximum number of packages directly in vit/."""
 NEEDS_TORCH = (
     "vit.system.device_memory",
     "vit.system.devices",
@@ -86,7 +81,7 @@ NEEDS_TORCH = (
     "vit.data.augment.pixel_ops",
     "vit.data.augment.rounds",
 )
-"""The modules of vit.system, vit.data and data_prep that need torch. All other modules in these
+"""The modules of vit.system, vit.data and data_prep that require torch. The other modules of these
 packages work without torch."""
 
 
@@ -94,13 +89,12 @@ class Arrow(NamedTuple):
     target: str
     line: int
     is_late: bool
-    """Whether the import is inside a function."""
 
 
 @functools.cache
 def modules() -> dict[str, tuple[Arrow, ...]]:
-    """Return the project's modules and all imports between them, including type-only imports and
-    imports inside functions."""
+    """Map each module of the project to its imports of other project modules. Type-only imports and
+    imports inside functions are included."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for folder in ("vit", "data_prep", "launch")
@@ -149,7 +143,8 @@ def shown(module: str, arrow: Arrow) -> str:
 
 
 def violations(rule) -> str:
-    """Return one line for each import for which `rule(module, arrow)` returns a reason."""
+    """Return one line for each import that breaks a rule. `rule(module, arrow)` returns the reason,
+    or an empty string if the import is allowed."""
     lines = [
         f"{shown(module, arrow)}: {text}"
         for module, all_arrows in modules().items()
@@ -202,8 +197,8 @@ def test_files_do_not_import_each_other_in_a_cycle():
 
 
 def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return `graph` without type-only imports, because the types in the files of a package may
-    refer to each other."""
+    """Return `graph` without type-only imports. The files of a package may import each other for
+    type annotations."""
     graph_at_run_time = {}
     for name in graph:
         tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
@@ -241,8 +236,8 @@ def test_no_file_imports_too_many():
 
 
 def test_every_object_loaded_by_name_exists():
-    """The core refers to rarely needed code by strings `module:attribute`, which type checkers do
-    not read."""
+    """For rarely needed code, the core stores references such as `module:attribute` in strings,
+    which type checkers cannot check."""
     lost = []
     for module in modules():
         path = ROOT / f"{module.replace('.', '/')}.py"
@@ -261,7 +256,7 @@ def test_every_object_loaded_by_name_exists():
 
 
 def test_every_import_in_a_shell_script_exists():
-    """Batch scripts run lines of Python, which neither mypy nor ruff checks."""
+    """Batch scripts contain lines of Python that neither mypy nor ruff checks."""
     imports = [
         (path, match[1], name.strip())
         for folder in ("slurm", "deploy", "launch")

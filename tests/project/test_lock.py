@@ -1,5 +1,5 @@
 """Test that requirements.txt lists the dependencies in pyproject.toml, and that
-deploy/requirements.lock pins allowed versions with their hashes."""
+deploy/requirements.lock pins allowed versions with hashes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def locked() -> dict[str, list[tuple[Requirement, list[str]]]]:
-    """Return the pinned versions of each package with their hashes. A package may have one version
-    for each range of Python versions."""
+    """Map each package to its pinned versions and their hashes. A package may have several versions
+    for different Python versions."""
     pins: dict[str, list[tuple[Requirement, list[str]]]] = {}
     text = (ROOT / "deploy" / "requirements.lock").read_text()
     for entry in re.split(r"\n(?=\S)", re.sub(r"^#.*\n", "", text, flags=re.M)):

@@ -1,5 +1,5 @@
-"""Test facts in the docs: Python calls must match the signatures in the code, and counts must be
-correct."""
+"""Test facts in the documentation: Python calls must match the signatures in the code, and counts
+must be correct."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ELSEWHERE = {
     *("AutoAugment", "HuggingFaceStorageWriter", "KNeighborsClassifier", "LogisticRegression"),
     *("fn.readers.webdataset", "wandb.login", "webdataset.WebDataset"),
 }
-"""Calls to functions of other programs, which the docs mention for comparison."""
+"""Calls to functions of other programs, which the documentation mentions for comparison."""
 
 
 def calls_of(text: str) -> list[str]:
-    """Return all calls with a keyword argument that appear in backticks in a page's sentences."""
+    """Return all calls with a keyword argument that appear in backticks in a page's prose."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
     return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]
@@ -42,8 +42,8 @@ def places_of_names() -> dict[str, list[str]]:
 
 
 def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
-    """Return the objects to which `name` may refer. A name without a module is looked up in
-    `places`."""
+    """Return the objects to which `name` may refer. If the name does not include a module, the
+    function searches `places`."""
     prefix, _, last = name.rpartition(".")
     if prefix:
         try:
@@ -54,7 +54,8 @@ def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
 
 
 def problem_of(call: str, places: dict[str, list[str]]) -> str:
-    """Return why a call does not match the signature of its function, or "" if the call matches."""
+    """Return the reason why a call does not match the signature of its function, or "" if it
+    matches."""
     name = call.partition("(")[0]
     if name in ELSEWHERE:
         return ""
@@ -136,8 +137,6 @@ def published_commands() -> int:
 
 
 def recipes_with_a_curve() -> int:
-    """Return the number of recipes with a curve, excluding the demo, whose curve is not
-    published."""
     recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "demo"]
     return sum(bool(re.search(r"^ +reference: \w", path.read_text(), re.M)) for path in recipes)
 
@@ -154,8 +153,8 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ),
     ("recipes.md", r"(\w+) recipes come with a \[published", recipes_with_a_curve, 0),
 ]
-"""Rows with a page, a sentence, the counted objects, and the relative tolerance for a rounded
-number."""
+"""Each row contains a page, a sentence, the objects to count, and the relative tolerance if the
+sentence contains a rounded number."""
 C_FILES = "vit/data/decode/c/*.[ch]"
 
 

@@ -1,5 +1,5 @@
-"""Test the examples in the docs: commands accept their arguments, files exist, settings fit the
-schema, and Python code runs."""
+"""Test the examples in the documentation: commands must accept their arguments, files must exist,
+settings must be valid, and Python code must run."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ SCRIPTS = {
     "slurm/sweep.sh": "launch/train.py",
     "slurm/eval.sh": "launch/eval.py",
 }
-"""Maps a batch script to the script that receives its arguments."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
-"""A pattern for the start of a command, possibly after a variable assignment."""
+"""A regular expression for the start of a command, optionally after a variable assignment."""
 
 
 def name_of(page: Path) -> str:
@@ -58,8 +57,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands in shell blocks, indented lines and backticks, except those with a
-    <placeholder>."""
+    """Return the commands in shell blocks, indented lines and backticks. Commands with a
+    <placeholder> are omitted."""
     text = page.read_text()
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", "").splitlines()
     lines += re.findall(rf"^    ({BEGINNINGS} .*)", re.sub("```.*?```", "", text, flags=re.S), re.M)
@@ -100,13 +99,13 @@ def test_there_are_commands_to_test():
 
 
 class Understood(BaseException):
-    """An exception raised when a command has accepted its arguments."""
+    """The exception raised when a command has accepted its arguments."""
 
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Let the command parse its arguments without running it. If they are invalid, fail with the
-    command's message."""
+    """Return a function that lets a command parse its arguments but not run. If the arguments are
+    invalid, the test fails with the command's error message."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
         data_prep.command.OneLineParser.parse_args(parser, arguments)
@@ -166,7 +165,7 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
             arguments = ["-m", f"data_prep.{arguments[0]}", *arguments[1:]]
         else:
             arguments = [SCRIPTS[script], *arguments]
-            # Add the default of the script.
+            # add the default that the script uses
             if "--config" not in arguments and script == "slurm/train.sh":
                 arguments += ["--config", "configs/vit_b16.yaml"]
     if arguments[:2] in (["-m", "venv"], ["-m", "data_prep"]) or not arguments:
@@ -181,8 +180,8 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_examples_print_the_output_shown_below_them(page):
-    """All examples run from top to bottom in one namespace, as if a reader had pasted them.
-    Examples that need data have their own tests."""
+    """All examples of a page run from top to bottom in one namespace, as if a reader had pasted
+    them into an interpreter. Examples that need data have separate tests."""
     names: dict[str, object] = {}
     shown = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.S)
     for code, output in shown:
@@ -193,8 +192,8 @@ def test_python_examples_print_the_output_shown_below_them(page):
 
 
 def write_digits(root: Path) -> None:
-    """Write shards of scikit-learn's 1,797 digits in white on black. Every fifth digit is used for
-    validation."""
+    """Write shards of scikit-learn's 1,797 digits in white on black. Every fifth digit is a
+    validation image."""
     root.mkdir()
     digits = load_digits()
     splits = {}
@@ -228,8 +227,8 @@ def write_digits(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
-    """The code runs on real digits, which are easier than the digits of the demo. Four epochs are
-    enough and take only seconds."""
+    """The code is trained on real digits that are easier to learn than the digits of the demo. Four
+    epochs are enough and take a few seconds."""
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
     write_digits(tmp_path / "data")
@@ -279,7 +278,7 @@ def test_a_command_starts_in_a_new_interpreter(script):
 
 
 def test_trains_a_model_of_the_user_by_its_name(shards, tmp_path):
-    """docs/own_loop.md promises that a user's model registered with timm works like timm's own
+    """docs/own_loop.md promises that models that users register with timm work like timm's own
     models."""
 
     def own_for_this_test(
@@ -325,13 +324,13 @@ def test_the_readme_is_short_and_its_measured_numbers_are_in_results_files():
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub and the site assign to the headings of a Markdown page."""
+    """Return the anchors that GitHub and the documentation site create for the headings of a
+    Markdown page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def sections(name: str) -> dict[str, str]:
-    """Map each third-level heading in a page of docs/ to the text below the heading."""
     parts = re.split(r"^### ", (ROOT / "docs" / name).read_text(), flags=re.M)[1:]
     cut = [part.partition("\n## ")[0].partition("\n") for part in parts]
     texts = {heading: text for heading, _, text in cut}

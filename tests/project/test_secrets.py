@@ -1,5 +1,5 @@
-"""Test that commands do not leak logins. Each test uses one kind of login, and searches for it in
-all files and output."""
+"""Test that commands do not leak login data. Each test uses one kind of login, and searches for it
+in all output and in all files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def forms(secret: str) -> set[bytes]:
 
 
 def leaks(place: Path, *printed: str) -> list[str]:
-    """Return the locations of leaked secrets, as `name in file`."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))
@@ -117,7 +116,7 @@ def with_login(web: WebServer, path: str = "/p") -> str:
 
 
 @needs("report")
-@pytest.mark.full  # the next tests cover a header and a query
+@pytest.mark.full  # the tests below cover a header and a query
 def test_a_run_from_a_url_with_a_login_leaks_no_secret(web, place, shards):
     web.login = f"me:{PASSWORD}"
     config = write_config(place, shards, steps=2)

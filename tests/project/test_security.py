@@ -1,7 +1,7 @@
 """Test the promises in docs/security.md that affect more than one module.
 
-A shell must never run a setting as code, a file name must not control the terminal, and temporary
-paths must be private.
+A shell must never execute a setting as code, file names must not be able to control the terminal,
+and temporary paths must be private.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Trap:
 
 
 def objects(trap: Trap) -> bytes:
-    """Return the bytes of an .npy file that contains Python objects, and therefore a pickle."""
     file = io.BytesIO()
     np.save(file, np.array([trap], dtype=object), allow_pickle=True)
     return file.getvalue()
@@ -83,7 +82,8 @@ def test_a_config_makes_no_objects(source, tmp_path):
 
 
 def test_no_picture_starts_a_program():
-    """Pillow passes PostScript to Ghostscript, and supports dozens of rarely tested formats."""
+    """Pillow passes PostScript to Ghostscript, and supports dozens of formats that are rarely
+    tested."""
     drawing = io.BytesIO()
     Image.new("RGB", (4, 4)).save(drawing, "EPS")
     data = drawing.getvalue()
@@ -111,17 +111,15 @@ PROGRAMS = {
     "squeue": "echo node0",
     "getent": ":",
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    # The scripts call Python for the config, the folder of the run and the training.
+    # The scripts run Python to read the config, to find the run's folder, and to train.
     "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
     'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
 }
-"""The cluster programs that the scripts call."""
+"""Maps each cluster program that the scripts call to its fake."""
 
 
 @pytest.fixture
 def cluster(tmp_path) -> Path:
-    """Create a checkout that contains only slurm/, and fakes of the programs that the scripts
-    call."""
     (tmp_path / "bin").mkdir()
     for name, lines in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
@@ -192,7 +190,8 @@ def test_splits_srun_arguments_as_a_shell_does(cluster):
 
 @pytest.mark.parametrize("ranks", ["a[$(touch HARM)]", "08"])
 def test_rejects_a_number_of_ranks_that_is_not_a_number(ranks, cluster):
-    """In arithmetic, bash runs embedded commands and rejects 08 as a number."""
+    """In arithmetic expressions, bash executes embedded commands, and rejects 08 as an invalid
+    octal number."""
     assert batch(cluster, "train.sh", RANKS_PER_NODE=ranks) == []
     assert batch(cluster, "train.sh", SRUN_ARGS="'not closed") == []
 
@@ -225,8 +224,8 @@ def test_the_spot_script_passes_settings_unchanged(cluster):
 
 
 def test_a_name_cannot_control_the_terminal(tmp_path):
-    """A file name may contain codes that change the window title, fill the clipboard or clear the
-    screen."""
+    """A file name may contain control codes that change the window title, write to the clipboard or
+    clear the screen."""
     name = "a\x1b]0;title\x07\x1b]52;c;aGFybQ==\x07\x1b[2J\x9b2J\u202e.jpg"
     done = subprocess.run(
         [sys.executable, "-m", "data_prep.verify", str(tmp_path / name)],
@@ -365,7 +364,7 @@ def test_the_watch_detects_a_connection_and_an_open_folder(tmp_path):
 @needs("export", "report")
 @pytest.mark.full
 def test_commands_open_no_connection_and_leave_no_readable_folder(tmp_path):
-    """The commands are preparation, training with a report, evaluation, prediction and export."""
+    """The test runs preparation, training with a report, evaluation, prediction and export."""
     pixels = np.random.default_rng(0).integers(0, 256, (24, 16, 16, 3), np.uint8)
     for number, image in enumerate(pixels):
         path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"

@@ -1,5 +1,5 @@
-"""Test that the table in seeds.md contains each row of the five projects once, and that each
-command runs at the small size described on the page."""
+"""Test that the table in seeds.md contains each row of the five projects exactly once, and that
+each command runs with the small settings described on the page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ HERE = {
     row: re.findall(r"`([^`]+)`|\]\(([^)#]+)\)", cell)
     for row, cell in re.findall(r"^\| ([A-Z]\d) \| [^|]* \| ([^|]*) \|", PAGE, re.M)
 }
-"""Maps a row to (text in backticks or "", link target or "") in the column "here"."""
+"""Maps each row to the entries in its column "here". An entry is a pair of the text in backticks
+and the link target, one of which is empty."""
 COMMANDS = {
     row: [text for text, _ in entries if text.startswith(("python ", "torchrun "))]
     for row, entries in HERE.items()
@@ -57,9 +58,10 @@ NEEDS = (
     ("configs/animals10.yaml", "A1"),
     ("data/animals10 ", "A1"),
 )
-"""Maps a part of a command to the row whose first command must run before it."""
+"""Maps a part of a command to a row of the table whose first command must run before this
+command."""
 CHEAP = "shapes vit_b16"
-"""The end of the command that `make test` runs. All other commands are marked `full`."""
+"""The end of the only command that `make test` runs. All other commands are marked `full`."""
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -134,7 +136,6 @@ class Checkout:
         self.done = set[str]()
 
     def run(self, command: str) -> None:
-        """Run the command, after the commands whose results it needs."""
         for text, row in NEEDS:
             first = COMMANDS[row][0]
             if text in f"{command} " and first != command and first not in self.done:
@@ -188,7 +189,8 @@ class Checkout:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
-    """Create a folder with configs, a photo and ImageNet's archives, and serve all other files."""
+    """Create a folder with configs, a photo and ImageNet's archives, and run a server for all other
+    files."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "photo.jpg").write_bytes(image(0, 0))

@@ -1,7 +1,7 @@
-"""Limit the sizes of functions and folders.
+"""Test that functions and folders do not exceed a size limit.
 
-`LARGER` lists exceptions with their own limits. These limits may only shrink. Remove a limit once
-the function or folder fits the general limit.
+`LARGER` lists exceptions with their own limits, which must not be raised. When a function or folder
+fits the general limit, remove its exception.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FUNCTION_LINES = 80
 FOLDER_FILES = 20
 LARGER = {"tests/helpers/servers.py:_answer": 84}
-"""Maps each `file:function` or folder that exceeds the limit to its current size."""
+"""Maps each `file:function` or folder that exceeds the general limit to its current size."""
 LISTED = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout
 CODE = [
     Path(name)

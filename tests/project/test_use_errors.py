@@ -1,6 +1,6 @@
 """Test the rows of errors/rows.yaml about prediction and plots.
 
-Commands run in this process and raise ValueError for mistakes.
+The commands run in the process of the test, and raise ValueError if they detect a mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = rows("Prediction and pictures")
 
 
 class Left(Exception):
-    """An exception raised when a command exits with a status."""
+    """The exception raised when a command exits with a nonzero status."""
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def place(tmp_path: Path) -> Path:
 
 
 def predict(*arguments: str) -> Callable[[Path, Path], None]:
-    """Run `launch/predict.py` with the run. Arguments that begin with / are relative to the
-    folder."""
+    """Return a scenario that runs `launch/predict.py` with the trained run. Arguments that begin
+    with / are relative to the scenario's folder."""
 
     def act(base: Path, place: Path) -> None:
         paths_in_place = [f"{place}{word}" if word.startswith("/") else word for word in arguments]

@@ -62,7 +62,8 @@ def test_the_notebook_uses_the_address_of_the_project_in_colab(notebook):
 
 @needs("report")
 def test_all_cells_run(notebook, tmp_path):
-    """The cells run as a script and train for three steps. Another test covers the accuracy."""
+    """The test runs the cells as a script that trains for three steps. The accuracy is checked by
+    another test."""
     script = "\n\n".join(code_of(notebook))
     assert script.count("steps = 1000\n") == 1
     (tmp_path / "cells.py").write_text(script.replace("steps = 1000\n", "steps = 3\n"))

@@ -1,6 +1,6 @@
 """Test the rows of errors/rows.yaml about weights from other programs and about exports.
 
-The command must print each row and leave no files.
+The command must print the error of each row, and must not leave any files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ ROWS = rows("Weights of other programs, and exports")
 
 
 class Place(NamedTuple):
-    """An empty folder, the config of a tiny run, and the finished run."""
-
     folder: Path
     config: Path
     finished: Path
@@ -90,7 +88,7 @@ def objects(place):
 
 
 def refilled(place, name, value):
-    """Return the weights of the finished run, with one tensor filled with `value`."""
+    """Return the weights of the finished run with one tensor filled with `value`."""
     path = place.folder / "refilled.safetensors"
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         metadata = as_by_another_program(file.metadata())

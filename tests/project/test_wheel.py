@@ -1,4 +1,4 @@
-"""Test `pip install vitline`. The package is built from its sdist and installed outside any
+"""Test `pip install vitline`. The tests build the package from its sdist and install it outside any
 checkout."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml README.md LI
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Build a wheel from this checkout's sdist, and install it into `site/` in an empty folder."""
+    """Build a wheel from the sdist of this checkout, install it into `site/` in an empty folder,
+    and return the folder."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -43,7 +44,6 @@ def place(tmp_path_factory) -> Path:
 
 
 def installed(place: Path) -> dict[str, str]:
-    """Return the environment of a user who has installed the package but has no checkout."""
     path = os.pathsep.join([str(place / "site" / "bin"), os.environ["PATH"]])
     return {**environment(), "PYTHONPATH": str(place / "site"), "PATH": path}
 
@@ -95,11 +95,11 @@ def test_tests_of_the_commands_pass_on_the_wheel(place):
 
 
 def test_the_notebook_installs_the_wheel_that_a_person_chooses_in_colab(place, tmp_path):
-    """The first cell runs after `google.colab` has been imported, because the notebook uses this
-    module to detect Colab.
+    """The test imports a fake `google.colab` before it runs the first cell, because the notebook
+    uses this module to detect Colab.
 
-    The upload dialog of a fake module returns the name and content of the wheel, and writes the
-    file to the working directory, as in Colab.
+    The fake upload dialog returns the name and content of the wheel, and writes the wheel to the
+    working directory, as Colab does.
     """
     [wheel] = place.glob("vitline-*.whl")
     shutil.copy(wheel, tmp_path)

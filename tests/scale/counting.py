@@ -1,8 +1,8 @@
 """Replace torch's store and process group with versions that count all requests and collectives.
 
-Counts       counts by part of a run; wraps the functions that are the parts
-Store        a dict with the interface of TCPStore; `Connection` forwards to a real store
-Group        collectives among ranks that all contribute the same values
+`Counts` sorts the counts by part of a run. `Store` is a dict with the interface of TCPStore, and
+`Connection` forwards requests to a real store. `Group` simulates collectives among ranks that all
+contribute the same values.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ from torch.futures import Future
 from vit.distributed.world import COLLECTIVE_TIMEOUT
 
 REQUEST_BYTES = 16
-"""The approximate overhead, in bytes, of a request to torch's TCPStore and its response."""
+"""The approximate number of bytes that torch's TCPStore adds to each request and its response."""
 
 
 class _Thread(threading.local):
-    """The part of the run that a thread executes, and whether the thread simulates another rank."""
+    """The state of one thread: the part of the run that it executes, and whether it simulates
+    another rank."""
 
     def __init__(self) -> None:
         self.parts = ["other"]
         self.others_s = 0.0
-        """The time spent on simulating other ranks, in seconds."""
         self.is_others = False
 
 
 class Counts:
-    """The store requests and collectives of one rank, by part."""
-
     def __init__(self) -> None:
         self.values: dict[str, Counter[str]] = defaultdict(Counter)
         self.keys: dict[str, Counter[str]] = defaultdict(Counter)
@@ -50,7 +48,7 @@ class Counts:
         self._thread = _Thread()
 
     def add(self, quantity: str, nbytes: int, key: str) -> None:
-        """Count a request, a collective or a file access. key: the kind of event."""
+        """Count a request, a collective or a file access. `key` is the kind of event."""
         if self.is_on and not self._thread.is_others:
             part = self._thread.parts[-1]
             self.values[part][quantity] += 1
@@ -58,7 +56,6 @@ class Counts:
             self.keys[part][key] += 1
 
     def watch(self, place: Any, name: str, part: str) -> None:
-        """Count calls to the function `name` of `place` as `part`."""
         function = getattr(place, name)
 
         @functools.wraps(function)
@@ -78,7 +75,7 @@ class Counts:
                     self.values[part]["calls"] += is_first
                     self.values[part]["speaking"] += is_first and self._num_sent(part) > sent_before
                     self.values[part]["cpu_s"] += taken_s
-                    if parts[-1] != "other":  # Exclude this time from the outer part.
+                    if parts[-1] != "other":  # exclude this time from the outer part
                         self.values[parts[-1]]["cpu_s"] -= taken_s
 
         setattr(place, name, counted)
@@ -88,7 +85,7 @@ class Counts:
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """Exclude the requests of simulated ranks from the counts, until the block ends."""
+        """Exclude the requests of simulated ranks from the counts until the `with` block ends."""
         thread = self._thread
         began_s = time.thread_time()
         thread.is_others = True
@@ -124,8 +121,8 @@ class Counts:
 
 
 class Store(dist.Store):
-    """A replacement for torch's store that stores values in the dict `entries`, and counts requests
-    as a TCPStore would receive them."""
+    """A replacement for torch's store that keeps its values in the dict `entries`, and counts
+    requests in the way a TCPStore would receive them."""
 
     def __init__(self, entries: dict[str, bytes], counts: Counts):
         super().__init__()
@@ -168,7 +165,7 @@ class Store(dist.Store):
 
 
 class Connection(Store):
-    """A client of a real store that counts requests as `Store` does."""
+    """A client of a real store that counts requests in the same way as `Store`."""
 
     def __init__(self, store: dist.Store, counts: Counts):
         super().__init__({}, counts)
@@ -229,9 +226,8 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Broadcast ones instead of weights, because a simulated rank does not have the weights of
-        rank 0. Integers, which describe DDP's buckets, are equal on all ranks and stay unchanged.
-        """
+        """Replace the weights with ones, because a simulated rank does not have the weights of rank
+        0. Integers describe DDP's buckets and are equal on all ranks, so they stay unchanged."""
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
                 tensor.fill_(1)
@@ -254,5 +250,5 @@ class Group(dist.ProcessGroup):
         output.copy_(own)
         return self._done("all_to_all", [own], output)
 
-    all_gather_single = _allgather_base  # the name of this method since torch 2.15
+    all_gather_single = _allgather_base  # this method has had a different name since torch 2.15
     all_to_all_single = alltoall_base

@@ -1,16 +1,17 @@
 """Train as one of n ranks in one process, and count the communication in each part of the run.
 
-    the rank     calls launch/train.py's functions on a real folder of shards
-    the others   use the code of `World` to send their messages just before rank 0 reads them; the
-                 last rank reads the messages that rank 0 has already sent
-    store        torch's interface over a dict; counts every request and its bytes
-    group        torch's interface; counts every collective; all ranks contribute the same values
-
     python tests/scale/one_of_many.py SHARDS --batch 4096 --ranks 64 512 4096 > counts.json
 
-No simulated rank is late, so a waiting rank polls once. A real rank that waits polls again after at
-most `World.look_s`. Sums assume n equal ranks, so the counts are right but the weights are wrong.
-`tests/scale/table.py` formats the counts as tables.
+The rank calls the functions of launch/train.py on a real folder of shards. All other ranks are
+simulated: they use the code of `World` to send their messages just before rank 0 reads them. If the
+real rank is the last one, it reads the messages that rank 0 has already sent. A replacement for
+torch's store counts every request and its bytes, and a replacement for torch's process group counts
+every collective.
+
+Simulated ranks are never late, so a rank that waits for them polls only once. In a real run, a rank
+that waits polls again after at most `World.look_s`. Collectives assume that all ranks contribute
+the same values, so the counts are correct but the weights are not. `tests/scale/table.py` formats
+the counts as tables.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from tests.scale.counting import Connection, Counts, Group, Store
 
 RANKS_OF_A_HOST = 8
 MICRO_BATCH = 1
-"""The number of images per micro-batch with `--exact`."""
+"""The number of images per micro-batch when `--exact` is set."""
 CONFIG = """
 model: {name: vit_ti8, embed_dim: 32, depth: 1, num_heads: 2, image_size: 16}
 loader: {num_workers: 0}
@@ -81,16 +82,17 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (exit, "leave_world", "end"),
     (Watch, "_verdict", "watch: a beat"),
 )
-"""The functions whose calls are counted as parts of a run. A nested call is counted only in the
-inner part."""
+"""The functions whose calls are counted as parts of a run. If one of these functions calls another,
+the call is counted only in the inner part."""
 
 
 class _Waits(BaseException):
-    """An exception raised when a simulated rank has sent its message and would wait."""
+    """The exception raised when a simulated rank has sent its message and would have to wait."""
 
 
 class _SendingStore:
-    """A simulated rank's store. It accepts messages and raises _Waits when the rank first reads."""
+    """The store of a simulated rank, which accepts messages and raises _Waits when the rank reads
+    for the first time."""
 
     def __init__(self, store: dist.Store):
         self._store = store
@@ -114,7 +116,7 @@ def host_of(rank: int) -> str:
 def others_speak(
     world: World, counts: Counts, function: Callable[..., Any], *arguments: Any
 ) -> None:
-    """Let all other ranks call `function` of `World` until they would wait."""
+    """Make every other rank call the function of `World` until it would have to wait."""
     with counts.of_others():
         hosts = world.hosts or tuple(map(host_of, range(world.size)))
         for rank in range(1, world.size):
@@ -183,7 +185,8 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
 
 
 def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
-    """Stop an `attempt` at its first step, so that it leaves a checkpoint to resume from."""
+    """Stop an `attempt` at its first step, so that it leaves a checkpoint from which a run can
+    resume."""
     train_on = vit.train._train_from_state
 
     def stopped(*arguments: Any) -> Any:
@@ -198,8 +201,8 @@ def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, stor
 def first_and_last(
     settings: tuple[Path, list[str]], size: int, counts: Counts
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the counts of rank 0 and of the last of `size` ranks, for a run that resumes and
-    finishes."""
+    """Return the counts of rank 0 and of the last of `size` ranks for a run that resumes from a
+    checkpoint and finishes."""
     stopped_attempt(settings, size, 0, Store({}, counts))
     entries: dict[str, bytes] = {}
     counts_by_rank = {}
@@ -213,7 +216,7 @@ def first_and_last(
 
 
 def real(shards: Path, batch: int, folder: Path) -> None:
-    """Train as one of the ranks that torchrun has started, and write the counts of this rank to
+    """Train as one of the ranks that torchrun has started, and write this rank's counts to
     `folder`."""
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
@@ -231,7 +234,7 @@ def real(shards: Path, batch: int, folder: Path) -> None:
     attempt(settings, size, rank, Connection(dist.PrefixStore("2", store), counts))
     (folder / f"{rank}.json").write_text(json.dumps(counts.take()))
     sys.stdout.flush()
-    os._exit(0)  # Exit like `leave`, because gloo's threads can block a normal exit.
+    os._exit(0)  # Skip the normal exit of the interpreter, which gloo's threads can block.
 
 
 def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
@@ -262,7 +265,7 @@ def main() -> None:
     for each in PARTS:
         counts.watch(*each)
     let_others_speak(counts)
-    gc.freeze()  # Otherwise, garbage collection after each run would scan all imported objects.
+    gc.freeze()  # without this call, each garbage collection would scan all imported objects
     counts_by_size = {}
     with tempfile.TemporaryDirectory(prefix="one_of_many-") as name:
         folder = Path(name)

@@ -2,8 +2,9 @@
 
     python tests/scale/table.py --out benchmarks/results/DATE-scale.md
 
-Every run trains on the same 8,192 images and evaluates on 4,096, in batches of 4,096. Times are in
-seconds of one core. A run with 8 ranks comes first, so that one-time costs are excluded.
+Every run trains on the same 8,192 images and evaluates on 4,096 images, in batches of 4,096. Times
+are CPU seconds of one core. The script first runs 8 ranks as a warm-up, so that the measurements
+exclude one-time costs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from processes import environment, make_shards
 
 SIMULATION = Path(__file__).with_name("one_of_many.py")
 US_OF_A_REQUEST = 31
-"""The time that torch's TCPStore needs per request, in microseconds of one core. TCPStore took 1.69
-s for 53,450 requests from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
+"""The CPU time that torch's TCPStore needs per request, in microseconds. TCPStore took 1.69 s for
+53,450 sequential requests from 50 connections (torch 2.15, an AMD EPYC)."""
 ONCE_PER = {
     "step": "step",
     "step read, logged": "step",
@@ -36,7 +37,7 @@ ONCE_PER = {
     "save": "save",
     "watch: a beat": "30 s",
 }
-"""Maps each part to how often it runs. Any other part runs once."""
+"""Maps each part to the number of times that it runs. All other parts run once."""
 
 
 def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, Any]:
@@ -50,16 +51,15 @@ def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, 
 
 
 def parts_of(counts: dict[str, Any]) -> list[str]:
-    """Return the names of the parts that communicate, in the order in which a run executes them."""
     names = dict.fromkeys(part for each in counts.values() for part in each["first"])
     return [name for name in names if name not in ("keys", "other")]
 
 
 def once(counts: dict[str, Any], ranks: int, who: str, part: str, quantity: str) -> float:
-    """Return a count per call of `part`. Calls without communication are ignored if any call
-    communicates.
+    """Return a count per call of `part`.
 
-    who: "first" or "last".
+    If at least one call communicates, calls without communication are ignored. `who` is either
+    "first" or "last".
     """
     values = counts[str(ranks)][who].get(part, {})
     calls = values.get("speaking") or values.get("calls") or 1
@@ -87,8 +87,8 @@ def kb(nbytes: float) -> str:
 
 
 def rows_of_rank_0(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
-    """Return rows with the part, how often it runs, the requests, their kB by number of ranks, the
-    collectives, their kB, and CPU ms."""
+    """Return one row per part for rank 0. Each row contains the part, how often it runs, the
+    requests and collectives by number of ranks, their size in kB, and the CPU time in ms."""
     rows = []
     for part in parts_of(counts):
         row = [part, ONCE_PER.get(part, "run")]
@@ -102,8 +102,8 @@ def rows_of_rank_0(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
 
 
 def rows_of_all(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
-    """Return rows with the part, how often it runs, the requests of a rank other than 0, and the
-    requests, MB and seconds at the store for all ranks."""
+    """Return one row per part for all ranks. Each row contains the part, how often it runs, the
+    requests of a rank other than 0, and the requests, MB and seconds of the store for all ranks."""
     rows = []
     for part in parts_of(counts):
         row = [part, ONCE_PER.get(part, "run")]

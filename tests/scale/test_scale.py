@@ -1,5 +1,5 @@
-"""Test that communication does not grow with the number of ranks, except where `OF_A_RANK`,
-`OF_A_HOST` and `SUMMED` allow it."""
+"""Test that communication does not grow with the number of ranks, except by the amounts in
+`OF_A_RANK`, `OF_A_HOST` and `SUMMED`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MANY = 64
 RANKS_OF_A_HOST = 8
 HERE = REPOSITORY / "tests" / "scale"
 OF_A_RANK = {
-    "start: ranks meet": 260,  # a description of each rank's host, sent once
+    "start: ranks meet": 260,  # each rank sends a description of its host once
     "start: hosts compared": 80,
-    "watch: a beat": 80,  # sent every 30 s
+    "watch: a beat": 80,  # each rank sends a heartbeat every 30 s
 }
-"""The number of bytes per rank that rank 0 may read from the store in each part. The default is
-0."""
+"""The number of bytes per rank that rank 0 may read from the store in each part. In all other
+parts, this number is 0."""
 OF_A_HOST = {"start: ranks meet": 40}
-"""The number of bytes per host that any other rank may read to learn the host names."""
+"""The number of bytes per host that every other rank may read to learn the host names."""
 SUMMED = {"step": 4 * (1 + len(LOADER_COUNTS) / 5), "evaluation": 4}
-"""The number of bytes per rank in collectives: the rank's wait for data in each step, and its
-loader counters in each line of metrics (every five steps in this test)."""
+"""The number of bytes per rank in collectives. In each step, a rank sends the time for which it
+waited for data. Every five steps, a rank sends its loader counters."""
 DIGITS = 3
-"""The number of decimal digits by which a count or a rank number may grow."""
+"""The number of decimal digits by which a number may become longer as the number of ranks grows."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def images(tmp_path_factory):
 
 
 def simulated(shards, *ranks):
-    """Map the number of ranks, then "first" or "last", then the part, to the counts."""
+    """Return the counts as a dict with three levels: the number of ranks, "first" or "last", and
+    the part."""
     script = [HERE / "one_of_many.py", shards, "--batch", MANY, "--ranks", *ranks]
     done = call([warm_python.python(environment()), *map(str, script)])
     assert done.returncode == 0, done.stderr
@@ -48,7 +49,7 @@ def simulated(shards, *ranks):
 
 @pytest.fixture(scope="module")
 def counted(images):
-    """Map (rank, part, quantity) to two counts: with few ranks and with many ranks."""
+    """Map each (rank, part, quantity) to two counts, one with few ranks and one with many ranks."""
     few, many = simulated(images, FEW, MANY).values()
     return {
         (who, part, quantity): (values.get(quantity, 0), number)
@@ -60,7 +61,6 @@ def counted(images):
 
 
 def grown(counted, quantity):
-    """Return rows with the rank, the part, the count with few ranks, and its growth."""
     rows = [
         (key[0], key[1], few, many - few)
         for key, (few, many) in counted.items()
@@ -103,8 +103,8 @@ def test_all_parts_of_a_run_were_counted(counted):
 
 @pytest.mark.full
 def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
-    """Real ranks use gloo and torch's store. The comparison excludes polls, whose number depends on
-    timing."""
+    """Real ranks use gloo and torch's store. The comparison excludes polling requests, because
+    their number depends on timing."""
     counts = simulated(images, 4)["4"]
     script = [images, "--batch", MANY, "--real", tmp_path]
     done = run(HERE / "one_of_many.py", *script, ranks=4)
@@ -117,7 +117,6 @@ def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
 
 
 def requests_of(counts):
-    """Return the store requests, excluding polls, heartbeats and torch's own requests."""
     ours = {name: number for name, number in counts["keys"].items() if " vit/" in name}
     return {
         name: number

@@ -1,7 +1,9 @@
-"""Start and stop a real two-node Slurm cluster on this machine, using Debian's daemons.
+"""Start and stop a real Slurm cluster with two nodes on this machine, using the daemons from
+Debian's packages.
 
-Debian's slurmd can run several times on a host (`slurmd -N n1`). The daemons require root. Without
-root or Slurm, the tests are skipped with the reason, or fail if VIT_REQUIRE_SLURM=1, as in CI.
+Debian's slurmd can run several times on one host (`slurmd -N n1`). The daemons require root. If
+root or Slurm is missing, the tests are skipped with a reason. If VIT_REQUIRE_SLURM=1 is set, as in
+CI, the tests fail instead.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# All times are short. Other settings have Slurm's defaults. The GPUs do not exist, but scripts that
-# request GPUs run unchanged.
+# All timeouts are short, and all other settings have Slurm's default values. The GPUs do not exist,
+# but scripts that request GPUs can run unchanged.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={first_job}
@@ -81,8 +83,6 @@ UNFINISHED = (
 
 
 class Cluster:
-    """Slurm's commands, which communicate with the daemons of the tests."""
-
     def __init__(self, folder: Path):
         self.folder = folder
         self.environment = {
@@ -93,14 +93,14 @@ class Cluster:
             },
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            # sbatch passes the mark to the jobs
+            # sbatch passes the mark on to the jobs
             families.MARK: f"{os.environ[families.MARK]}.cluster.",
         }
         self.submitted: list[Job] = []
         self.nodes: dict[str, subprocess.Popen] = {}
 
     def start(self, *command: object) -> subprocess.Popen:
-        """Start a daemon in its own session, with its output in `daemons.log`."""
+        """Start a daemon in its own session, and write its output to `daemons.log`."""
         path = f"{self.environment['PATH']}:/usr/sbin:/sbin"
         with open(self.folder / "daemons.log", "ab") as log:
             return subprocess.Popen(
@@ -112,10 +112,11 @@ class Cluster:
             )
 
     def start_node(self, name: str) -> None:
-        """Start a node's slurmd in a process namespace. Ending the namespace kills all of its
-        processes, as if the machine lost power."""
+        """Start the slurmd of a node in a new process namespace. When the namespace ends, all of
+        its processes are killed, as if the node had lost power."""
         slurmd = f"slurmd -D -f {self.folder}/slurm.conf -N {name}"
-        # bash adopts orphans as an init process does. unshare ignores SIGTERM.
+        # bash adopts orphaned processes in the same way as an init process. unshare ignores
+        # SIGTERM.
         line = f'{slurmd} & trap "kill $!" TERM; wait $!; wait $!'
         apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
         self.nodes[name] = self.start(*apart, "bash", "-c", line)
@@ -137,8 +138,6 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
-        """Submit a script with options for sbatch and arguments for the script. variables:
-        environment variables of the job."""
         command = [
             "env",
             *(f"{key}={value}" for key, value in variables.items()),
@@ -167,8 +166,8 @@ class Job:
         self.path = log
 
     def facts(self) -> dict[str, str]:
-        """Return the output of `scontrol show job` as a dict. For a job array, describe an
-        unfinished task if there is one."""
+        """Return the output of `scontrol show job` as a dict. For a job array, the dict describes
+        an unfinished task, if there is one."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -180,8 +179,8 @@ class Job:
     def wait(
         self, happened: Callable[[dict[str, str]], bool] | None = None, timeout_s: float = 240
     ) -> dict[str, str]:
-        """Wait until `happened(facts)` is true, by default until the job is finished, and return
-        the facts."""
+        """Wait until `happened(facts)` returns true, and return the facts. By default, wait until
+        the job has finished."""
         deadline = time.monotonic() + timeout_s
         while True:
             facts = self.facts()
@@ -208,8 +207,8 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Start two nodes, n1 and n2, with three partitions: main, grace (30 s of notice before
-    preemption) and urgent. Jobs in urgent preempt jobs in the other partitions."""
+    """Start a cluster with the nodes n1 and n2 and three partitions: main, grace (with 30 s of
+    notice before a preemption) and urgent. Jobs in urgent preempt jobs in the other partitions."""
     missing = [
         name
         for name in DAEMONS
@@ -224,7 +223,7 @@ def cluster() -> Iterator[Cluster]:
         if os.environ.get("VIT_REQUIRE_SLURM") == "1":
             pytest.fail(f"{reason}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
         pytest.skip(f"{reason} ({remedy})")
-    # Use a short path, because the path of a socket is limited to 107 bytes.
+    # Use a short path, because the path of a Unix socket is limited to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))
     os.chmod(folder, 0o755)
     for name in ("state", "spool-n1", "spool-n2"):
@@ -236,8 +235,8 @@ def cluster() -> Iterator[Cluster]:
         "first_port": first_port,
         "second_port": second_port,
     }
-    # Ports are derived from job numbers, so two test runs on one machine need different job
-    # numbers.
+    # Slurm derives ports from job numbers. Two test runs on one machine therefore need different
+    # job numbers.
     numbers["first_job"] = random.randrange(1000, 60000)
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
     (folder / "gres.conf").write_text(
@@ -270,7 +269,8 @@ def cluster() -> Iterator[Cluster]:
         wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-        # Wait for the jobs before stopping the daemons. Otherwise, the jobs would become orphans.
+        # Wait for the jobs before stopping the daemons, because the jobs would otherwise become
+        # orphans.
         wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
         for node in cluster.nodes:
@@ -289,8 +289,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
-    """Cancel the jobs that a failed test has submitted, because they would occupy the nodes during
-    the next test."""
+    """Cancel the jobs of a failed test, because they would occupy the nodes during the next
+    test."""
     before = len(cluster.submitted)
     yield
     if jobs := cluster.submitted[before:]:

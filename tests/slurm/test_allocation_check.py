@@ -1,5 +1,5 @@
-"""Test that `sbatch slurm/train.sh ... --check` writes its table to the log, and that the job exits
-with the status of the check."""
+"""Test that `sbatch slurm/train.sh ... --check` writes a table to the log, and that the job's exit
+status is that of the check."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from processes import TINY, write_config
 pytestmark = [pytest.mark.slow, pytest.mark.full, needs("planner")]
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
-# Both nodes are this machine. Like a container, this command prefix gives each node its own name,
-# and hides the data on n2 behind an empty folder.
+# Both nodes are this machine. Like a container, this command prefix gives each node its own host
+# name, and replaces the data on n2 with an empty folder.
 AS_A_NODE = """#!/bin/bash
 export HIDDEN={hidden}
 exec unshare --uts --mount bash -c '
@@ -25,7 +25,6 @@ exec unshare --uts --mount bash -c '
 
 
 def checked(cluster, folder, shards, hidden=""):
-    """Submit a job that checks the requirements of a training run in `folder`/run."""
     program = folder / "as_a_node"
     program.write_text(AS_A_NODE.format(hidden=hidden))
     program.chmod(0o755)
@@ -38,7 +37,6 @@ def checked(cluster, folder, shards, hidden=""):
 
 
 def rows(job):
-    """Map each part of the table to its verdict and the first line of its finding."""
     findings = re.findall(r"^ +(ok|note|FAIL|-) +(\S+(?: \S+)?) {2,}(.*)$", job.log, re.M)
     return {part: (verdict, finding) for verdict, part, finding in findings}
 

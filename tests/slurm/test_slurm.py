@@ -1,8 +1,8 @@
-"""Test slurm/*.sh on a real two-node Slurm cluster: jobs that finish, time out, are canceled or
+"""Test slurm/*.sh on a real Slurm cluster with two nodes. Jobs finish, time out, are canceled or
 preempted, or contain mistakes.
 
 Both nodes are this machine, and the GPUs that Slurm allocates do not exist. Each job runs one rank
-per allocated GPU, on the CPU.
+on the CPU for each allocated GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def submit_training(
 
 
 def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None:
-    """Wait until metrics.jsonl contains `step`. Fail if the job ends earlier."""
+    """Wait until metrics.jsonl contains `step`. If the job ends before this step, the test
+    fails."""
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
         state = job.facts()["JobState"]
@@ -63,7 +64,6 @@ def starts(run_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """Return the final state of an uninterrupted run on two ranks without Slurm."""
     folder = tmp_path_factory.mktemp("whole")
     train(write_config(folder, shards, steps=STEPS), folder / "run", *OFTEN, ranks=2)
     return final_state(folder / "run", STEPS)
@@ -107,7 +107,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_ends_like_an_undisturbed_job(
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 20)
-    # Slurm sends this signal shortly before the time limit.
+    # Slurm sends SIGUSR1 shortly before the time limit.
     job.cancel("--batch", "--signal=USR1")
     facts = job.wait()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), (
@@ -127,7 +127,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_ends_like_an_undisturbed_job(
 
 
 def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards, tmp_path, whole):
-    # two GPUs give two ranks
+    # the job starts one rank for each of the two GPUs
     options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
     job = submit_training(cluster, tmp_path, shards, options=options)
     run_dir = tmp_path / "run"
@@ -144,8 +144,8 @@ def test_a_one_node_job_resumes_after_a_crash_without_requeuing(cluster, shards,
 
 
 def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
-    """The test stops a rank to simulate a failed node. Ranks on GPUs would also wait for such a
-    node. SRUN_ARGS is passed to srun."""
+    """The test stops a rank to simulate a failed node. On real GPUs, the other ranks would wait for
+    the failed node as well. SRUN_ARGS contains the options for srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -168,8 +168,8 @@ def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_pa
 
 @pytest.mark.patient
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
-    """The node's slurmd, step and ranks end without a message. After SlurmdTimeout, Slurm requeues
-    the job, which waits until the node comes back."""
+    """The slurmd, the job step and the ranks of the node are killed without a message. After
+    SlurmdTimeout, Slurm requeues the job, which waits until the node returns."""
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
@@ -178,8 +178,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
     cluster.start_node("n2")
     facts = job.wait()
-    # When the node comes back, Slurm may resend the request to terminate the job. The job then
-    # saves and is requeued a second time.
+    # When the node returns, Slurm may repeat the request to terminate the job. The job then saves
+    # and is requeued a second time.
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) >= 1
     first, second, *_ = starts(run_dir)
@@ -189,8 +189,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
 
 
 def trainers(run_dir: Path) -> list[int]:
-    """Return the process ids of the ranks that train in `run_dir`. Only launchers and srun have
-    torchrun in their command lines."""
+    """Return the process ids of the ranks that train in `run_dir`. The launchers and srun are
+    excluded, because their command lines contain torchrun."""
     lines = {pid: command_line(pid).split() for pid in all_pids()}
     return [
         pid
@@ -203,7 +203,7 @@ def trainers(run_dir: Path) -> list[int]:
     ("override", "message", "started"),
     [
         ("optim.lr=-1", "optim.lr", False),
-        # only training detects this mistake
+        # only the training command detects this mistake
         ("data.root=/nowhere", "/nowhere: no such directory", True),
     ],
 )
@@ -278,8 +278,8 @@ def test_an_array_of_tasks_writes_the_same_shards_as_one_process(cluster, shards
 
 @pytest.fixture(scope="module")
 def limited(cluster, shards, tmp_path_factory):
-    """Submit a job to a partition without preemption. The job repeatedly reaches its time limit of
-    one minute. Return the job and its run folder."""
+    """Submit a job to a partition without preemption, and return the job and its run folder. The
+    job repeatedly reaches its time limit of one minute."""
     folder = tmp_path_factory.mktemp("limited")
     options = (*TWO_NODES[:-1], "--time=1", "--signal=B:USR1@20", "--partition=urgent")
     return (
@@ -289,8 +289,8 @@ def limited(cluster, shards, tmp_path_factory):
 
 
 def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
-    """Without notice of a preemption, Slurm ends and requeues the job. With notice, only the script
-    can requeue it."""
+    """If a partition gives no notice of a preemption, Slurm itself ends and requeues the job. If a
+    partition gives notice, the job's script must requeue the job."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()
@@ -328,8 +328,8 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
 
 def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     job, run_dir = limited
-    # Cancel the job early, because a job with a limit of one minute saves and requeues itself at 40
-    # s.
+    # Cancel the job early. Because of its time limit of one minute, the job would save and requeue
+    # itself after 40 s.
     job.wait(
         lambda facts: (
             int(facts["Restarts"]) > 0
@@ -346,7 +346,7 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 180
-    # The job prints the second message if it is canceled while it restarts.
+    # The second message is printed if the job is canceled while it restarts.
     ended = ("the job itself was asked to end", "not started")
     while not any(message in job.log.splitlines()[-1] for message in ended):
         assert time.monotonic() < deadline, job.log

@@ -1,5 +1,5 @@
-"""Test job arrays, command prefixes (containers) and shards on node disks, on a real two-node Slurm
-cluster."""
+"""Test job arrays, command prefixes (containers) and shards on node-local disks, on a real Slurm
+cluster with two nodes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_sweep_with_failed_tasks_also_ends_with_a_table(cluster, shards, tmp_p
 
 @pytest.mark.patient
 def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
-    """If staging reaches the time limit, training must start, save and be requeued. After scancel,
-    training must not start."""
+    """If the time limit is reached while shards are being staged, training must start, save and be
+    requeued. If the job is canceled with scancel, training must not start."""
     slow = tmp_path / "slow"
     slow.write_text(
         '#!/bin/bash\n[[ "$*" != *vit.data.warm* ]] || { echo staging now; exec sleep 600; }\n'
@@ -90,7 +90,7 @@ def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
 def test_srun_arguments_prefix_every_python_command_and_each_node_stages_shards(
     cluster, shards, tmp_path
 ):
-    """A fake `apptainer exec IMAGE` records each command."""
+    """The test replaces `apptainer exec IMAGE` with a script that records each command."""
     container = tmp_path / "container"
     container.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\nexec "$@"\n')
     container.chmod(0o755)

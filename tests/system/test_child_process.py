@@ -1,4 +1,4 @@
-"""Test that worker processes end with their parent."""
+"""Test that worker processes exit when their parent exits."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ if __name__ == "__main__":
 def test_a_worker_does_not_work_if_its_parent_died_during_its_start(tmp_path):
     place = tmp_path / "work"
     command = [sys.executable, "-c", WORKER_THAT_STARTS_LATE, str(place)]
-    # The worker has also inherited the pipe, which closes only when its last owner closes it.
+    # The worker has inherited the pipe, so the pipe closes only when the worker exits.
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     assert done.returncode == -9
     assert not place.exists()

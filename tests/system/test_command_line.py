@@ -1,5 +1,5 @@
-"""Test that each mistake on a command line of launch/ prints one line that suggests the intended
-argument."""
+"""Test that each mistake on the command line of a launch/ command prints one line that suggests the
+correct argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Test that a process writes only to its own streams, even if it was started without any."""
+"""Test that a process writes only to its own streams, even if it was started without any
+streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a process never treats another process's temporary file as abandoned, and that files of
+"""Test that a process never deletes the temporary files of a running process, and that the files of
 killed processes are removed."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vit.system.files import remove_leftovers, replacing, temporary_beside, temp
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
-"""A command prefix for a separate process-id namespace. As in containers that use the host's
-network, the host name is the same and process ids are small."""
+"""A command prefix that runs a command in its own process-id namespace. As in containers that use
+the host's network, the host name does not change and process ids are small."""
 
 
 def can_unshare() -> bool:

@@ -1,4 +1,4 @@
-"""Test that GPUs are found by the names that users and drivers use."""
+"""Test that GPUs are recognized by the names that users and drivers use for them."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_every_gpu_is_found_by_its_own_name():
 
 
 def test_time_per_byte_and_per_operation_are_consistent():
-    """If a peak, memory size or bandwidth is wrong by a factor of ten, the ratio is outside the
-    allowed range."""
+    """If a peak performance, memory size or bandwidth were wrong by a factor of ten, the ratio
+    would be outside the expected range."""
     for gpu in GPUS:
         assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gbs < 550, gpu.name
         assert 0.5 < gpu.memory_gib / gpu.bandwidth_gbs * 40 < 3.1, gpu.name

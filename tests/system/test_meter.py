@@ -1,5 +1,5 @@
-"""Test progress messages: rate and remaining time, periodic lines in a log file, and no output
-without a reader."""
+"""Test progress messages: the rate, the remaining time, regular lines in a log file, and no output
+if nobody can read it."""
 
 import math
 import re

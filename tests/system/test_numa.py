@@ -1,4 +1,4 @@
-"""Test that the cores next to a GPU are read from the kernel's files on a host with several NUMA
+"""Test that the cores closest to a GPU are read from the kernel's files on a host with several NUMA
 nodes."""
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NEAR_1 = {*range(16, 32), *range(48, 64)}
 
 
 def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
-    """Create the kernel's files for a host whose GPUs are on `nodes` ("" for an unknown node)."""
+    """Create the kernel's files for a host whose GPUs are on the given NUMA nodes. The value ""
+    stands for an unknown node."""
     for address, node in zip(GPUS, nodes, strict=False):
         if node:
             path = folder / "sys/bus/pci/devices" / address / "numa_node"
@@ -37,12 +38,14 @@ def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
     ("nodes", "allowed", "expected"),
     [
         ("00001111", ALL, NEAR_1),
-        ("00001111", ALL - {63}, ALL - {63}),  # the rank may use fewer cores than its share
+        # The rank is restricted to fewer cores than its share.
+        ("00001111", ALL - {63}, ALL - {63}),
         ("00001111", set(range(8, 24)), set(range(16, 24))),
-        ("00001111", set(range(16)), set(range(16))),  # Slurm gave the rank no core on this node
+        # Slurm gave the rank no core on this NUMA node.
+        ("00001111", set(range(16)), set(range(16))),
         ("01", ALL, NEAR_1),
         ("11111111", ALL, ALL),  # eight ranks share half of the cores
-        ("1", ALL, ALL),  # the only rank gets all cores of the node
+        ("1", ALL, ALL),  # a single rank gets all cores of the NUMA node
         ("1", NEAR_1, NEAR_1),
     ],
 )

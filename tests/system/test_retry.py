@@ -1,6 +1,6 @@
 """Test the time limits, pauses and messages of retries.
 
-Time limits are at most one real second, or use a fake clock.
+The tests use either a fake clock or time limits of at most one second.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def no_outage():
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """Replace the clock used for retries with a fake clock that advances only during their sleeps,
-    and by a microsecond per read. Threads left over from other tests use the real clock."""
+    """Replace the clock for retries with a fake clock. The fake clock advances only when a retry
+    sleeps, and by one microsecond each time it is read. Threads from earlier tests continue to use
+    the real clock."""
     now = SimpleNamespace(strftime=time.strftime, localtime=time.localtime, passed_s=0.0)
     ours = threading.current_thread()
 
@@ -54,7 +55,6 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def failing(times: int, **details):
-    """Return a function that fails this many times and then returns the number of the attempt."""
     made = []
 
     def attempt() -> int:
@@ -70,7 +70,7 @@ def failing(times: int, **details):
 def test_retries_a_temporary_failure():
     before = num_retries()
     assert QUICK.call(URL, failing(3)) == 4
-    # threads left over from other tests may retry, too
+    # threads from earlier tests may retry as well
     assert num_retries() - before >= 3
 
 
@@ -135,8 +135,8 @@ def test_does_not_wait_beyond_the_limit():
 
 
 def messages(caplog) -> list[str]:
-    """Return only the messages about the server of this file, because threads left over from other
-    tests may still retry."""
+    """Return only messages about this file's server, because threads from earlier tests may still
+    be retrying."""
     return [message for message in caplog.messages if message.startswith(URL)]
 
 

@@ -1,4 +1,5 @@
-"""Test how URLs with logins are displayed and requested, and which server receives which login."""
+"""Test how URLs with login data are displayed and requested, and which server receives which login
+data."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test that parameters in `init.freeze` stay bit-identical and cost no time, and that the estimates
-for a run account for them."""
+"""Test that parameters in `init.freeze` stay bit-identical and take no training time, and that the
+estimates for a run take frozen parameters into account."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
     for name, parameter in new.items():
         if parameter.requires_grad:
             assert not torch.equal(parameter, old[name]), name
-            # AdamW's first update has the size of the learning rate for any gradient. If the
-            # gradient is only rounding noise, the update's sign is random.
+            # The size of AdamW's first update is the learning rate, whatever the gradient. If a
+            # gradient is only rounding noise, the sign of the update is random.
             clear = plain.get_parameter(name).grad.abs() > 1e-6
             torch.testing.assert_close(
                 parameter[clear], expected[name][clear], rtol=1e-3, atol=1e-3
@@ -136,8 +136,6 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
 def gradients_of(
     frozen: str | int, compiled: bool, recomputed: bool, wrapped: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Return the gradients that `TrainStep` computes for two micro-batches with the given
-    settings."""
     torch._dynamo.reset()
     model = model_of(drop_path_rate=0.0, proj_drop_rate=0.0).train()
     freeze(model, frozen)
@@ -178,8 +176,8 @@ def test_freezing_combines_with_all_other_changes_of_a_step(
 
 @pytest.mark.parametrize("frozen", ["none", "backbone", 0, 1, 3])
 def test_counts_the_same_operations_as_torch(frozen):
-    """torch counts the operations of a real backward pass. The comparison excludes the image
-    gradient, and also attention, because torch counts the recomputation in its backward pass."""
+    """torch counts the operations of a real backward pass. The test excludes the gradient of the
+    images, and excludes attention because torch counts the recomputation in the backward pass."""
     model = model_of(depth=3)
     freeze(model, frozen)
     images = torch.randn(2, 3, 16, 16)
@@ -198,8 +196,8 @@ def test_counts_the_same_operations_as_torch(frozen):
     attention = all_forward - products(forward)
     backward = train_flops_per_image(model, 2) - all_forward
     depth = {"none": 3, "backbone": 0, 0: 3, 1: 2, 3: 0}[frozen]
-    # If the first linear layer is trained, the gradient of its input is not needed, but FLOP counts
-    # include it by convention.
+    # If the first linear layer is trained, the gradient of its input is not needed. By convention,
+    # FLOP counts still include this gradient.
     patches = 2 * 3 * 8 * 8 * 32 * 4
     head = 2 * 32 * 5
     not_needed = {"none": patches, "backbone": head}.get(frozen, 0)

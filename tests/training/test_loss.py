@@ -107,8 +107,8 @@ def test_balanced_weights_equal_scikit_learn_for_the_drawn_images():
         ours = choose_class_weights(balanced, train_set, 6)
         theirs = compute_class_weight("balanced", classes=np.arange(6), y=labels[numbers])
         assert ours == pytest.approx(theirs)
-    # The first 200 samples are from a source with 400 samples per epoch. The others are from a
-    # source with 50.
+    # The first 200 samples come from a source with 400 samples per epoch. The remaining samples
+    # come from a source with 50 samples per epoch.
     shares = (Share(400, 200, 0), Share(50, 50, 200, np.arange(50)))
     drawn = np.concatenate([labels[:200], labels[:200], labels[200:250]])
     ours = choose_class_weights(balanced, train_set_of_labels(labels, 450, *shares), 6)
@@ -159,7 +159,7 @@ def test_binary_cross_entropy_of_labels_equals_timm(smoothing, threshold, sum_cl
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_binary_cross_entropy_of_mixed_targets_equals_timm(smoothing):
-    """timm smooths the targets during mixing, and its loss uses these targets unchanged."""
+    """timm smooths the targets during mixing, and its loss does not change these targets."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9)
     labels = torch.randint(9, (6,))

@@ -1,5 +1,5 @@
-"""Compare accuracy with torch's top-k and manual counts. Results must be bit-identical for any
-order and partition of the samples."""
+"""Compare accuracy with torch's top-k and with manual counts. Results must be bit-identical for
+every order and every partition of the samples."""
 
 import math
 import random
@@ -128,7 +128,8 @@ def test_a_non_finite_logit_makes_the_loss_nan_but_does_not_affect_the_counts(ba
 
 
 def test_calibration_follows_guo_with_fifteen_bins_and_adds_up_in_any_order():
-    """The reference computes Equation 3 of Guo et al. 2017 image by image."""
+    """For comparison, the test evaluates the formula for the calibration error (Equation 3 in Guo
+    et al., 2017) image by image."""
     logits, labels = examples(400, num_classes=6)
     confidence, predicted = logits.double().softmax(1).max(1)
     error = 0.0
@@ -206,8 +207,8 @@ def test_the_paired_difference_counts_images_that_only_one_model_has_right(pairs
 
 @pytest.mark.parametrize(("only_first", "only_second"), [(0.01, 0.01), (0.03, 0.01), (0.2, 0.3)])
 def test_the_interval_covers_the_truth_at_its_stated_rate(only_first, only_second):
-    """The test simulates 2,000 experiments with 400 images each. It allows 4 standard errors around
-    95 %, plus the small error of the Wald interval."""
+    """The test simulates 2,000 experiments with 400 images each. The tolerance is 4 standard errors
+    around 95 %, plus the small error of the Wald interval."""
     generator = torch.Generator().manual_seed(0)
     truth = 100 * (only_second - only_first)
     covered = 0

@@ -1,5 +1,5 @@
-"""Test distillation from a teacher: losses must match timm's and DeiT's, and the teacher's view and
-whole runs must be correct."""
+"""Test that the losses of distillation from a teacher match those of timm and DeiT, and that the
+teacher sees the correct images."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def settings(model=(), data=(), **distill):
 
 
 class Says(nn.Module):
-    """A model with timm's interface that always returns the logits given to its constructor."""
+    """A model with timm's interface that always returns the logits passed to its constructor."""
 
     def __init__(self, *logits: torch.Tensor):
         super().__init__()
@@ -67,15 +67,15 @@ class Says(nn.Module):
         self.in_chans = 3
 
     def set_distilled_training(self, enable: bool) -> None:
-        """Do nothing. timm calls this method."""
+        """Do nothing."""
 
     def forward(self, images: torch.Tensor):
         return tuple(self.logits) if len(self.logits) > 1 else self.logits[0]
 
 
 def blended(student, teacher, **distill):
-    """Return the loss and gradient of a teacher's `blend` method. student: logits of one or two
-    heads."""
+    """Return the loss and the gradient that a teacher's `blend` method computes. `student` contains
+    the logits of one or two heads."""
     heads = [logits.clone().requires_grad_() for logits in student]
     ours = Teacher(Says(teacher), settings(), settings(teacher="x", **distill))
     task = F.cross_entropy(heads[0], LABELS, reduction="none")
@@ -92,7 +92,7 @@ def some_logits(seed: int) -> torch.Tensor:
 
 
 def expect_equal(actual, expected) -> None:
-    # Allow for the rounding error of a dozen fp32 operations on values up to ten.
+    # The tolerance covers the rounding errors of about twelve fp32 operations on values up to ten.
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -127,7 +127,7 @@ def test_loss_and_gradients_equal_timm(kind, weights):
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_loss_and_gradients_equal_deit(kind):
-    """The formulas and names come from facebookresearch/deit@7e160fe4:losses.py."""
+    """The formulas and their names come from facebookresearch/deit@7e160fe4:losses.py."""
     alpha, tau = 0.4, 3.0
     heads = [some_logits(0).requires_grad_(), some_logits(1).requires_grad_()]
     teacher = some_logits(2)
@@ -174,8 +174,7 @@ def test_a_teacher_sees_the_same_images_at_its_own_size_and_normalization():
 
 
 def weights_file(path, names=NAMES, data=(), **model):
-    """Write the weights of an untrained model in the format of a run. The weights of the head are
-    not zero."""
+    """Write the weights of an untrained model whose head is not zero, in the format of a run."""
     torch.manual_seed(3)
     config = settings(model=model, data=data)
     network = create_model(config.model, num_classes=len(names))
@@ -236,8 +235,8 @@ def test_the_planner_counts_the_weights_of_a_missing_teacher():
 
 
 def test_the_distilled_model_equals_timm(tmp_path):
-    """Parameter names, the logits of both heads, and the conversion to and from timm's layout must
-    match exactly."""
+    """The parameter names, the logits of both heads, and the conversion to and from timm's layout
+    must match exactly."""
     with torch.random.fork_rng():
         guest = timm.create_model("deit_tiny_distilled_patch16_224", depth=2, num_classes=7)
     for value in guest.parameters():
@@ -285,8 +284,8 @@ def test_the_second_head_learns_from_the_teacher_and_the_first_from_labels():
     model.train()
     losses, margins = step._losses(batch)
     losses.sum().backward()
-    # With zero heads, each class has a probability of 1/3, so the gradient of a bias is 1/3 or 1/3
-    # - 1.
+    # If a head is zero, each class has a probability of 1/3, so the gradient of a bias is either
+    # 1/3 or 1/3 - 1.
     third = torch.full((3,), 1 / 3)
     torch.testing.assert_close(model.head.bias.grad, 4 * 0.5 * (third - torch.eye(3)[2]))
     torch.testing.assert_close(model.head_dist.bias.grad, 4 * 0.3 * (third - torch.eye(3)[1]))
@@ -330,7 +329,7 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
         model_names = {name for name in file.keys() if name.startswith("model.")}  # noqa: SIM118
     assert len(model_names) == len(loaded.weights)
 
-    # Use a different teacher, and change nothing else.
+    # only the teacher is different in this run
     other = tmp_path / "other.safetensors"
     weights = load_file(teacher)
     weights["head.bias"] += 1

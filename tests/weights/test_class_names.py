@@ -1,4 +1,4 @@
-"""Test that the classes of the data are selected by name from a head with more classes."""
+"""Test that the classes of the data are selected by name if the model's head has more classes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def imagenet_weights(**more) -> LoadedWeights:
     ],
 )
 def test_a_head_of_1000_unnamed_classes_has_the_names_of_imagenet(data_names, rows, kind):
-    """The expected numbers come from ImageNet's published lists: 0 tench, 1 goldfish, 281 tabby."""
+    """The expected numbers come from the published list of ImageNet classes: 0 is tench, 1 is
+    goldfish, and 281 is tabby."""
     chosen = select_classes(imagenet_weights(), data_names)
     assert chosen.weights["head.bias"].tolist() == rows
     [note] = chosen.notes

@@ -1,5 +1,5 @@
-"""Test weights from other programs: they are resampled as in timm, read without running code,
-loaded strictly, and written completely or not at all."""
+"""Test weights files from other programs: position embeddings are resampled as in timm, no code is
+run, loading is strict, and files are written completely or not at all."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
 
 def tiny(seed: int = 0, **fields) -> VisionTransformer:
-    """Return a model without zero weights, so that a test notices a head that was not copied."""
+    """Return a model without zero weights, so that tests notice if the head is not copied."""
     model = VisionTransformer(**{"num_classes": 10, **TINY, **fields})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_positions_of_grids_that_are_not_square_are_resampled():
     assert load_weights(other, source, grid=(2, 6)) == [
         "positions resampled from 2x6 to 4x4 (bicubic, antialiased)"
     ]
-    # Both grids have 16 positions, so only the shapes of the grids differ.
+    # Both grids have 16 positions and differ only in their shapes.
     flat = tiny(0, image_size=(32, 128)).state_dict()
     assert load_weights(other, flat, grid=(2, 8)) == [
         "positions resampled from 2x8 to 4x4 (bicubic, antialiased)"
@@ -111,7 +111,7 @@ def test_a_class_token_without_position_gets_zeros():
 def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
     form, registers, tmp_path
 ):
-    """A model adds the position to the token, so the sum must stay bit-identical."""
+    """A model adds positions to tokens, so the sum of both must stay bit-identical."""
     source = tiny(0, reg_tokens=registers)
     size = 96 if form == "another size" else 64
     model = VisionTransformer(
@@ -288,7 +288,7 @@ def test_classes_without_names_are_counted():
     assert class_mismatch(trained_on([], 5), ["a", "b"], 2) == counted
     assert class_mismatch(trained_on([], 5), [], 5) == ""
     unnamed = "the model has class names, but the data do not: labels are compared by number"
-    # Equal class counts do not prove equal classes.
+    # If the class counts are equal, the classes may still differ.
     assert class_mismatch(trained_on(MODEL), [], 5) == unnamed
     assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
         "a head with unused classes gets no note on its own data"

@@ -1,5 +1,5 @@
-"""Test that weights files are recognized by their content, and are either read without running code
-or rejected in one line."""
+"""Test that weights files are recognized by their content. Each file must be read without running
+code, or must be rejected with a one-line error."""
 
 import argparse
 import json
@@ -107,7 +107,7 @@ class Harmful:
 
 
 def test_an_argparse_namespace_beside_the_weights_is_ignored(tmp_path):
-    """The files of MAE and DeiT contain the namespace of their command line."""
+    """The files of MAE and DeiT contain the argparse namespace of the training command."""
     torch.save(
         {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
         tmp_path / "namespace.pth",
@@ -203,8 +203,8 @@ class Canary:
 def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_code(
     tmp_path, recwarn
 ):
-    """A plain pickle, a TorchScript program and a zip of photos are intact, so the error must not
-    tell users to copy the file again."""
+    """A plain pickle, a TorchScript program and a zip file of photos are not damaged, so the error
+    must not advise users to copy the file again."""
     bird = tmp_path / "ran"
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
@@ -228,8 +228,8 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
 
 
 def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
-    """A damaged number of classes, grid or class name must be reported when the file is read,
-    before other code uses the value."""
+    """If the number of classes, the grid or a class name is damaged, the error must be raised when
+    the file is read, before other code uses the value."""
     good = {
         "config": "{}",
         "num_classes": "10",
@@ -243,7 +243,7 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
     assert read_weights(path).grid_size == (8, 8)
     damaged = {
         "config": ["[]", "null", '{"model":'],
-        "num_classes": ["ten", "0", "9"],  # less than the number of names
+        "num_classes": ["ten", "0", "9"],  # the file has fewer classes than class names
         "grid_size": ['"8x8"', "[8]", "8"],
         "step": ["last"],
         "class_names": ["[1, 2]", '"a"'],
@@ -256,19 +256,20 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
 
 
 def test_an_error_of_the_operating_system_is_one_line(tmp_path):
-    """Tests may run as root, which can read any file, so this test triggers errors other than
-    permission errors."""
+    """Tests may run as root, and root can read any file. The test therefore triggers errors that
+    are not about permissions."""
     os.mkfifo(tmp_path / "pipe.pth")
     (tmp_path / "loop.pth").symlink_to("loop.pth")
     for name, message in {"pipe": "is not a regular file", "loop": "is a broken link"}.items():
         with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
             read_weights(tmp_path / f"{name}.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
-        read_weights("a" * 300)  # a name that is too long for the system
+        read_weights("a" * 300)  # a name that is too long for the file system
 
 
 def test_quantised_weights_are_refused(tmp_path):
-    """The scales are stored as separate tensors. Without them, the integers are meaningless."""
+    """The scales are stored as separate tensors, and the integers are meaningless without these
+    scales."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):

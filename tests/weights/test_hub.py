@@ -1,7 +1,7 @@
 """Test that huggingface_hub's client fetches weights by name from a local hub.
 
-The logits must match those of timm and transformers, which fetch the weights from the local hub as
-well.
+The logits must match those of timm and transformers, which fetch the same weights from the local
+hub.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ PICKLED = "someone/pickled"
 OTHER = "someone/vit"
 GATED = "someone/gated"
 NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
-"""The repository from which configs/photos.yaml starts. The local hub serves a small model under
-this name."""
+"""The repository of the weights from which configs/photos.yaml starts. The local hub serves a small
+model under this name."""
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-"""timm's arguments for a model with the sizes of `TINY`."""
 
 
 def small_repository(folder: Path) -> dict[str, bytes]:
-    """Return the files that timm exports to the Hub, including pickled weights."""
+    """Return the files that timm uploads to the Hub, including a file of pickled weights."""
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch16_224", num_classes=3, **SIZES).eval()
     torch.nn.init.normal_(model.head.weight)
@@ -69,7 +68,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture
 def hub(repositories, tmp_path, monkeypatch) -> Iterator[HubServer]:
-    """Start a local hub, set its address in the environment, and use an empty cache."""
+    """Start a local hub, store its address in the environment, and use an empty cache."""
     with HubServer(repositories) as server:
         server.licences[NAME] = "apache-2.0"
         server.gated.add(GATED)

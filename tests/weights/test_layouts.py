@@ -1,4 +1,5 @@
-"""Test that weights stay bit-identical when they are written and read in another program's layout.
+"""Test that weights stay bit-identical when they are converted to another program's layout and
+back.
 
 With the same random weights, the other program must compute the same logits.
 """
@@ -34,8 +35,8 @@ PROGRAMS = ("timm", "torchvision", "huggingface", "npz")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing weights are
-    detected."""
+    """Fill `model` with weights other than 0 and 1, so that tests notice swapped or missing
+    weights."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +51,6 @@ def ours(size: str) -> Any:
 
 
 def theirs(program: str, model: Any) -> torch.nn.Module:
-    """Return another program's model with the shape of `model` and its own random weights."""
     block = model.blocks[0]
     side, patch = model.image_size[0], model.patch_size[0]
     hidden, heads = block.mlp.fc1.out_features, block.attn.num_heads
@@ -89,8 +89,8 @@ def logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, depth: int) -> None:
-    """Allow one float32 rounding error per block, because the programs' kernels sum values in
-    different orders."""
+    """Check that two results are equal up to one float32 rounding error per block, because the
+    kernels of the two programs sum values in different orders."""
     scale = theirs.abs().max()
     assert scale > 0.1
     torch.testing.assert_close(ours, theirs, rtol=0, atol=float(scale) * 2**-20 * max(depth, 8))
@@ -154,7 +154,8 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
 
 # ---- variants of the layouts ----
 def test_variants_of_big_visions_names_are_read(tmp_path):
-    """The variants have no class token, one array for all blocks, or heads with the same names."""
+    """The variants have no class token, store all blocks in one array, or use equal names for
+    several heads."""
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
     weights = model.state_dict()
     arrays, left = from_ours(LAYOUTS["npz"], weights, 3)
@@ -195,7 +196,7 @@ def test_half_precision_of_every_kind_is_read(tmp_path):
 
 def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
     """The test covers the parameter names of MAE and of Hugging Face. The decoder and the mask
-    token must be dropped, and the norm must be new."""
+    token must be dropped, and the norm must be initialized."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}
     encoder = randomised(create_model("vit_ti8", 32, 5, **shape)).state_dict()

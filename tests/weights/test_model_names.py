@@ -1,5 +1,5 @@
-"""Test that model names are recognized as timm's pages write them and as training programs save
-them."""
+"""Test that model names are recognized both as timm's documentation writes them and as training
+programs save them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_model_of_a_timm_checkpoint_is_read_from_the_file(model, tmp_path):
 
 
 def test_a_published_accuracy_is_not_assigned_to_weights_trained_by_the_user(tmp_path):
-    """DeiT's program saves the name of the model. torchvision's example saves the name of a
+    """DeiT's program saves the name of the model, and torchvision's example saves the name of a
     class."""
     weights = create_model("vit_ti16", num_classes=1000).state_dict()
     path = tmp_path / "checkpoint.pth"

@@ -1,5 +1,5 @@
-"""Test that the command in docs/weights.md for a user's own photos trains a model that `vit.load`
-can load and that beats chance."""
+"""Test that the command in docs/weights.md for a user's own photos trains a model that loads with
+`vit.load` and performs better than chance."""
 
 from __future__ import annotations
 

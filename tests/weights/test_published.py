@@ -1,5 +1,5 @@
-"""Test published models: the table matches timm's settings, results match those of timm's models
-and transforms, and misspelled names are rejected."""
+"""Test published models. The table must match timm's settings, results must match those of timm's
+models and transforms, and misspelled names must be rejected."""
 
 from __future__ import annotations
 
@@ -119,8 +119,7 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 
 def jpegs() -> dict[str, bytes]:
-    """Return photos of several kinds: wide, tall, smaller than the view, and gray."""
-    from sklearn.datasets import load_sample_images  # import late, because the import is slow
+    from sklearn.datasets import load_sample_images  # import here, because the import is slow
 
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)
     pictures = {
@@ -138,7 +137,6 @@ def jpegs() -> dict[str, bytes]:
 
 
 def timms_view(name: str):
-    """Return timm's evaluation transform from a PIL image to a normalized (3, H, W) tensor."""
     return create_transform(
         **resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     )
@@ -172,10 +170,10 @@ def test_the_view_of_an_image_equals_timm(name):
 
 
 def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """Return timm's model with random weights, the photos preprocessed by timm, and the logits, (4,
-    1000).
+    """Return timm's model with random weights, the photos preprocessed by timm, and the logits as a
+    (4, 1000) tensor.
 
-    The biases are chosen so that the model predicts several classes.
+    The biases are chosen so that the model predicts several different classes.
     """
     model = timm.create_model(name, num_classes=1000, **fields).eval()
     size = fields.get("img_size", model.pretrained_cfg["input_size"][-1])
@@ -197,9 +195,12 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
 
 
 def rounding(model: torch.nn.Module) -> float:
-    """Return the largest difference that the order of summation may cause in a logit of
-    `random_timm_model`. The head sums `num_features` products, and the rounding error grows with
-    the square root of this number. It then adds a bias that is many times larger than the sum."""
+    """Return the largest difference that the order of summation can cause in a logit of
+    `random_timm_model`.
+
+    The head sums `num_features` products, and the rounding error grows with the square root of this
+    number. The head then adds a bias that is many times larger than the sum.
+    """
     heads = model.get_classifier()
     scale = max(
         head.bias.abs().max().item() for head in (heads if isinstance(heads, tuple) else (heads,))
@@ -294,8 +295,8 @@ def photographs(tmp_path_factory) -> Path:
         ("deit_tiny_distilled_patch16_224.fb_in1k", as_pth, {}),
         # a timm model with arguments in its config
         ("flexivit_small.300ep_in1k", as_hub_folder, {"global_pool": "avg", "depth": 2}),
-        # The head of this timm model has another name. tests/test_kernels.py selects this case by
-        # its id.
+        # The head of this timm model has an unusual name. tests/test_kernels.py selects this case
+        # by its id.
         pytest.param("resnet10t.c3_in1k", as_hub_folder, {}, id="resnet10t"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test that position embeddings resampled to another grid match timm's."""
+"""Test that position embeddings that are resampled to another grid match timm's."""
 
 import pytest
 import torch
@@ -52,8 +52,8 @@ def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
     assert torch.equal(result[:, :2], prefix)
     constant, down, right = result[0, 2:].reshape(*new, 3).unbind(2)
     torch.testing.assert_close(constant, torch.full(new, 0.7))
-    # A ramp along one side must still rise along that side and stay constant along the other side.
-    # Swapping height and width would violate this.
+    # A ramp along one side must still rise along this side and must be constant along the other
+    # side. If height and width were swapped, these checks would fail.
     assert (down.diff(dim=0) > 0).all()
     assert (right.diff(dim=1) > 0).all()
     torch.testing.assert_close(down, down[:, :1].expand(new))
@@ -65,10 +65,10 @@ def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
     ("old", "new"), [((14, 14), (24, 24)), ((8, 12), (24, 24)), ((9, 9), (9, 36))]
 )
 def test_ramps_stay_linear_away_from_the_border(old, new, antialias, atol):
-    """The test compares only positions that need no value outside the grid. The center of position
-    i in `new` is at (i + 1/2) old / new - 1/2. Keys' cubic kernel preserves straight lines if a =
-    -1/2, which torch uses only with antialias. Without antialias, torch uses a = -3/4, which causes
-    errors of up to a twentieth of a position."""
+    """The test compares only positions that do not depend on values outside the grid. The center of
+    position i in `new` is at (i + 1/2) old / new - 1/2. Keys' cubic kernel preserves straight lines
+    if a = -1/2, but torch uses this value only with antialias. Without antialias, torch uses a =
+    -3/4, which causes errors of up to a twentieth of a position."""
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in old), indexing="ij")
     patches = torch.stack((y, x), dim=2).reshape(1, -1, 2)
     resampled = resample_posemb(patches, old, new, 0, antialias=antialias)[0].unflatten(0, new)

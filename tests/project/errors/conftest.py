@@ -1,5 +1,5 @@
-"""Fixtures that run scenarios in parallel. One thread per core is used, because starting Python
-takes most of the time."""
+"""Provide fixtures that run error scenarios in parallel. There is one thread per core, because most
+of the time is spent on starting Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def happened(
     shards: Path,
     finished: Path,
 ):
-    """Map each row selected on pytest's command line to its scenario's future."""
+    """Run the scenarios of all selected rows, and yield a dict that maps each row to the future of
+    its scenario."""
     scenario = request.module.scenario
     base = tmp_path_factory.mktemp("errors")
 

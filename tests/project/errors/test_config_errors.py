@@ -1,4 +1,4 @@
-"""Test the rows of errors/rows.yaml about mistakes in a config."""
+"""Test the rows of errors/rows.yaml that describe mistakes in a config."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ ALONE = {
         *("augment.three_augment=true", "augment.randaugment_layers=2")
     ],
 }
-"""Scenarios that consist only of settings."""
+"""Scenarios that need only settings and no code."""
 for problem, settings in ALONE.items():
     scenario.of[problem] = lambda place, settings=settings: place.train(*settings)
 

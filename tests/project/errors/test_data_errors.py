@@ -1,4 +1,4 @@
-"""Test the rows of errors/rows.yaml about missing, corrupt, rejected or swapped data."""
+"""Test the rows of errors/rows.yaml that describe missing, corrupt, rejected or swapped data."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _(place):
     offset = [int(row["offset"]) for row in index[:3]]
     a, b, c = (start - 512 for start in offset)
     assert index["size"][0] != index["size"][1]
-    # Swap the first two samples.
+    # swap the first two samples
     (root / "train-00000.tar").write_bytes(data[:a] + data[b:c] + data[a:b] + data[c:])
     place.train("train.steps=5")
 

@@ -1,4 +1,4 @@
-"""Test the rows of errors/rows.yaml about limits and faults of a machine."""
+"""Test the rows of errors/rows.yaml that describe limits and failures of a machine."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _(place):
             place.config,
             f"run.dir={place.run_dir}",
         )
-    else:  # Use the project's library under a false name.
+    else:  # use the project's library under a wrong name
         (place.folder / "sitecustomize.py").write_text(
             "import sys\nsys.version_info = (3, 9, 18)\n"
         )
@@ -210,7 +210,7 @@ def _(place):
 
 
 class TooLarge(Batches):
-    """Batches that need more memory than any machine has."""
+    """A batch source that needs more memory than any machine has."""
 
     layout = BatchLayout(4, ImageFormat((8, 8)), 0)
 

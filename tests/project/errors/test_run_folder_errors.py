@@ -1,4 +1,4 @@
-"""Test the rows of errors/rows.yaml about checkpoints, run folders and full disks."""
+"""Test the rows of errors/rows.yaml that describe checkpoints, run folders and full disks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _(place):
     state = place.run_dir / "checkpoints" / "step_00000003" / "state.safetensors"
     os.truncate(state, state.stat().st_size - 10)
     place.train("train.steps=3")
-    # The files must be renamed, not deleted, so that a user can inspect them.
+    # The command must rename these files instead of deleting them, so that users can inspect them.
     place.after = {
         re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()
     }
@@ -91,7 +91,8 @@ def _(place):
         place.config, place.run_dir, "train.steps=100000", "log.every_steps=100", ranks=0
     )
     background.wait_for_step(100)
-    # Stop the writer after its last write, so that the compared files do not change.
+    # Stop the process after its last write, so that the files do not change while they are
+    # compared.
     os.kill(background.process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, background.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     try:
@@ -132,13 +133,13 @@ ENDLESS = (
     "eval.every_steps=1000000",
     "checkpoint.every_steps=100",
     "log.every_steps=50",
-    "log.sample_losses=0",  # the disk would be too small for the losses of so many steps
+    "log.sample_losses=0",  # the losses of so many steps would not fit on the disk
 )
 
 
 def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> None:
-    """Fill the disk during training. The previous checkpoint must stay intact, and the same command
-    must resume from it when space is free again."""
+    """Fill the disk during training. The previous checkpoint must stay intact. When space is
+    available again, the same command must resume from this checkpoint."""
     with small_disk(place.folder / "disk") as disk:
         place.run_dir = disk / "run"
         background = Background(place.config, place.run_dir, *ENDLESS, ranks=ranks)

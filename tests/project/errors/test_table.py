@@ -1,4 +1,4 @@
-"""Test that each row of the table has exactly one scenario."""
+"""Test that each row of the error table has exactly one scenario."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the rows of errors/rows.yaml about runs at URLs and about folders that are not runs."""
+"""Test the rows of errors/rows.yaml that describe runs at URLs and folders that are not runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ int renameat(int a, const char *from, int b, const char *to) { errno = ENOSYS; r
 
 
 def at(place: Place, name: str = "copy") -> list[str]:
-    """Return the settings for a run at a URL. These settings leave only the row's files in the
-    folder."""
+    """Return settings for a run at a URL. With these settings, the local folder contains only the
+    files that the row describes."""
     local = place.folder.with_name(f"{place.folder.name}_{name}")
     return [f"run.dir=file://{place.folder}/there", f"run.local_dir={local}", "run.lease_s=1"]
 
@@ -66,7 +66,7 @@ def _(place):
     finally:
         lease.release()
     for files in (place.before, place.after):
-        files.pop("there/lease.json")  # ignore the lease, which is constantly rewritten
+        files.pop("there/lease.json")  # ignore the lease file, because it changes constantly
 
 
 @scenario("a working copy that holds something else")
