@@ -1,5 +1,5 @@
-"""Test that a process never treats another process's temporary file as abandoned, and that files of
-killed processes are removed."""
+"""Test that a process never treats another process's temporary file as abandoned, that files of
+killed processes are removed, and that links are replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.system.files import remove_leftovers, replacing, temporary_beside, temporary_file
+from vit.system.files import link_to, remove_leftovers, replacing, temporary_beside, temporary_file
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -86,6 +86,19 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
         remove_leftovers(tmp_path, "a.tar")
         assert [str(path) for path in tmp_path.iterdir()] == [file.name]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("before", ["nothing", "the link", "another link", "a file"])
+def test_a_link_replaces_whatever_has_its_name(before, tmp_path):
+    """A copy of a run that followed links has a file in place of the link."""
+    path = tmp_path / "model.safetensors"
+    if before == "a file":
+        path.touch()
+    elif before != "nothing":
+        path.symlink_to("last.safetensors" if before == "the link" else "old.safetensors")
+    link_to("last.safetensors", path)
+    assert path.readlink() == Path("last.safetensors")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failed_write_names_its_file_and_leaves_no_partial_file(tmp_path):
