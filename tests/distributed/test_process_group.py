@@ -432,6 +432,15 @@ def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
         dist.destroy_process_group()
 
 
+def test_planners_assume_the_bucket_size_of_ddp():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = process_group.wrap(nn.Linear(4, 4), World(0, 2, torch.device("cpu")))
+        assert wrapped._get_ddp_logging_data()["bucket_cap_bytes"] == process_group.REDUCED_AT_ONCE
+    finally:
+        dist.destroy_process_group()
+
+
 def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     torch.backends.cudnn.allow_tf32 = True
