@@ -1,5 +1,5 @@
 """Test that a process never treats another process's temporary file as abandoned, that files of
-killed processes are removed, and that links are replaced."""
+killed processes are removed, and that a result's place is made and its link replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from vit.system.files import link_to, remove_leftovers, replacing, temporary_beside, temporary_file
+from vit.system.files import (
+    check_place,
+    link_to,
+    remove_leftovers,
+    replacing,
+    temporary_beside,
+    temporary_file,
+)
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -99,6 +106,11 @@ def test_a_link_replaces_whatever_has_its_name(before, tmp_path):
     link_to("last.safetensors", path)
     assert path.readlink() == Path("last.safetensors")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folders_of_a_result_are_made_before_it_is_computed(tmp_path):
+    check_place(tmp_path / "new" / "deep" / "out.csv")
+    assert not list((tmp_path / "new" / "deep").iterdir())
 
 
 def test_a_failed_write_names_its_file_and_leaves_no_partial_file(tmp_path):
