@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -433,6 +436,23 @@ def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
         assert wrapped.will_sync_module_buffers() is sent
     finally:
         dist.destroy_process_group()
+
+
+def test_planners_assume_the_bucket_size_of_ddp():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = process_group.wrap(nn.Linear(4, 4), World(0, 2, torch.device("cpu")))
+        assert wrapped._get_ddp_logging_data()["bucket_cap_bytes"] == process_group.REDUCED_AT_ONCE
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("platform", "peak"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
+def test_the_peak_memory_of_a_process_is_in_gib(platform, peak, monkeypatch):
+    """macOS reports bytes, and Linux reports KiB."""
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=peak))
+    assert process_group.peak_memory_gib(torch.device("cpu")) == 3.0
 
 
 def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):

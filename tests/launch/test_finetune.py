@@ -119,6 +119,7 @@ def test_other_classes_get_a_new_head_and_no_accuracy_before(base, tmp_path):
     done = finetune(base, tmp_path, root, "init.reset_head=true", "--json")
     assert done.returncode == 0, done.stderr
     assert "has 3 classes, but" in done.stderr
+    assert "compared on the same" not in done.stderr
     result = json.loads(done.stdout)
     assert result["num_images"] == 8
     assert "before" not in result

@@ -1,5 +1,5 @@
-"""Test that a process never deletes the temporary files of a running process, and that the files of
-killed processes are removed."""
+"""Test that a process never deletes the temporary files of a running process, that the files of
+killed processes are removed, and that the parent folder of a result is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from vit.system.files import remove_leftovers, replacing, temporary_beside, temporary_file
+from vit.system.files import (
+    check_place,
+    link_to,
+    remove_leftovers,
+    replacing,
+    temporary_beside,
+    temporary_file,
+)
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -86,6 +93,24 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
         remove_leftovers(tmp_path, "a.tar")
         assert [str(path) for path in tmp_path.iterdir()] == [file.name]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("before", ["nothing", "the link", "another link", "a file"])
+def test_a_link_replaces_whatever_has_its_name(before, tmp_path):
+    """A copy of a run that followed links has a file in place of the link."""
+    path = tmp_path / "model.safetensors"
+    if before == "a file":
+        path.touch()
+    elif before != "nothing":
+        path.symlink_to("last.safetensors" if before == "the link" else "old.safetensors")
+    link_to("last.safetensors", path)
+    assert path.readlink() == Path("last.safetensors")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folders_of_a_result_are_made_before_it_is_computed(tmp_path):
+    check_place(tmp_path / "new" / "deep" / "out.csv")
+    assert not list((tmp_path / "new" / "deep").iterdir())
 
 
 def test_a_failed_write_names_its_file_and_leaves_no_partial_file(tmp_path):

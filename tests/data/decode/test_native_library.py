@@ -85,6 +85,18 @@ def test_a_library_that_decodes_wrongly_is_refused(tmp_path):
         load(library, sources)
 
 
+@needs_gcc
+def test_a_library_that_cannot_add_restart_markers_is_refused(tmp_path):
+    functions = """
+const char *vit_native_sources(void) { return ""; }
+int vit_decode_window(void) { return 0; }
+int vit_jpeg_transcode(void) { return 1; }
+"""
+    library = small(tmp_path, abi(ABI) + functions)
+    with pytest.raises(UnusableLibrary, match="decodes different pixels than simplejpeg"):
+        load(library, tmp_path / "none")
+
+
 def test_a_file_that_is_not_a_library_is_refused(tmp_path):
     (tmp_path / "library.so").write_bytes(b"\x7fELF" + bytes(60))
     with pytest.raises(
