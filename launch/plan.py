@@ -3,6 +3,8 @@
     python launch/plan.py --config configs/vit_l16.yaml --gpus 8xH200
     python launch/plan.py --config configs/vit_b16.yaml --gpus 64xH100 --price 3.5
     python launch/plan.py --config configs/vit_h14.yaml --gpus 16xA100-40GB data.micro_batch_size=32
+    python launch/plan.py --config configs/vit_b16.yaml --gpus 8xMyGPU --peak-tflops 312 \\
+        --bandwidth-gbs 2039 --memory-gib 79
 
 This requires neither a GPU nor the data. Memory is counted on meta tensors, and ImageNet-1k is
 assumed if the shards cannot be opened. `--json` prints one object, in which `fits` is true if the
@@ -26,6 +28,7 @@ from vit.config.io import load_config
 from vit.distributed.exit import run_command
 from vit.extras.planner.forecast import (
     GIB,
+    GPUS_PER_HOST,
     IMAGES_PER_CORE_S,
     SHARD_BYTES_PER_IMAGE,
     Forecast,
@@ -40,15 +43,20 @@ def main() -> None:
     args = read_command_line()
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ValueError(f"--price {args.price}: expected the hourly cost of one GPU, such as 3.5")
-    num_gpus, gpu = parse_gpus(args.gpus)
+    num_gpus, gpu = parse_gpus(args.gpus, args.peak_tflops, args.bandwidth_gbs, args.memory_gib)
+    for option in ("cores", "network_gbs"):
+        number = getattr(args, option)
+        if number is not None and not 0 < number < float("inf"):
+            option = f"--{option.replace('_', '-')}"
+            raise ValueError(f"{option} {number}: expected a positive number")
     config = load_config(args.config, args.overrides)
     # The status line appears only in a terminal, and is removed at the end.
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("counting the memory of steps"):
         forecast = make_forecast(config, num_gpus, gpu)
     if args.json:
-        print(json.dumps(as_json(forecast, args.price), indent=1))
+        print(json.dumps(as_json(forecast, args), indent=1))
     else:
-        print(as_text(config.model.name, forecast, args.price))
+        print(as_text(config.model.name, forecast, args))
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
@@ -61,9 +69,15 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="NxNAME",
         help=f"number and name of the GPUs: {', '.join(gpu.name for gpu in GPUS)}",
     )
-    parser.add_argument(
-        "--price", type=float, metavar="P", help="hourly cost of one GPU in any currency"
-    )
+    for option, metavar, explanation in (
+        ("--peak-tflops", "T", "peak of a GPU that is not in the list, in TFLOP/s"),
+        ("--bandwidth-gbs", "B", "memory bandwidth of that GPU, in GB/s"),
+        ("--memory-gib", "M", "memory of that GPU, in GiB"),
+        ("--price", "P", "hourly cost of one GPU in any currency"),
+        ("--cores", "N", "CPU cores per GPU, which limit the end-to-end time"),
+        ("--network-gbs", "G", "GB/s in and out of each host, which limit the end-to-end time"),
+    ):
+        parser.add_argument(option, type=float, metavar=metavar, help=explanation)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
@@ -71,17 +85,16 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
+def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
     """Format the forecast as text with one line per quantity."""
     plan = forecast.plan
     gpu = forecast.gpu
     num_gpus = forecast.num_gpus
     rank_batch = plan.micro_batch_size * plan.accumulation_steps
     peak_tflops = gpu.peak_tflops(forecast.precision)
-    slow, fast = forecast.images_per_s
-    hours = forecast.hours
-    gpu_hours = [num_gpus * each for each in hours]
-    mfu = _range([100 * forecast.speed.low, 100 * forecast.speed.high])
+    slow, fast = forecast.images_per_s(forecast.image_s)
+    end_to_end_h = forecast.end_to_end_h(args.cores, args.network_gbs)
+    factors = _range([forecast.end_to_end.low, forecast.end_to_end.high])
     lines = {
         "data": f"{forecast.data.num_images:,} images",
         "steps": f"{plan.total_steps:,} of {plan.global_batch_size:,} images: {rank_batch}"
@@ -89,15 +102,23 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
         "memory": _memory(forecast),
         "micro-batch": _micro_batch(forecast),
         "speed": f"{_range((slow, fast))} images/s, per GPU"
-        f" {_range((slow / num_gpus, fast / num_gpus))}: {mfu} % of the peak"
+        f" {_range((slow / num_gpus, fast / num_gpus))}:"
+        f" {_range([100 * each for each in forecast.mfu])} % of the peak"
         f" ({forecast.speed.source})",
-        "time": f"{_duration(hours)}, {_range(gpu_hours)} GPU-hours, including evaluations",
+        "compute": f"{_time(forecast.compute_h, num_gpus)}, including evaluations",
+        "end to end": f"{_time(end_to_end_h, num_gpus)}: complete runs took {factors} times as long"
+        f" as their computation ({forecast.end_to_end.source})",
         "cores": f"{_range(forecast.cores_per_gpu)} per GPU, or decoding is the bottleneck"
         f" ({IMAGES_PER_CORE_S:,} images/s per core from shards at 116 kB an image, measured)",
         "host": _host(forecast),
         "disk": _disk(forecast),
     }
-    if forecast.stages:
+    if forecast.network_gbs:
+        lines["network"] = (
+            f"{_range([forecast.network_gbs])} GB/s in and out of each host with {GPUS_PER_HOST}"
+            " GPUs, or the sums of gradients are the bottleneck"
+        )
+    if len(forecast.stages) > 1:
         lines["image sizes"] = _image_sizes(forecast)
     if forecast.data.assumed:
         lines["data"] += f" and all steps assume ImageNet-1k: {forecast.data.assumed}"
@@ -105,8 +126,12 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
         lines["teacher"] = (
             f"{forecast.teacher_flops / 1e9:.2f} GFLOP per image, counted in memory, speed and time"
         )
-    if price is not None:
-        lines["cost"] = f"{_range([price * each for each in gpu_hours])} at {price:g} per GPU-hour"
+    if args.price is not None:
+        compute, whole = (
+            _range([args.price * num_gpus * each for each in hours])
+            for hours in (forecast.compute_h, end_to_end_h)
+        )
+        lines["cost"] = f"compute {compute}, end to end {whole} at {args.price:g} per GPU-hour"
     title = (
         f"{model_name} on {num_gpus} x {gpu.name} ({forecast.precision}: peak"
         f" {peak_tflops:,.0f} TFLOP/s; {gpu.memory_gib} GiB)"
@@ -114,9 +139,13 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
     return "\n".join([title, *(f"  {name:12} {text}" for name, text in lines.items())])
 
 
-def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
+def as_json(forecast: Forecast, args: Namespace) -> dict[str, Any]:
     """Convert the forecast to a dict of numbers, with ranges as [least, most]."""
-    gpu_hours = [forecast.num_gpus * hours for hours in forecast.hours]
+    hours = {
+        "compute": forecast.compute_h,
+        "end_to_end": forecast.end_to_end_h(args.cores, args.network_gbs),
+    }
+    gpu_hours = {name: [forecast.num_gpus * end for end in ends] for name, ends in hours.items()}
     host = forecast.host_memory
     return {
         "gpu": asdict(forecast.gpu),
@@ -134,21 +163,29 @@ def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
             "of_each_gpu": host.of_each_gpu,
         },
         "largest_micro_batch_size": forecast.largest_micro_batch_size,
-        "gflop_per_image": forecast.forward_flops / 1e9,
+        "gflop_per_image": forecast.forward.flops / 1e9,
         "teacher_gflop_per_image": forecast.teacher_flops / 1e9,
-        "mfu": [forecast.speed.low, forecast.speed.high],
-        "mfu_source": forecast.speed.source,
-        "images_per_s": forecast.images_per_s,
+        "mfu": forecast.mfu,
+        "speed": asdict(forecast.speed),
+        "images_per_s": forecast.images_per_s(forecast.image_s),
         "stages": [
-            {**asdict(stage), "images_per_s": forecast.images_per_s_at(stage.train_flops)}
+            {**asdict(stage), "images_per_s": forecast.images_per_s(stage.image_s)}
             for stage in forecast.stages
         ],
-        "hours": forecast.hours,
+        "hours": hours,
         "gpu_hours": gpu_hours,
-        "cost": None if price is None else [price * hours for hours in gpu_hours],
+        "cost": None
+        if args.price is None
+        else {name: [args.price * end for end in ends] for name, ends in gpu_hours.items()},
+        "end_to_end": asdict(forecast.end_to_end),
         "cores_per_gpu": forecast.cores_per_gpu,
+        "network_gbs": forecast.network_gbs,
         "run_folder_bytes": forecast.disk.total_bytes,
     }
+
+
+def _time(hours: Sequence[float], num_gpus: int) -> str:
+    return f"{_duration(hours)}, {_range([num_gpus * each for each in hours])} GPU-hours"
 
 
 def _memory(forecast: Forecast) -> str:
@@ -179,7 +216,7 @@ def _image_sizes(forecast: Forecast) -> str:
     parts = []
     for stage in forecast.stages:
         height, width = stage.image_size
-        rates = [each / forecast.num_gpus for each in forecast.images_per_s_at(stage.train_flops)]
+        rates = [each / forecast.num_gpus for each in forecast.images_per_s(stage.image_s)]
         parts.append(
             f"{height}x{width} until step {stage.stop:,} ({_range(rates)} images/s per GPU)"
         )

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 OWN = {
     "export": ("launch/export.py",),
     "planner": (
-        *("launch/bench.py", "launch/plan.py", "benchmarks/gpu_check"),
-        *("docs/measuring.md", "docs/planning.md"),
+        *("launch/bench.py", "launch/plan.py"),
+        *("benchmarks/gpu_check", "benchmarks/planner"),
+        *("docs/measuring.md", "docs/planning.md", "docs/planner_error.md"),
     ),
     "recipes": ("launch/recipe.py", "docs/recipes.md"),
     "remote_runs": (),

@@ -175,8 +175,8 @@ def test_derived_values_in_a_header_follow_from_the_recipe(path):
         assert int(stated[1].replace(",", "")) == forecast.plan.total_steps
     if stated := re.search(r"# fits an 80 GB GPU.*, (\d+) micro-steps", text):
         assert int(stated[1]) == forecast.plan.accumulation_steps
-    hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
-    assert f"8 H200: {hours} h at 20 to 40 % of their peak (launch/plan.py)" in header
+    hours = " to ".join(f"{end:.3g}" for end in forecast.compute_h)
+    assert f"8 H200: {hours} h of compute (launch/plan.py)" in header
     assert f"about {forecast.memory.total / 2**30:.0f} GiB (launch/plan.py)" in text
     page = (ROOT / "docs" / "plans.md").read_text()
     assert f"| `{path.stem}` | H200 | {forecast.memory.total / 2**30:.1f} |" in page

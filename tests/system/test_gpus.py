@@ -107,3 +107,14 @@ def test_rejects_an_invalid_number_of_gpus(text):
 def test_an_unknown_name_is_reported_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'H300' is not a known GPU .*did you mean h.*MI300X"):
         parse_gpus("8xH300")
+
+
+def test_an_unknown_gpu_is_described_by_three_numbers():
+    number, gpu = parse_gpus("8x My GPU", 312, 2039, 79)
+    assert (number, gpu.name) == (8, "My GPU")
+    assert gpu.peak_tflops("bf16") == gpu.peak_tflops("fp32") == 312
+    assert (gpu.bandwidth_gbs, gpu.memory_gib) == (2039, 79)
+    with pytest.raises(ValueError, match=r"give all three, or none"):
+        parse_gpus("8xMyGPU", peak_tflops=312)
+    with pytest.raises(ValueError, match=r"must be positive"):
+        parse_gpus("8xMyGPU", 312, 0, 79)

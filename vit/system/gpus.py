@@ -122,15 +122,32 @@ def find_device(device_name: str) -> Gpu | None:
     return next(matches, None)
 
 
-def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """Parse `8xH200` or `H200` into a count and a GPU. Raises ValueError for anything else."""
+def parse_gpus(
+    text: str,
+    peak_tflops: float | None = None,
+    bandwidth_gbs: float | None = None,
+    memory_gib: float | None = None,
+) -> tuple[int, Gpu]:
+    """Parse `8xH200` or `H200` into a count and a GPU. Raises ValueError for anything else.
+
+    The other arguments describe a GPU that is not in the table: its peak at the precision of the
+    run, its memory bandwidth and its memory. Either all or none must be given.
+    """
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
     expected = f"--gpus {text!r}: expected a number and a name, as in 8xH200"
     if match is None or (match[1] is not None and int(match[1]) == 0):
         raise ValueError(expected)
-    try:
-        return int(match[1] or 1), find_gpu(match[2])
-    except ValueError:
-        if re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):  # the name is missing
-            raise ValueError(expected) from None
-        raise
+    if re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):  # the name is missing
+        raise ValueError(expected)
+    count, name = int(match[1] or 1), match[2]
+    given = (peak_tflops, bandwidth_gbs, memory_gib)
+    if peak_tflops is None or bandwidth_gbs is None or memory_gib is None:
+        if given != (None, None, None):
+            raise ValueError(
+                f"--gpus {text!r}: --peak-tflops, --bandwidth-gbs and --memory-gib describe a GPU"
+                " together: give all three, or none for a GPU in the table"
+            )
+        return count, find_gpu(name)
+    if not all(0 < number < float("inf") for number in (peak_tflops, bandwidth_gbs, memory_gib)):
+        raise ValueError(f"--gpus {text!r}: its peak, bandwidth and memory must be positive")
+    return count, Gpu(name, peak_tflops, peak_tflops, memory_gib, bandwidth_gbs, re.escape(name))

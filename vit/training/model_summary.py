@@ -38,7 +38,7 @@ def flops_per_image(
     skip branches, and return the mean per image. image_size: (height, width) in pixels, or None for
     the model's own.
     """
-    return _flops_by_part(model, training_batch_size, image_size)["Global"]
+    return _flops(flops_by_operator(model, training_batch_size, image_size)["Global"])
 
 
 def frozen_flops_per_image(
@@ -48,15 +48,22 @@ def frozen_flops_per_image(
     parts = [name for name, _ in frozen_parts(model)]
     if not parts:
         return 0
-    flops = _flops_by_part(model, training_batch_size, image_size)
+    flops = flops_by_operator(model, training_batch_size, image_size)
     # FlopCounterMode prefixes each name with the model's class name.
-    return sum(flops.get(f"{type(model).__name__}.{part}", 0) for part in parts)
+    return sum(_flops(flops.get(f"{type(model).__name__}.{part}", {})) for part in parts)
 
 
-def _flops_by_part(
+def _flops(by_operator: dict[Any, float]) -> int:
+    return int(sum(by_operator.values()))
+
+
+def flops_by_operator(
     model: Any, training_batch_size: int | None, image_size: tuple[int, int] | None
-) -> dict[str, int]:
-    """Return the forward FLOPs of one image, keyed by module name; "Global" is the total."""
+) -> dict[str, dict[Any, float]]:
+    """Return the forward FLOPs of one image, keyed by module name and operator.
+
+    The name "Global" is the whole model. The arguments are those of `flops_per_image`.
+    """
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
@@ -72,7 +79,10 @@ def _flops_by_part(
     for module, mode in modes.items():
         module.training = mode
     counts = counter.get_flop_counts()
-    return {name: sum(by_operator.values()) // batch_size for name, by_operator in counts.items()}
+    return {
+        name: {operator: flops / batch_size for operator, flops in by_operator.items()}
+        for name, by_operator in counts.items()
+    }
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from vit.config.schema import Config
 from vit.extras.planner.forecast import (
     GIB,
     IMAGES_PER_CORE_S,
-    MFU_RANGE,
     Forecast,
     largest_micro_batch,
     make_forecast,
@@ -31,22 +30,49 @@ def config_of(**sections: dict) -> Config:
 
 
 def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
-    """The run has 300 epochs with 312 batches of 4,096 images. A forward pass takes 35.13 GFLOP per
-    image, and training takes three times as much."""
+    """The run has 300 epochs with 312 batches of 4,096 images. Each of the 12 blocks processes 197
+    tokens of width 768."""
     config = load_config("vit_b16", ["data.root=/nonexistent"])
     forecast = make_forecast(config, 8, H200)
     assert forecast.plan.total_steps == 93_600
-    assert forecast.forward_flops == pytest.approx(35.13e9, rel=1e-3)
-    images = 93_600 * 4096
-    evaluated = 300 // config.eval.every_epochs * 50_000 * 2
-    flops = 35.13e9 * (3 * images + evaluated)
-    hours = [flops / (989.4e12 * 8 * mfu) / 3600 for mfu in reversed(MFU_RANGE)]
-    assert forecast.hours == pytest.approx(hours, rel=1e-3)
-    rates = [mfu * 989.4e12 * 8 / (3 * 35.13e9) for mfu in MFU_RANGE]
-    assert forecast.images_per_s == pytest.approx(rates, rel=1e-3)
-    cores = [rate / 8 / IMAGES_PER_CORE_S for rate in rates]
-    assert forecast.cores_per_gpu == pytest.approx(cores, rel=1e-3)
+    linear = 12 * 197 * 2 * 12 * 768**2 + 2 * 196 * 768**2 + 2 * 768 * 1000
+    attention = 12 * 4 * 197**2 * 768
+    elements = 12 * 197 * 9 * 768 + 1000
+    assert forecast.forward.linear_flops == linear
+    assert forecast.forward.attention_flops == attention
+    assert forecast.forward.elements == elements
+    per_flop_s = 1 / (0.51 * 989.4e12)
+    per_element_s = 9.8 / 4.8e12
+    image_s = (3 * linear + 3.5 * attention) * per_flop_s + 3 * elements * per_element_s
+    image_s += 13 * 4 * 86_567_656 / 4.8e12 / 512
+    assert forecast.image_s == pytest.approx(image_s, rel=1e-6)
+    eval_s = (linear + attention) * per_flop_s + elements * per_element_s
+    num_evaluated = 300 // config.eval.every_epochs * 50_000 * 2
+    hours = (93_600 * 4096 * image_s + num_evaluated * eval_s) / 8 / 3600
+    assert forecast.compute_h == pytest.approx((hours / 1.3, hours * 1.3), rel=1e-6)
+    low, high = forecast.end_to_end.low, forecast.end_to_end.high
+    assert forecast.end_to_end_h(None, None) == pytest.approx((hours * low, hours * high))
+    rates = [8 / image_s / 1.3, 8 / image_s * 1.3]
+    assert forecast.images_per_s(image_s) == pytest.approx(rates)
+    assert forecast.mfu[1] == pytest.approx(3 * (linear + attention) * rates[1] / 8 / 989.4e12)
+    assert forecast.cores_per_gpu == pytest.approx([rate / 8 / IMAGES_PER_CORE_S for rate in rates])
+    assert forecast.network_gbs == 0, "eight GPUs are one host"
     assert "/nonexistent" in forecast.data.assumed
+
+
+def test_the_loader_and_the_network_can_limit_the_run():
+    """A core decodes 1,034 images/s. Each step sends 2.5 GB of gradients twice through each
+    host."""
+    config = load_config("vit_h14", ["data.root=/none"])
+    forecast = make_forecast(config, 64, H200)
+    free_h = forecast.end_to_end_h(None, None)
+    one_core_h = forecast.train_images / 64 / IMAGES_PER_CORE_S / 3600
+    assert forecast.end_to_end_h(1, None) == free_h
+    assert forecast.end_to_end_h(0.01, None) == pytest.approx([100 * one_core_h] * 2)
+    sums_h = 62_400 * 2 * 4 * 632_045_800 / 10e9 / 3600
+    assert forecast.end_to_end_h(None, 10) == pytest.approx([sums_h] * 2)
+    step_s = 4096 / 64 * forecast.image_s
+    assert forecast.network_gbs == pytest.approx(2 * 4 * 0.632 / (step_s * 2 / 3), rel=1e-3)
 
 
 def test_skipped_and_repeated_computations_change_the_operations():
@@ -55,13 +81,15 @@ def test_skipped_and_repeated_computations_change_the_operations():
     plain = make_forecast(config_of(model=TINY), 1, H200)
     subset = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": "constant"}
     by_subset = make_forecast(config_of(model={**TINY, **subset}), 1, H200)
-    assert by_subset.forward_flops == plain.forward_flops
+    assert by_subset.forward == plain.forward
     assert 0.5 < by_subset.train_flops / plain.train_flops < 0.6
+    assert 0.5 < by_subset.image_s / plain.image_s < 0.7
     for checkpointing, passes in (("block", 4), (2, 3.5)):
         train = {"steps": 10, "activation_checkpointing": checkpointing}
         again = make_forecast(config_of(model=TINY, train=train), 1, H200)
-        assert again.train_flops == passes * plain.forward_flops
-        assert again.images_per_s[0] == pytest.approx(plain.images_per_s[0] * 3 / passes)
+        assert again.train_flops == plain.train_flops, "MFU does not count repeated operations"
+        repeated_s = (passes - 3) * plain.eval_image_s
+        assert again.image_s - plain.image_s == pytest.approx(repeated_s)
         assert again.memory.activations < 0.8 * plain.memory.activations
 
 
@@ -84,19 +112,19 @@ def test_stages_of_image_size_count_with_their_own_operations():
     # Only the run with changing image sizes resamples its position embeddings, which requires a
     # matrix product.
     expected = sum(
-        share * alone[side].train_flops
+        share * alone[side].image_s
         for side, share in zip((32, 48, 64), (0.5, 0.25, 0.25), strict=True)
     )
-    assert staged.train_flops == pytest.approx(expected, rel=5e-3)
+    assert staged.image_s == pytest.approx(expected, rel=5e-3)
     assert [stage.stop for stage in staged.stages] == [50 * 64, 75 * 64, 100 * 64]
-    of_stages = [stage.train_flops for stage in staged.stages]
-    assert of_stages == pytest.approx([each.train_flops for each in alone.values()], rel=5e-3)
-    assert staged.forward_flops == alone[64].forward_flops, "evaluations use the model's size"
-    assert alone[32].hours[0] < staged.hours[0] < alone[64].hours[0]
+    of_stages = [stage.image_s for stage in staged.stages]
+    assert of_stages == pytest.approx([each.image_s for each in alone.values()], rel=5e-3)
+    assert staged.forward == alone[64].forward, "evaluations use the model's size"
+    assert alone[32].compute_h[0] < staged.compute_h[0] < alone[64].compute_h[0]
     # The matrices for resampling position embeddings add a few kilobytes.
     assert staged.memory.total == pytest.approx(alone[64].memory.total, rel=1e-3)
     assert staged.host_memory == alone[64].host_memory
-    assert not alone[64].stages
+    assert len(alone[64].stages) == 1
     growing = forecast_at(32, image_sizes=({"until_epoch": 50, "image_size": 64},))
     assert growing.memory.activations == pytest.approx(alone[64].memory.activations, rel=1e-3)
     assert growing.host_memory.ring == alone[64].host_memory.ring

@@ -15,7 +15,8 @@ TOPICS = [
     "memory",
     "micro-batch",
     "speed",
-    "time",
+    "compute",
+    "end to end",
     "cores",
     "host",
     "disk",
@@ -33,7 +34,7 @@ def test_answers_every_question_in_a_line():
     assert done.returncode == 0, done.stderr
     title, *lines = done.stdout.splitlines()
     assert title.startswith("vit_l16 on 8 x RTX-4090 (bf16: peak 165 TFLOP/s")
-    names = [line.split()[0] for line in lines]
+    names = [re.split(r" {2,}", line.strip())[0] for line in lines]
     assert names == TOPICS
     assert "DOES NOT FIT" in done.stdout, done.stdout
     largest = int(re.search(r"data\.micro_batch_size=(\d+)", done.stdout)[1])
@@ -47,7 +48,11 @@ def test_json_has_the_same_numbers():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["fits"]
-    assert report["cost"] == pytest.approx([3.5 * hours for hours in report["gpu_hours"]])
+    for name in ("compute", "end_to_end"):
+        hours = report["hours"][name]
+        assert report["gpu_hours"][name] == pytest.approx(hours)
+        assert report["cost"][name] == pytest.approx([3.5 * end for end in hours])
+    assert report["end_to_end"]["low"] > 1
     parts = {name: value for name, value in report["memory_bytes"].items() if name != "total"}
     assert sum(parts.values()) == report["memory_bytes"]["total"]
 
@@ -60,6 +65,8 @@ def test_json_has_the_same_numbers():
         (["--gpus", "13xH100"], "error: data.global_batch_size=4096 is not a multiple of 13 ranks"),
         (["--gpus", "8xH100", "--price", "-2"], "error: --price -2.0: expected the hourly cost"),
         (["--gpus", "8xH100", "--price", "nan"], "error: --price nan: expected the hourly cost"),
+        (["--gpus", "8xH100", "--cores", "0"], "error: --cores 0.0: expected a positive number"),
+        (["--gpus", "8xMine", "--peak-tflops", "300"], "give all three, or none for a GPU in the"),
         ([], "--gpus"),
     ],
 )
@@ -72,6 +79,25 @@ def test_reports_a_mistake_in_one_line(arguments, message):
 
 def test_describes_a_small_run_in_seconds_and_whole_numbers():
     done = plan("--config", "configs/demo.yaml", "--gpus", "8xH200", "train.steps=100")
-    assert re.search(r"time +\S+ to \S+ s, ", done.stdout), done.stdout
+    assert re.search(r"compute +\S+ to \S+ s, ", done.stdout), done.stdout
     assert "e+0" not in done.stdout
     assert "memory       0.0 of" not in done.stdout
+
+
+def test_an_unknown_gpu_and_the_limits_of_a_machine_are_taken_from_flags():
+    """The demo computes in fp32, for which the data sheet of an H100 has a peak of 66.9 TFLOP/s."""
+    h100 = ("--peak-tflops", "66.9", "--bandwidth-gbs", "3352", "--memory-gib", "79.1")
+    limits = ("--cores", "0.01", "--network-gbs", "100")
+    known, unknown, limited = (
+        json.loads(plan("--config", "configs/demo.yaml", "--json", *arguments).stdout)
+        for arguments in (
+            ("--gpus", "16xH100"),
+            ("--gpus", "16xMine", *h100),
+            ("--gpus", "16xH100", *limits),
+        )
+    )
+    assert unknown["gpu"]["name"] == "Mine"
+    assert unknown["hours"] == known["hours"]
+    assert limited["hours"]["compute"] == known["hours"]["compute"]
+    assert limited["hours"]["end_to_end"][0] > known["hours"]["end_to_end"][1]
+    assert known["network_gbs"] > 0

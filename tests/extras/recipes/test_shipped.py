@@ -260,8 +260,8 @@ def test_hours_and_memory_in_a_header_equal_the_planners(path):
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"])
     forecast = make_forecast(config, 8, find_gpu("H200"))
-    hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
-    assert f"8 H200: {hours} h at 20 to 40 %" in entry(path, "here")
+    hours = " to ".join(f"{end:.3g}" for end in forecast.compute_h)
+    assert f"8 H200: {hours} h of compute" in entry(path, "here")
     assert f"about {forecast.memory.total / 2**30:.0f} GiB (launch/plan.py)" in path.read_text()
     steps = forecast.plan.accumulation_steps
     assert ("no accumulation" if steps == 1 else f"{steps} micro-steps a step") in path.read_text()

@@ -1,22 +1,20 @@
 """Forecast a run's time, cost and memory from a config and a number of GPUs.
 
-`vit.training.plan` computes steps and batches, and `vit.extras.planner.memory` computes bytes. Time
-is the number of operations divided by the rate. Training on an image costs as much as three forward
-passes, because a backward pass costs two. Drop path reduces this cost, and recomputed activations
-and a teacher's forward pass are added. The rate is a fraction of the GPU's peak (MFU), either
-measured on the same GPU model or taken from a published range.
+`vit.training.plan` computes steps and batches, `vit.extras.planner.memory` computes bytes, and
+`vit.extras.planner.roofline` the seconds of an image. Drop path reduces them, and recomputed
+activations and a teacher's forward pass are added. `vit.extras.planner.speed` corrects them by
+measurements on the same GPU, and gives the range of complete published runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from vit.config.io import with_settings
 from vit.config.schema import Config
@@ -26,23 +24,17 @@ from vit.data.image_format import ImageFormat
 from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.data.shards.split_slice import parse_name, part_size
 from vit.extras.planner.memory import StepMemory, step_memory
+from vit.extras.planner.roofline import UPDATE_BYTES, Work, forward_work, seconds, training_work
+from vit.extras.planner.speed import RESULTS, EndToEnd, Speed, choose_speed, end_to_end
 from vit.hooks.needs import DiskNeeds, HostMemory, Load, disk_needs, host_memory
 from vit.system.files import ShardError
 from vit.system.gpus import Gpu
 from vit.training.freeze import create_trained_model
 from vit.training.mfu import train_flops_per_image
-from vit.training.model_summary import flops_per_image, frozen_flops_per_image
 from vit.training.plan import Plan, create_order, make_plan, micro_batch_sizes
 from vit.training.print_config import IMAGENET_IMAGES
 from vit.training.teacher import find_teacher
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-"""The folder of `*-gpu-*.json` files with measured MFU. An installed package does not have this
-folder."""
-MFU_RANGE = (0.2, 0.4)
-"""The MFU range assumed for GPUs without a measurement. Published values for training ViTs: ViT-5-B
-on H100s 22.5 % end to end and 28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 %
-(NVIDIA NeMo)."""
 RESERVED_GIB = 1.5
 """The estimated memory for the CUDA context, the cuBLAS and cuDNN workspaces, and the NCCL
 buffers."""
@@ -55,9 +47,8 @@ IMAGES_PER_CORE_S = 1034
 SHARD_BYTES_PER_IMAGE = 122_000
 """The average size of a stored image. ImageNet's shards take 156 GB (docs/data.md)."""
 IMAGENET_VAL_IMAGES = 50_000
-SAME_NETWORK = 0.1
-"""The maximum relative difference in operations between two measurements of the same network. The
-number of classes and the drop-path rate cause smaller differences."""
+GPUS_PER_HOST = 8
+"""The assumed number of GPUs per host, between which the network is not a limit."""
 GIB = 2**30
 
 
@@ -75,15 +66,6 @@ class DataSize:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """The lowest and highest expected fraction of a GPU's peak FLOP/s."""
-
-    low: float
-    high: float
-    source: str
-
-
-@dataclass(frozen=True)
 class Stage:
     """A stage of a run with one image size."""
 
@@ -91,8 +73,8 @@ class Stage:
     """The image size (height, width) in pixels."""
     stop: int
     """The step at which the stage ends."""
-    train_flops: int
-    """The number of operations to train on one image."""
+    image_s: float
+    """The seconds in which one GPU trains on one image, including the teacher and the update."""
 
 
 @dataclass(frozen=True)
@@ -111,20 +93,23 @@ class Forecast:
     host_memory: HostMemory
     disk: DiskNeeds
     speed: Speed
-    forward_flops: int
-    """The number of operations to evaluate one image."""
-    train_flops: int
-    """The number of operations to train on one image (forward and backward), averaged over the
-    run."""
-    teacher_flops: int
-    """The number of operations in the teacher's forward pass for one image, or 0 without a
-    teacher."""
+    end_to_end: EndToEnd
+    forward: Work
+    """The work to evaluate one image."""
+    teacher_flops: float
+    """The FLOPs of the teacher's forward pass for one image, or 0 without a teacher."""
     stages: tuple[Stage, ...]
-    """The stages of a run that trains at several image sizes. The last stage ends with the run."""
+    """The stages of the run, one for each image size. The last stage ends with the run."""
+    train_flops: int
+    """The FLOPs of training on one image, without repeated ones."""
     train_images: int
     """The number of images in all training steps, including repetitions."""
     eval_images: int
     """The number of images in all evaluations."""
+    eval_image_s: float
+    """The seconds in which one GPU evaluates one image."""
+    gradient_bytes: int
+    """The bytes of gradients that the ranks sum in each step."""
 
     @property
     def fits(self) -> bool:
@@ -132,35 +117,68 @@ class Forecast:
         return self.memory.total <= usable_bytes(self.gpu)
 
     @property
-    def images_per_s(self) -> tuple[float, float]:
-        """The training images per second of all GPUs together."""
-        return self.images_per_s_at(self.train_flops)
-
-    def images_per_s_at(self, train_flops: int) -> tuple[float, float]:
-        """Return the images per second if training on an image takes `train_flops` operations."""
-        slow, fast = self._flops_per_s
-        flops = train_flops + self.teacher_flops
-        return slow / flops, fast / flops
+    def image_s(self) -> float:
+        """The seconds in which one GPU trains on one image, averaged over the run."""
+        starts = (0, *(stage.stop for stage in self.stages))
+        total_s = sum(
+            (stage.stop - start) * stage.image_s
+            for start, stage in zip(starts, self.stages, strict=False)
+        )
+        return total_s / self.stages[-1].stop
 
     @property
-    def hours(self) -> tuple[float, float]:
-        """The duration of the run in hours, including evaluations."""
-        image_flops = self.train_flops + self.teacher_flops
-        flops = image_flops * self.train_images + self.forward_flops * self.eval_images
-        slow, fast = self._flops_per_s
-        return flops / fast / 3600, flops / slow / 3600
+    def mfu(self) -> tuple[float, float]:
+        """The fraction of the GPU's peak FLOP/s that training reaches, at the last image size."""
+        flops = self.train_flops + self.teacher_flops
+        peak = self.gpu.peak_tflops(self.precision) * 1e12
+        mfu = flops / self.stages[-1].image_s / peak
+        return mfu / self.speed.within, mfu * self.speed.within
+
+    def images_per_s(self, image_s: float) -> tuple[float, float]:
+        """Return the images per second of all GPUs if one GPU needs `image_s` for an image."""
+        rate = self.num_gpus / image_s
+        return rate / self.speed.within, rate * self.speed.within
+
+    @property
+    def compute_h(self) -> tuple[float, float]:
+        """The hours of computation, including evaluations."""
+        total_s = self.image_s * self.train_images + self.eval_image_s * self.eval_images
+        hours = total_s / self.num_gpus / 3600
+        return hours / self.speed.within, hours * self.speed.within
+
+    def end_to_end_h(self, cores: float | None, network_gbs: float | None) -> tuple[float, float]:
+        """Return the hours of the run, if it takes as much longer as published runs of its size.
+
+        cores: CPU cores per GPU, which limit the loader. network_gbs: 10**9 bytes per second per
+        host, which limit the sums of gradients. None: no limit.
+        """
+        hours = math.prod(self.compute_h) ** 0.5
+        limit_s = 0.0
+        if cores is not None:
+            limit_s = self.train_images / (cores * self.num_gpus * IMAGES_PER_CORE_S)
+        if network_gbs is not None and self.num_gpus > GPUS_PER_HOST:
+            sums_s = self.plan.total_steps * 2 * self.gradient_bytes / (network_gbs * 1e9)
+            limit_s = max(limit_s, sums_s)
+        low, high = hours * self.end_to_end.low, hours * self.end_to_end.high
+        return max(low, limit_s / 3600), max(high, limit_s / 3600)
 
     @property
     def cores_per_gpu(self) -> tuple[float, float]:
         """The number of CPU cores that each GPU needs for loading, at the smallest image size."""
-        flops = min((stage.train_flops for stage in self.stages), default=self.train_flops)
-        slow, fast = self.images_per_s_at(flops)
+        slow, fast = self.images_per_s(min(stage.image_s for stage in self.stages))
         return slow / self.num_gpus / IMAGES_PER_CORE_S, fast / self.num_gpus / IMAGES_PER_CORE_S
 
     @property
-    def _flops_per_s(self) -> tuple[float, float]:
-        peak = self.gpu.peak_tflops(self.precision) * 1e12 * self.num_gpus
-        return self.speed.low * peak, self.speed.high * peak
+    def network_gbs(self) -> float:
+        """The 10**9 bytes per second that each host must send and receive, or 0 for one host.
+
+        An all-reduce passes all gradients through each host twice. It overlaps with the backward
+        pass, which takes two thirds of the step.
+        """
+        if self.num_gpus <= GPUS_PER_HOST:
+            return 0.0
+        backward_s = 2 / 3 * self.image_s * self.plan.global_batch_size / self.num_gpus
+        return 2 * self.gradient_bytes / backward_s / 1e9
 
 
 def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESULTS) -> Forecast:
@@ -178,30 +196,49 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         num_evaluations += plan.evaluates_at(plan.total_steps)  # the final evaluation
     num_models = 1 if config.ema.decay is None else 2
     disk = disk_needs(config, plan, data.num_classes)
-    trained_flops = train_flops_per_image(model, plan.micro_batch_size)
-    stages = _stages(config, plan, model)
-    train_flops = _mean_flops(stages)
+    precision = config.train.precision
+    train_flops = train_flops_per_image(model, plan.micro_batch_size)
+    compiled = bool(config.train.compile)
+    speed = choose_speed(config.model.name, precision, train_flops, gpu, compiled, results)
+
+    def image_s(work: Work) -> float:
+        return speed.factor * seconds(work, gpu, precision, compiled)
+
+    forward, _ = forward_work(model)
+    taught = None if teacher is None else forward_work(teacher[0])[0]
+    further_s = 0.0 if taught is None else image_s(taught)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    num_weights = sum(parameter.numel() for parameter in trained)
+    update_s = speed.factor * num_weights * UPDATE_BYTES / (gpu.bandwidth_gbs * 1e9)
+    further_s += update_s / plan.rank_batch_size
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
+    stages = tuple(
+        Stage(size, stop, image_s(_train_work(config, plan, model, size)) + further_s)
+        for stop, size in (*ends, (plan.total_steps, form.size))
+    )
     memory = step_memory(config, plan, data.num_classes)
     largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory)
     return Forecast(
         gpu=gpu,
         num_gpus=num_gpus,
-        precision=config.train.precision,
+        precision=precision,
         plan=plan,
         data=data,
         memory=memory,
         largest_micro_batch_size=largest,
         host_memory=_host_memory(config, plan, data, disk.checkpoint_bytes),
         disk=disk,
-        speed=expected_speed(
-            config.model.name, config.train.precision, trained_flops, gpu, results
-        ),
-        forward_flops=flops_per_image(model),
+        speed=speed,
+        end_to_end=end_to_end(forward),
+        forward=forward,
+        teacher_flops=0.0 if taught is None else taught.flops,
+        stages=stages,
         train_flops=train_flops,
-        teacher_flops=0 if teacher is None else flops_per_image(teacher[0]),
-        stages=stages if len(stages) > 1 else (),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
+        eval_image_s=image_s(forward),
+        gradient_bytes=4 * num_weights,
     )
 
 
@@ -260,62 +297,15 @@ def largest_micro_batch(
     return sizes[position]
 
 
-def expected_speed(
-    model_name: str, precision: str, flops: int, gpu: Gpu, results: Path = RESULTS
-) -> Speed:
-    """Return the measured MFU in `results` for this model on this GPU, or the published range.
-
-    The fastest matching row is used. flops: the operations to train on one image. They distinguish
-    networks with the same name but different image sizes or depths.
-    """
-    best: tuple[float, str] | None = None
-    for path in sorted(results.glob("*-gpu-*.json")):
-        measured = json.loads(path.read_text())
-        for row in measured["training"]:
-            same = row["model"] == model_name and measured["gpu"] == gpu.name
-            same = same and abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
-            # Rows with recomputation are skipped, because `_train_flops` already adds recomputed
-            # operations.
-            once = row.get("activation_checkpointing", "none") == "none"
-            if same and once and row["precision"] == precision:
-                best = max(best or (0.0, ""), (row["mfu"], path.name))
-    if best is not None:
-        return Speed(best[0], best[0], f"measured, benchmarks/results/{best[1]}")
-    low, high = MFU_RANGE
-    return Speed(low, high, "not measured on this GPU: published ViT training has 22 to 29 %")
-
-
-def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
-    form = ImageFormat.from_config(config.model, config.data, config.schedule)
-    ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
-    return tuple(
-        Stage(size, stop, _train_flops(config, plan, model, size))
-        for stop, size in (*ends, (plan.total_steps, form.size))
-    )
-
-
-def _mean_flops(stages: tuple[Stage, ...]) -> int:
-    """Return the number of training operations per image, averaged over the steps of the run."""
-    starts = (0, *(stage.stop for stage in stages))
-    total = sum(
-        (stage.stop - start) * stage.train_flops
-        for start, stage in zip(starts, stages, strict=False)
-    )
-    return total // stages[-1].stop
-
-
-def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple[int, int]) -> int:
-    """Return the number of operations to train on one image.
+def _train_work(config: Config, plan: Plan, model: Any, image_size: tuple[int, int]) -> Work:
+    """Return the work of training on one image.
 
     With activation checkpointing, the embedding and the head are counted like blocks.
     """
     size = plan.micro_batch_size if config.model.drop_path_form == "subset" else None
-    forward = flops_per_image(model, size, image_size)
-    # Frozen layers have no backward pass and no recomputation.
-    backward = forward - frozen_flops_per_image(model, size, image_size)
     every = config.train.activation_checkpointing  # "none", "block", or every n-th block
     recomputed = {"none": 0.0, "block": 1.0}[every] if isinstance(every, str) else 1 / every
-    return int(forward + backward * (2 + recomputed))
+    return training_work(*forward_work(model, size, image_size), recomputed)
 
 
 def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+import torch
+
 from vit.extras.planner.benchmark.certificate import loading_table, step_table, write_results
-from vit.extras.planner.forecast import MFU_RANGE, expected_speed
+from vit.extras.planner.roofline import forward_work, seconds, training_work
+from vit.extras.planner.speed import WITHIN_MEASURED, choose_speed
+from vit.model import create_model
 from vit.system.gpus import find_gpu
 from vit.training.step_result import StepPhase
 
@@ -68,30 +73,38 @@ def result(
 
 
 def test_the_planner_reads_the_results_of_the_benchmark(tmp_path):
-    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
+    assert choose_speed("vit_b16", "bf16", B16_FLOPS, H200, True, tmp_path).factor == 1
+    with torch.device("meta"):
+        work = training_work(*forward_work(create_model("vit_b16")))
     eager = row(compiled=False, mfu=0.22)
     path = write_results(tmp_path, result(eager, row(), loading=LOADING))
     assert path.name.endswith("-gpu-h200.json")
-    speed = expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path)
-    assert (speed.low, speed.high) == (0.32, 0.32)
+    speed = choose_speed("vit_b16", "bf16", B16_FLOPS, H200, True, tmp_path)
+    measured_s = B16_FLOPS / (0.32 * 989.4e12)
+    assert speed.factor == pytest.approx(measured_s / seconds(work, H200, "bf16", True), rel=0.01)
+    assert speed.within == 1
+    eager_speed = choose_speed("vit_b16", "bf16", B16_FLOPS, H200, False, tmp_path)
+    measured_s = B16_FLOPS / (0.22 * 989.4e12)
+    assert eager_speed.factor == pytest.approx(
+        measured_s / seconds(work, H200, "bf16", False), rel=0.01
+    )
     assert path.name in speed.source
     again = row(activation_checkpointing="block", mfu=0.9)
     write_results(tmp_path, result(again))
-    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, (
+    assert choose_speed("vit_b16", "bf16", B16_FLOPS, H200, True, tmp_path) == speed, (
         "a different workload must not count as measured"
     )
     shallow = row(flops_per_image=B16_FLOPS // 6, mfu=0.9)
     write_results(tmp_path, result(shallow))
-    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, (
-        "a measurement of another depth must not count"
+    assert choose_speed("vit_b16", "bf16", B16_FLOPS, H200, True, tmp_path) == speed, (
+        "a measurement of another depth must not count as this network's"
     )
-    for model, precision, gpu in [
-        ("vit_l16", "bf16", "H200"),
-        ("vit_b16", "fp32", "H200"),
-        ("vit_b16", "bf16", "H100"),
-    ]:
+    other = choose_speed("vit_l16", "bf16", 3 * B16_FLOPS, H200, True, tmp_path)
+    assert other.within == WITHIN_MEASURED, "one measured model corrects the others"
+    assert other.factor <= speed.factor
+    for precision, gpu in [("fp32", "H200"), ("bf16", "H100")]:
         assert (
-            expected_speed(model, precision, B16_FLOPS, find_gpu(gpu), tmp_path).low == MFU_RANGE[0]
+            choose_speed("vit_b16", precision, B16_FLOPS, find_gpu(gpu), True, tmp_path).factor == 1
         )
 
 
@@ -123,7 +136,7 @@ def test_an_unknown_gpu_and_a_cpu_have_separate_files(tmp_path):
     cpu = write_results(tmp_path, result(row(), device=processor, kind="cpu"))
     assert cpu.name.endswith("-amd-epyc-9b14.json")
     assert "-gpu-" not in cpu.name, "the planner reads all files with gpu in their names"
-    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
+    assert choose_speed("vit_b16", "bf16", B16_FLOPS, H200, True, tmp_path).factor == 1
 
 
 def test_tables_have_a_column_for_each_measurement():

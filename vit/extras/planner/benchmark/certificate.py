@@ -2,7 +2,7 @@
 
 `vit.extras.planner.benchmark.bench.measure` -> `tables` -> terminal
                             -> `write_results` -> <date>-gpu-<name>.json and .md
-                                 -> `vit.extras.planner.forecast.expected_speed`
+                                 -> `vit.extras.planner.speed.choose_speed`
 """
 
 from __future__ import annotations
