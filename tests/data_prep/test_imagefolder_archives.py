@@ -194,7 +194,7 @@ def test_animals_are_downloaded_from_kaggle_with_a_login(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"<!DOCTYPE html><html>Please log in</html>", "neither a zip nor a tar but a web page"),
+        (b"<!DOCTYPE html><html>Please log in</html>", "expected a zip or a tar, found a web page"),
         (None, "no such file on the server; correct the address"),
         (b"CUT", "not a complete zip"),
         (bytes(range(256)) * 9, "not a tar"),

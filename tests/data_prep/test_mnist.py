@@ -258,7 +258,8 @@ def test_ambiguous_folders_and_other_variants_are_refused(small, tmp_path, monke
         mnist.source(tmp_path / "KMNIST", "fashion")
     put(tmp_path, small)
     with pytest.raises(
-        PrepError, match=f"idx files exist in {tmp_path} and in {tmp_path}/KMNIST/raw: pass one"
+        PrepError,
+        match=f"found idx files in several folders .{tmp_path}, {tmp_path}/KMNIST/raw.: pass one",
     ):
         mnist.source(tmp_path, "kmnist")
 

@@ -188,7 +188,7 @@ def test_a_wrong_range_is_rejected_and_requested_again(web, folder, version):
     web.wrong_ranges = 1000
     with pytest.raises(
         ShardError,
-        match=r"the server sends bytes 500 to 1500 instead of bytes=1000-1999, \d+ times in \d+ s",
+        match=r"the server sent bytes 500 to 1500 instead of bytes=1000-1999, \d+ times in \d+ s",
     ):
         WebFolder(folder.url, QUICK).read("a.tar", 1000, 2000, version)
 
