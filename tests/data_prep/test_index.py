@@ -269,8 +269,8 @@ def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "1 of 4 samples are invalid, more than the 0 that --max-unreadable 0" in error
     assert (
-        "skip them (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image"
-        " of 0 bytes, 'bad.jpg'" in error
+        "skip them (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an empty"
+        " image file, 'bad.jpg'" in error
     )
     assert not (tar.parent / "_info.json").exists()
 

@@ -147,7 +147,7 @@ def change_info(root: Path, **changes) -> None:
             r"no _info\.json.*python -m data_prep\.index .*root",
         ),
         (lambda root: (root / "_info.json").write_text("{"), r"_info\.json: not valid JSON"),
-        (lambda root: (root / "_info.json").write_text("{}"), r"_info\.json: no `splits`"),
+        (lambda root: (root / "_info.json").write_text("{}"), r"_info\.json: has no `splits`"),
         (lambda root: change_info(root, format_version=9), "format_version 9.*update"),
         (lambda root: change_info(root, num_samples=99), "num_samples 99"),
         (
