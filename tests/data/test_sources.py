@@ -212,7 +212,7 @@ def test_classes_are_mapped_by_name(shards, other):
     with pytest.raises(
         ShardError,
         match=(
-            r"data\.sources\[1\] \(.*set 'train'\): classes that .* 'val' lacks: 'new'; exclude"
+            r"data\.sources\[1\] \(.*set 'train'\): has classes that .* 'val' lacks: 'new'; exclude"
             r" them with its filter"
         ),
     ):

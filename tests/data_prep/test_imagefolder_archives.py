@@ -129,7 +129,7 @@ def test_the_tar_of_a_replaced_archive_is_not_used(tmp_path):
     assert inflate_tar(archive) == tar, "the same command must succeed again"
     as_tgz(archive, dict(list(SPLIT.items())[1:]))
     with pytest.raises(
-        PrepError, match=r"food\.tar: its modification time differs from food\.tar\.gz"
+        PrepError, match=r"food\.tar: its modification time differs from that of food\.tar\.gz"
     ):
         inflate_tar(archive)
     assert tar.read_bytes() == first, (

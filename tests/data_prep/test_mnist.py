@@ -161,11 +161,11 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     [
         (
             lambda files: files.pop("t10k-labels-idx1-ubyte"),
-            "missing: t10k-labels-idx1-ubyte (with or without .gz); download them from https",
+            "missing files: t10k-labels-idx1-ubyte (with or without .gz); download them from https",
         ),
         (
             lambda files: files.clear(),
-            "missing: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images",
+            "missing files: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images",
         ),
         (
             lambda files: files.update(
@@ -186,7 +186,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
         ),
         (
             lambda files: files.update({"t10k-labels-idx1-ubyte": idx(np.arange(50) % 11)}),
-            "record 10 has label 10; expected 0 to 9",
+            "record 10 has label 10, expected 0 to 9",
         ),
         (
             lambda files: files.update(

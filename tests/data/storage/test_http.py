@@ -299,7 +299,7 @@ def test_circular_redirects_and_redirects_to_other_schemes_are_errors(web, folde
         folder.stat("a.tar")
     web.redirects = {"/set/a.tar": "file:///etc/hostname"}
     with pytest.raises(
-        ShardError, match=r"a.tar: redirected to file:///etc/hostname, which is not a"
+        ShardError, match=r"a.tar: redirected to file:///etc/hostname, which is not followed"
     ):
         folder.stat("a.tar")
 

@@ -353,7 +353,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
     )
     with pytest.raises(
         ShardError,
-        match=r"1 samples found, .*; each of the 2 readers \(ranks times loader.num_workers\)",
+        match=r"1 samples found, .* for each of the 2 readers \(ranks times loader.num_workers\)",
     ):
         # Read enough batches that each of the two workers must prepare one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
