@@ -108,7 +108,7 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
         problems.append(f"unknown folders next to the class folders: {some(sorted(unknown))}")
     if problems:
         raise PrepError(
-            f"{source}: {'; '.join(problems)}: provide each of the ten class folders of Animals-10,"
+            f"{source}: {'; '.join(problems)}: provide each of the ten Animals-10 class folders,"
             f" such as raw-img/{next(iter(ENGLISH))}, exactly once"
         )
     return {name: by_folder[of_class[0]] for name, of_class in folders.items()}, outside
@@ -133,8 +133,8 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
     """
     if not path.exists():
         raise PrepError(
-            f"{path}: no such file or folder; expected Kaggle's animals10 zip, or a folder into"
-            " which it was unpacked"
+            f"{path}: no such file or folder; expected Kaggle's animals10 zip, or the folder it was"
+            " unpacked into"
         )
     if (
         len(fractions) not in (2, 3)

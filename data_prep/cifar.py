@@ -113,7 +113,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
             )
         if matches:
             return matches[0]
-    raise PrepError(f"{source}: no CIFAR files; expected {expected}, or use --download")
+    raise PrepError(f"{source}: found no CIFAR files; expected {expected}, or use --download")
 
 
 def _names(place: Path) -> set[str]:
@@ -152,13 +152,15 @@ def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
                 (folder / name).write_bytes(content)
     if missing := [name for name in needed if not (folder / name).is_file()]:
         raise PrepError(
-            f"{place}: missing files: {', '.join(missing)}; extract the files from {kind.archive}"
+            f"{place}: these files are missing: {', '.join(missing)}; extract them from"
+            f" {kind.archive}"
         )
     class_names = (folder / kind.class_names).read_text(errors="replace").split()
     if not len(class_names) == len(set(class_names)) == kind.num_classes:
         raise PrepError(
-            f"{place / kind.class_names}: {len(class_names)} names, {len(set(class_names))} of them"
-            f" different; expected the names of {kind.num_classes} classes, one per line"
+            f"{place / kind.class_names}: contains {len(class_names)} names,"
+            f" {len(set(class_names))} of them distinct; expected the names of {kind.num_classes}"
+            " classes, one per line"
         )
     builder.classes(class_names)
     record_bytes = kind.label_bytes + PIXEL_BYTES
@@ -167,8 +169,8 @@ def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
         size = path.stat().st_size
         if size != count * record_bytes:
             raise PrepError(
-                f"{place / name}: {size:,} bytes; expected {count * record_bytes:,} ({count:,}"
-                f" records of {record_bytes:,} bytes): download it again"
+                f"{place / name}: has {size:,} bytes, expected {count * record_bytes:,} ({count:,}"
+                f" records of {record_bytes:,} bytes): download the file again"
             )
         records = np.memmap(path, np.uint8, "r").reshape(count, record_bytes)
         yield Records(

@@ -51,7 +51,7 @@ class Parser(OneLineParser):
 def positive(text: str) -> int:
     """Parse an integer of at least 1. Used as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -260,7 +260,7 @@ def refuse_val_fraction(value: float | None, *val: object) -> None:
     """Raise PrepError if --val-fraction is given although the source has a val split."""
     if val and value is not None:
         raise PrepError(
-            f"--val-fraction {value} was given, but {val[0]} exists: remove one of them"
+            f"--val-fraction {value} was given, but {val[0]} already exists: remove one of the two"
         )
 
 

@@ -123,7 +123,7 @@ def _open(path: Path, flags: Flags) -> Tree:
     if not path.is_dir():
         raise PrepError(
             f"{path}: {'not a folder' if path.exists() else 'no such folder'}; expected a folder"
-            " with one subfolder of images for each class, or a zip or tar of one"
+            " with one subfolder of images per class, or a zip or tar of such a folder"
         )
     return FolderTree(path) if flags.no_classes else open_tree(path, flags.label_column)
 
@@ -134,8 +134,8 @@ def _layout(root: Tree) -> Layout:
         return Layout(root, root.below("train"), val)
     if val is not None and not (set(root.folders()) - set(VAL_FOLDERS)):
         raise PrepError(
-            f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
-            " or <class>/* alone"
+            f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*, or"
+            " only <class>/*"
         )
     return Layout(root, root, None)  # Without train/, a folder named `test` is an ordinary class.
 
@@ -162,17 +162,18 @@ def _fill(layout: Layout, val_fraction: float, flags: Flags, builder: Builder) -
                 " --no-classes"
             )
         raise PrepError(
-            f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also};"
-            " expected <class>/<image>"
+            f"{train}: found no images ({', '.join(EXTENSIONS)}) in its {len(names)}"
+            f" subfolders{also}; expected <class>/<image>"
         )
     if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
         raise PrepError(
-            f"{train}: classes without images: {', '.join(empty)}{also}; remove these folders or"
-            " add images"
+            f"{train}: these classes have no images: {', '.join(empty)}{also}; remove their folders"
+            " or add images"
         )
     if len(names) < 2:
         raise PrepError(
-            f"{train}: only one class ({', '.join(names)}); expected at least two subfolders"
+            f"{train}: contains only one class ({', '.join(names)}); expected at least two class"
+            " folders"
         )
     if val is not None:
         _fill_val(val, labels, ignored, builder)
@@ -205,14 +206,14 @@ def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Buil
         name for name in names if _normalized(name) not in labels and any(val.images(name))
     ]:
         raise PrepError(
-            f"{val}: classes without a training folder: {', '.join(unknown)}; remove these folders,"
-            " or add the classes to train"
+            f"{val}: these classes have no training folder: {', '.join(unknown)}; remove their"
+            " folders, or add the classes to train"
         )
     of_val = {name: labels[_normalized(name)] for name in names if _normalized(name) in labels}
     _add_split(builder, val, of_val, {"val": 1.0}, ignored)
     if not builder.count("val").sum():
         raise PrepError(
-            f"{val}: no images; expected <class>/<image>, or remove the folder and use"
+            f"{val}: contains no images; expected <class>/<image>, or remove the folder and use"
             " --val-fraction"
         )
 
@@ -251,8 +252,8 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
         if len(same) > 1
     ]:
         raise PrepError(
-            f"{folder}: folder names are equal after Unicode normalization: {some(twice)};"
-            " merge or rename the folders"
+            f"{folder}: these folder names are identical after Unicode normalization:"
+            f" {some(twice)}; merge or rename the folders"
         )
     return {name: label for label, name in enumerate(by_name)}
 
@@ -268,7 +269,7 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     if class_order == "number" and not are_numbers:
         texts = [name for name in by_text if not (name.isascii() and name.isdecimal())]
         raise PrepError(
-            f"{folder}: --class-order number requires class names that are numbers, but one is"
+            f"{folder}: --class-order number requires numeric class names, but one of them is"
             f" {(*texts, 'none')[0]}"
         )
     if by_number == by_text or class_order is not None:
@@ -278,10 +279,10 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     )
     differ = sum(name != other for name, other in zip(by_text, by_number, strict=True))
     raise PrepError(
-        f"{folder}: class names are numbers; sorted as text, label {label} is class"
-        f" {by_text[label]}; sorted as numbers, class {by_number[label]} ({differ:,} of"
-        f" {len(names):,} labels differ): use --class-order number if the names are labels (as in"
-        " ImageNet-V2), or --class-order text to sort like torchvision's ImageFolder"
+        f"{folder}: the class names are numbers, and label {label} is class {by_text[label]} in"
+        f" text order, but {by_number[label]} in numeric order ({differ:,} of {len(names):,} labels"
+        " differ): use --class-order number if the names are labels (as in ImageNet-V2), or"
+        " --class-order text to sort like torchvision's ImageFolder"
     )
 
 

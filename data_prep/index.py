@@ -89,14 +89,14 @@ def index(
         splits = tars_by_split(given_info)
         if split and set(splits) != {split}:
             raise PrepError(
-                f"{source}: --split {split}, but its _info.json has {', '.join(splits)}"
+                f"{source}: --split is {split}, but _info.json lists {', '.join(splits)}"
             )
     else:
         files = names or (sorted(source.sizes()) if isinstance(source, Output) else [])
         splits = group_by_split(files, str(source), split)
     if own_info is not None and tars_by_split(own_info) != splits:
         raise PrepError(
-            f"{output}: its _info.json lists other shards than the given ones: move _info.json"
+            f"{output}: its _info.json lists different shards from those given: move _info.json"
             " away, or choose another --out"
         )
     split_of_tar = {name: split for split, listed in splits.items() for name in listed}

@@ -114,14 +114,14 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
     candidates = {place: files for place in places if (files := _files_in(place, expected))}
     if len(candidates) > 1:
         raise PrepError(
-            f"idx files exist in {' and in '.join(map(str, candidates))}: pass one of these folders"
-            " as SOURCE"
+            f"found idx files in several folders ({', '.join(map(str, candidates))}): pass"
+            " one of them as SOURCE"
         )
     place, files = next(iter(candidates.items()), (folder, {}))
     if missing := [name for name in expected.md5 if name not in files]:
         raise PrepError(
-            f"{place}: missing: {', '.join(missing)} (with or without .gz); download them from"
-            f" {expected.url}, or use --download or another --variant"
+            f"{place}: missing files: {', '.join(missing)} (with or without .gz); download them"
+            f" from {expected.url}, or use --download or another --variant"
         )
     return files
 
@@ -161,8 +161,8 @@ def read_idx(path: Path, kind: str, count: int) -> bytes:
         size = f"{len(content):,} bytes" if len(content) <= num_bytes else "more"
         raise PrepError(
             f"{path}: expected an idx file of {num_bytes:,} bytes that begins with"
-            f" {expected.hex()}, found {size} that begin with {content[:8].hex()}; copy or"
-            " download it again"
+            f" {expected.hex()}, found {size} that begin with {content[:8].hex()}; copy or download"
+            " the file again"
         )
     return content
 

@@ -65,7 +65,7 @@ def find_files(source: Path) -> dict[str, list[Path]]:
     if not paths:
         kinds = f" ({'; '.join(ignored.summary())})" if ignored.others or ignored.images else ""
         raise PrepError(
-            f"{source}: no .parquet files{kinds}; expected <split>-*.parquet, as written by"
+            f"{source}: found no .parquet files{kinds}; expected <split>-*.parquet, as written by"
             " Dataset.to_parquet of `datasets`"
         )
     splits = defaultdict[str, list[Path]](list)

@@ -169,8 +169,8 @@ def _read(
         if loaded.config is not None:
             if args.model:
                 raise ValueError(
-                    f"--model {args.model}: {loaded.path} is from this project and contains its"
-                    " model's name: omit --model"
+                    f"--model {args.model}: {loaded.path} was saved by this project and contains"
+                    " its model's name: omit --model"
                 )
             return loaded
         try:

@@ -44,7 +44,7 @@ def main() -> World:
     if args.out is None:
         if run_dir is None:
             raise ValueError(
-                f"{loaded.path} is not in a run folder: pass a folder to write with --out"
+                f"{loaded.path} is not in a run folder: pass an output folder with --out"
             )
         args.out = run_dir / "export" / args.to
     origin = _origin(loaded, run_dir, published)

@@ -118,8 +118,8 @@ def _cosine(text: str) -> float:
         if 0 < float(text) <= 1:
             return float(text)
     raise ArgumentTypeError(
-        f"{text!r} is not a cosine: pass one above 0 and up to 1, such as 0.9, or put the run"
-        " before --near"
+        f"{text!r} is not a cosine similarity: pass a number above 0 and up to 1, such as 0.9, or"
+        " put the run before --near"
     )
 
 

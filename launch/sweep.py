@@ -59,7 +59,7 @@ def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
     folders = [path.parent for path in folder.glob(f"*/{METRICS_FILE}")]
     if not folders and not may_be_none:
         raise ValueError(
-            f"{folder}: not a folder of runs: expected files FOLDER/NAME/{METRICS_FILE}"
+            f"{folder}: contains no runs: expected files such as FOLDER/NAME/{METRICS_FILE}"
         )
     return sorted(folders, key=lambda path: (not path.name.isdigit(), path.name.zfill(9)))
 

@@ -114,7 +114,8 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
         loaded = read_weights(source)
         if loaded.config is None:
             raise ValueError(
-                f"{source}: these weights are from another program: pass the model's name instead"
+                f"{source}: these weights were saved by another program: pass the model's name"
+                " instead"
             )
         config = config_io.from_dict(loaded.config, source)
         settings.setdefault("model.num_classes", loaded.num_classes)
@@ -188,7 +189,7 @@ def confusion(args: Namespace, world: World) -> None:
     """Draw the confusion matrix from the newest evaluation of a run."""
     run_dir = Path(args.runs[0]) if args.runs else _newest()
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir}: not a run folder: `confusion` requires a run's evaluation")
+        raise ValueError(f"{run_dir}: not a run folder, but `confusion` requires an evaluated run")
     source = ReportSource(run_dir, world.device)
     out = args.out or Path(f"confusion_{run_dir.name}.png")
     print(plot_confusion(source.confusion, source.class_names, out))
@@ -384,7 +385,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 def _check(args: Namespace) -> None:
     """Raise ValueError for a wrong size, a wrong count or an unknown format."""
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
-        raise ValueError("--image-size takes a side, or height and width, in pixels")
+        raise ValueError("--image-size: expected one side length, or height and width, in pixels")
     if args.command == "augment":
         for name, count in (("images", args.images), ("draws", args.draws)):
             if not 1 <= count <= MAX_CELLS:

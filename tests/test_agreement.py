@@ -190,7 +190,7 @@ def test_a_run_does_not_resume_with_different_class_names(config, tmp_path):
             ALONE,
         )
     with pytest.raises(
-        ValueError, match="belongs to a run with other settings:\n  data: class 0 is"
+        ValueError, match="belongs to a run with different settings:\n  data: class 0 is"
     ):
         build_run(_with_names(run.config, tmp_path, names[::-1]), ALONE)
 

@@ -311,7 +311,7 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
     newest = tmp_path / "run" / "checkpoints" / "step_00000006" / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     done = train(config, tmp_path / "run", "train.steps=6")
-    assert "it is truncated or missing; renamed to damaged_step_00000006" in done.stderr
+    assert "the file is truncated or missing; renamed to damaged_step_00000006" in done.stderr
     assert "resumed at step 3 of 6" in done.stderr
     assert newest.exists(), "the step must be repeated"
 

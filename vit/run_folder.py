@@ -100,7 +100,8 @@ def newest_run(argument: str, *names: str) -> Path:
     paths = [path for name in names for path in Path("runs").glob(f"*/{name}")]
     if not paths:
         raise ValueError(
-            f"no {argument} given and none under runs/: train one first, or pass a run folder"
+            f"no {argument} was given, and runs/ contains none: train one first, or pass a run"
+            " folder"
         )
     newest = max(paths, key=lambda path: path.stat().st_mtime)
     run_dir = Path(*newest.parts[:2])
@@ -220,9 +221,9 @@ class RunLock:
         """
         if not self.is_in_place():
             raise ValueError(
-                f"run.dir={self._run_dir}: was removed, moved or replaced while the run was using"
-                " it, so nothing more is saved. If the folder was moved, move it back, and run"
-                " the same command to continue from its newest checkpoint"
+                f"run.dir={self._run_dir}: was removed, moved or replaced during the run, so"
+                " nothing more is saved. If it was moved, move it back, and run the same command to"
+                " continue from its newest checkpoint"
             )
 
     def release(self) -> None:
@@ -245,8 +246,8 @@ def _check_renames(run_dir: Path) -> None:
         probe.rename(renamed)
     except OSError as error:
         raise ValueError(
-            f"run.dir={run_dir}: cannot create and rename folders in it ({error.strerror}), but"
-            f" checkpoints require this: choose another folder{_mount_hint(run_dir)}"
+            f"run.dir={run_dir}: folders in it cannot be created and renamed ({error.strerror}),"
+            f" which checkpoints require: choose another folder{_mount_hint(run_dir)}"
         ) from None
     finally:
         for folder in (probe, renamed):
@@ -345,8 +346,8 @@ def read_info_file(folder: Path) -> dict[str, Any]:
         ) from None
     if info.get(SEAL) != _digest(info):
         raise CheckpointError(
-            f"{folder / INFO_FILE}: its content does not match the sha256 that it contains, so it"
-            " is damaged"
+            f"{folder / INFO_FILE}: its content does not match the sha256 stored in it: the file is"
+            " damaged"
         )
     return info
 
@@ -368,14 +369,14 @@ def check_files(folder: Path, info: dict[str, Any]) -> None:
             size = path.stat().st_size if path.is_file() else 0
         if size != expected["bytes"]:
             raise CheckpointError(
-                f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is"
-                " truncated or missing"
+                f"{path}: has {size:,} bytes, but {INFO_FILE} records {expected['bytes']:,}: the"
+                " file is truncated or missing"
             )
         with reading(folder), Meter(f"checking {path}", size >> 20, "MiB") as meter:
             sha256 = _sha256(path, meter)
         if sha256 != expected["sha256"]:
             raise CheckpointError(
-                f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
+                f"{path}: its content does not match the sha256 in {INFO_FILE}: the file is damaged"
             )
 
 
@@ -463,8 +464,8 @@ def cache_of(url: str, kind: str) -> Path:
         place = default_folder()
     except ShardError:
         raise ValueError(
-            f"{shown(url)}: no local disk is known for the run's working copy: set run.local_dir,"
-            " as in run.local_dir=/scratch/name, or set TMPDIR"
+            f"{shown(url)}: found no local disk for the run's working copy: set run.local_dir, as"
+            " in run.local_dir=/scratch/name, or set TMPDIR"
         ) from None
     with suppress(OSError):  # the next write reports the error
         place.mkdir(mode=0o700, parents=True, exist_ok=True)

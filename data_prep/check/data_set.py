@@ -177,7 +177,7 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
 
 def _open(root: Path, shown: str, url: str | None) -> DataSet:
     if (root / "_writing.json").exists() and not (root / "_info.json").exists():
-        raise PrepError(f"{root}: this data set is incomplete: repeat the command that writes it")
+        raise PrepError(f"{root}: this data set is incomplete: rerun the command that writes it")
     info = read_info(root)
     tars_at = url
     if "shards_at" in info and not any((root / name).exists() for name in tars_of(info)):

@@ -67,7 +67,7 @@ def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], byte
     if head.startswith(b"PK") or path.suffix.lower() == ".zip":
         return walk_zip(path), read_zip_member
     if kind := describe_content(head):
-        raise PrepError(f"{path}: neither a zip nor a tar but {kind}; download it again")
+        raise PrepError(f"{path}: expected a zip or a tar, found {kind}; download the file again")
     return walk_tar(path), read_range
 
 
@@ -89,7 +89,7 @@ def inflate_tar(path: Path) -> Path:
     if tar.exists():
         if tar.stat().st_mtime_ns != modified_ns:
             raise PrepError(
-                f"{tar}: its modification time differs from {path.name}'s, so the images may"
+                f"{tar}: its modification time differs from that of {path.name}, so the images may"
                 " differ: remove this tar, or pass it as SOURCE instead"
             )
         return tar
@@ -178,15 +178,15 @@ def small_members(
     archive, such as "a CIFAR archive".
     """
     kind = describe_content(_head(path))
-    problem = "not a tar or tar.gz, damaged or cut off"
+    problem = "not a tar or tar.gz, damaged or truncated"
     if kind and not kind.startswith("compressed"):
         problem = f"not a tar or tar.gz but {kind}"
     with readable(path, DAMAGE, problem), tarfile.open(path) as archive:
         for number, member in enumerate(archive):
             if member.size > most_bytes or number == most_members:
                 raise PrepError(
-                    f"{path}: has {member.name!r} of {member.size:,} bytes and {number} more, but"
-                    f" {expected} does not: check the path"
+                    f"{path}: contains {member.name!r} ({member.size:,} bytes) after {number} other"
+                    f" members, unlike {expected}: check the path"
                 )
             name = Path(member.name).name
             if member.isreg() and (file := archive.extractfile(member)) is not None:
@@ -252,7 +252,7 @@ def read_zip_member(sample: Sample) -> bytes:
     """
     if sample.size > MAX_IMAGE_BYTES:
         raise ValueError(
-            f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are allowed for an image"
+            f"the image has {sample.size:,} bytes, but at most {MAX_IMAGE_BYTES:,} are allowed"
         )
     fd = descriptor(sample.file)
     # This estimate suffices for most members: deflate adds fewer bytes, and most extra fields are
@@ -261,7 +261,8 @@ def read_zip_member(sample: Sample) -> bytes:
     head = os.pread(fd, guess, sample.offset)
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
         raise ValueError(
-            f"{sample.file} has no member at byte {sample.offset}; it has changed or is damaged"
+            f"{sample.file} has no member at byte {sample.offset}: the file has changed or is"
+            " damaged"
         )
     _, flags, method, crc, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(head)
     start = LOCAL_HEADER.size + name_bytes + extra_bytes
@@ -275,12 +276,13 @@ def read_zip_member(sample: Sample) -> bytes:
         data, behind = _inflate(fd, sample, head, start)
     else:
         raise ValueError(
-            f"compressed by method {method}; expected a zip with deflate (8) or none (0)"
+            f"compressed with method {method}; expected a zip that uses deflate (8) or no"
+            " compression (0)"
         )
     if flags & 8:  # The sizes and CRC follow the data, after an optional signature.
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:
-        raise ValueError(f"damaged inside {sample.file}: its CRC does not match")
+        raise ValueError(f"damaged inside {sample.file}: the CRC does not match")
     return data
 
 
@@ -303,6 +305,6 @@ def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, b
     except zlib.error as error:
         raise ValueError(f"damaged inside {sample.file}: {error}") from error
     if len(data) > sample.size:
-        raise ValueError(f"inflates to more than its {sample.size:,} stated bytes")
+        raise ValueError(f"decompresses to more than the stated {sample.size:,} bytes")
     behind = inflater.unused_data
     return data, behind if len(behind) >= 16 else behind + os.pread(fd, 16, position)

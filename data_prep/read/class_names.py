@@ -52,15 +52,15 @@ def choose_layout(
     if info is not None and names != recorded_names:
         had = f"{len(recorded_names):,} class names" if recorded_names else "no class names"
         raise PrepError(
-            f"{place}: _info.json has {had}, which does not match {flags.classes}: to index with"
-            " this file, move _info.json away"
+            f"{place}: _info.json has {had}, which does not match {flags.classes}: to use this"
+            " file, move _info.json away"
         )
     if info is not None and "source" in info and layout.options() != recorded.options():
         options = replace(recorded, class_names=()).options()
         members = ", ".join(f"{name} {value}" for name, value in options.items())
         raise PrepError(
-            f"{place}: _info.json records an index with {members or 'the usual members'}: to use"
-            " other members, move _info.json away"
+            f"{place}: _info.json records an index made with {members or 'the usual members'}: to"
+            " use other members, move _info.json away"
         )
     return layout, names
 
@@ -84,12 +84,12 @@ def read_class_names(path: Path) -> list[str]:
         raise PrepError(f"--classes {path}: expected one class name per line, not JSON")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise PrepError(
-            f"--classes {path}: {twice[0]!r} occurs twice; give each class a unique name"
+            f"--classes {path}: {twice[0]!r} occurs twice: give each class a unique name"
         )
     for number, name in enumerate(names):
         if INTEGER.fullmatch(name) and int(name) != number:
             raise PrepError(
-                f"--classes {path}: class {number} is named {name!r}, so a label {name} would be"
+                f"--classes {path}: class {number} is named {name!r}, so the label {name} would be"
                 " ambiguous: use a name that is not a number"
             )
     return names

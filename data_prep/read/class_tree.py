@@ -144,7 +144,8 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
     if wrong:
         raise PrepError(
             f"{table}: {len(wrong):,} of {len(rows):,} rows have no label, or name a file that is"
-            f" not in the folder: {some(wrong)}; add the labels and files, or remove these rows"
+            f" missing from the folder: {some(wrong)}; add the labels and files, or remove these"
+            " rows"
         )
     return TableTree(path, label_column, by_class)
 
@@ -259,8 +260,8 @@ def open_archive(path: Path) -> ArchiveTree:
         with_images = [name for name in tree.folders() if any(tree.images(name))]
         if not with_images:
             raise PrepError(
-                f"{tree}: no images ({', '.join(EXTENSIONS)}) in its folders; expected a zip or tar"
-                " of <class>/<image>, or of train/<class>/<image> and val/<class>/<image>"
+                f"{tree}: found no images ({', '.join(EXTENSIONS)}) in its folders; expected a zip"
+                " or tar of <class>/<image>, or of train/<class>/<image> and val/<class>/<image>"
             )
         inner = tree.below(with_images[0])
         if len(with_images) > 1 or inner.name == "train" or not inner.folders():

@@ -52,15 +52,15 @@ def download(
             if path.exists():
                 if checksum and (actual := checksum_of(path, kind)) != checksum:
                     raise PrepError(
-                        f"{path}: {kind} is {actual}, expected {checksum} (truncated, or another"
-                        f" file): remove it to download it from {shown(url)}"
+                        f"{path}: its {kind} is {actual}, expected {checksum}: remove this file to"
+                        f" download it again from {shown(url)}"
                     )
             else:
                 _fetch(url, file)
                 try:
                     if checksum and (actual := checksum_of(part, kind)) != checksum:
                         raise PrepError(
-                            f"{shown(url)}: {kind} is {actual} ({part.stat().st_size:,} bytes),"
+                            f"{shown(url)}: its {kind} is {actual} ({part.stat().st_size:,} bytes),"
                             f" expected {checksum}: the file on the server differs, or a proxy"
                             " replaced it. The download was deleted. Try again, or download it"
                             f" elsewhere and save it as {path}"
@@ -86,7 +86,7 @@ def download_archive(url: str, folder: Path, expected: str = "", name: str = "")
     """
     url = resolve(url)
     if folder.exists() and not folder.is_dir():
-        raise PrepError(f"{folder}: a file; --download expects a folder to download into")
+        raise PrepError(f"{folder}: this is a file, but --download expects a folder")
     path = folder / (name or PurePosixPath(urllib.parse.urlsplit(url).path).name or "archive")
     is_new = not path.exists()
     download(url, path, expected, _read_table)
@@ -106,7 +106,9 @@ def _read_table(path: Path) -> None:
 
 def _sha256(text: str) -> str:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a sha256 of 64 hexadecimal digits")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a sha256 checksum, which has 64 hexadecimal digits"
+        )
     return text.lower()
 
 
@@ -135,7 +137,9 @@ def fetched(args: argparse.Namespace) -> Path:
     if args.download:
         return download_archive(args.download, place, args.sha256 or "")
     if args.sha256:
-        raise PrepError("--sha256 verifies the file of --download: pass both flags or neither")
+        raise PrepError(
+            "--sha256 verifies the file that --download fetches: pass both flags or neither"
+        )
     return place
 
 

@@ -79,6 +79,8 @@ def choose_column(
     listed = ", ".join(columns)
     if name is not None:
         hint = did_you_mean(name, columns)
-        raise PrepError(f"{flag} {name}: {place} has no such column{hint}; it has {listed}")
+        raise PrepError(
+            f"{flag} {name}: {place} has no such column{hint}; its columns are {listed}"
+        )
     choice = f"{', '.join(possible)} are possible" if possible else "no name is a usual one"
     raise PrepError(f"{place}: the columns are {listed}, and {choice}: choose one with {flag}")

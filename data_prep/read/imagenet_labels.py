@@ -63,8 +63,8 @@ def read_devkit(path: Path) -> dict[str, str]:
         files = dict(small_members(path, needed, MAX_MEMBERS, MAX_BYTES, "ImageNet's kit"))
     if missing := [name for name in needed if name not in files]:
         raise PrepError(
-            f"{path}: has no {' and no '.join(missing)}; expected ImageNet's development kit of"
-            " tasks 1 and 2"
+            f"{path}: contains no {' and no '.join(missing)}; expected ImageNet's development kit"
+            " for tasks 1 and 2"
         )
     wnids = _wnids_by_id(files[META], f"{path}: {META}")
     lines = _text(files[TRUTH], f"{path}: {TRUTH}").split()
@@ -91,8 +91,8 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
     except Exception as error:
         # scipy raises many kinds of errors for a file that is not a MATLAB file.
         raise PrepError(
-            f"{place}: not the kit's table of classes ({type(error).__name__}: {error}); download"
-            " the kit again"
+            f"{place}: not the kit's class table ({type(error).__name__}: {error}); download the"
+            " kit again"
         ) from error
     if strange := [wnid for wnid in wnids.values() if not WNID.fullmatch(wnid)]:
         raise PrepError(f"{place}: {strange[0]!r} is not a WordNet ID; download the kit again")
@@ -138,9 +138,13 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
                     f" {row['PredictionString']!r}"
                 )
             if labels.setdefault(name, wnid) != wnid:
-                raise PrepError(f"{line} {name!r} is {wnid}, but {labels[name]} in an earlier line")
+                raise PrepError(
+                    f"{line} {name!r} has the label {wnid}, but {labels[name]} in an earlier line"
+                )
     except csv.Error as error:
-        raise PrepError(f"{place}: not a table of ImageId,PredictionString ({error})") from error
+        raise PrepError(
+            f"{place}: not a table with the columns ImageId,PredictionString ({error})"
+        ) from error
     return labels
 
 
@@ -153,8 +157,8 @@ def read_all(files: Sequence[ValLabels]) -> Mapping[str, str]:
         if differing:
             name = differing[0]
             raise PrepError(
-                f"{file.path}: has {more[name]} for {name}, but {files[0].path} has"
-                f" {labels[name]}; {len(differing):,} images differ: pass only the correct label"
+                f"{file.path}: has the label {more[name]} for {name}, but {files[0].path} has"
+                f" {labels[name]}; {len(differing):,} labels differ: pass only the correct label"
                 " file"
             )
         labels |= more

@@ -232,8 +232,8 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
         yield Images(rows.file, "", names, rows.offsets, rows.sizes, wnids)
     if [wnid_of[label] for label in sorted(wnid_of)] != sorted(set(wnid_of.values())):
         raise PrepError(
-            f"{files[0].parent}: labels are not in the order of the WordNet IDs; expected the"
-            " numbering of ILSVRC/imagenet-1k"
+            f"{files[0].parent}: the labels do not follow the order of the WordNet IDs; expected"
+            " the numbering of ILSVRC/imagenet-1k"
         )
 
 

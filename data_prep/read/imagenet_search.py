@@ -86,8 +86,8 @@ def _look_at_file(path: Path, search: Search, named: bool) -> None:
         search.remarks.append(f"{path} is compressed and cannot be read in place: unpack it first")
     elif named:
         raise PrepError(
-            f"{path}: not one of ImageNet's files; expected {TRAIN_TAR}, {VAL_TAR}, a .zip,"
-            " .parquet, or a label file"
+            f"{path}: not one of ImageNet's files; expected {TRAIN_TAR}, {VAL_TAR}, a .zip or"
+            " .parquet file, or a label file"
         )
 
 
@@ -126,7 +126,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
     search.layouts += [zip_layout(path, split, wnids[split]) for split in sorted(wnids)]
     if named and not wnids:
         raise PrepError(
-            f"{path}: no images in train/<wnid>/ or val/; expected Kaggle's"
+            f"{path}: found no images in train/<wnid>/ or val/; expected Kaggle's"
             " imagenet-object-localization-challenge.zip"
         )
 
@@ -146,7 +146,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     folders, files = listed(folder)
     if named and not folders + files:
         raise PrepError(
-            f"{folder}: an empty folder; expected ImageNet's archives or its train/ and val/"
+            f"{folder}: this folder is empty; expected ImageNet's archives, or its train/ and val/"
         )
     if "_info.json" in files:
         raise PrepError(
@@ -206,7 +206,7 @@ def find_layouts(paths: Sequence[Path]) -> Search:
         if len(once) > 1:
             places = "; ".join(f"{path} ({title})" for title, path in once)
             raise PrepError(
-                f"{split} exists {len(once)} times: {places}: pass the path of the one to use"
+                f"found {len(once)} sources for {split}: {places}: pass the path of the one to use"
             )
         search.layouts += once.values()
     return search

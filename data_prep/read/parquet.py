@@ -81,8 +81,8 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
                 and image_fields(schema, columns.image)
             ):
                 raise PrepError(
-                    f"{path}: the columns are {', '.join(schema.names)}; expected {columns.image},"
-                    f" with bytes and path, and {columns.label}"
+                    f"{path}: the columns are {', '.join(schema.names)}; expected {columns.image}"
+                    f" (with bytes and path) and {columns.label}"
                 )
             yield file
     except (OSError, pyarrow.ArrowException) as error:

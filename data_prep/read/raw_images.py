@@ -57,8 +57,8 @@ def _fill(
         if part.labels.max() >= num_classes:
             number = int(np.argmax(part.labels >= num_classes))
             raise PrepError(
-                f"{part.labels_from}: record {number} has label {part.labels[number]}; expected 0"
-                f" to {num_classes - 1}; download the file again"
+                f"{part.labels_from}: record {number} has label {part.labels[number]}, expected 0"
+                f" to {num_classes - 1}: download the file again"
             )
         builder.add(
             part.split,

@@ -204,7 +204,8 @@ class Builder:
         """
         if len(sizes) and (largest := int(np.max(sizes))) >> 32:
             raise PrepError(
-                f"{self.files[file]}: an image of {largest:,} bytes; the limit is 4 GiB"
+                f"{self.files[file]}: contains an image of {largest:,} bytes, but the limit is 4"
+                " GiB"
             )
         if keys is None:
             keys = [os.path.splitext(name)[0] for name in names]
@@ -373,9 +374,8 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
             digest.update(hashes.tobytes())
     if twice:
         raise PrepError(
-            f"split {table.split!r}: {len(twice)} keys are used more than once:"
-            f" {some(sorted(twice))}; keys must be unique (dots, slashes and blanks become '_'):"
-            " rename these images, or remove the copies"
+            f"split {table.split!r}: {len(twice)} keys are not unique (dots, slashes and blanks"
+            f" become '_'): {some(sorted(twice))}; rename these images, or remove the duplicates"
         )
 
 

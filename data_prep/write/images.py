@@ -58,7 +58,7 @@ class ImagePolicy:
             raise PrepError(f"--jpeg-quality {self.jpeg_quality}: expected 1 to 100")
         if self.restart_markers == "auto" and not native.AVAILABLE:
             raise PrepError(
-                "--restart-markers auto: needs the native code of this package:"
+                "--restart-markers auto needs this package's native code:"
                 f" {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0 turns it off'}"
             )
 
@@ -201,8 +201,8 @@ def _encode(
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:
         raise Unreadable(
-            f"{target[0]} x {target[1]} pixels; the sides of a JPEG may have at most"
-            f" {MAX_JPEG_SIDE}"
+            f"the output would have {target[0]} x {target[1]} pixels, but the sides of a JPEG are"
+            f" limited to {MAX_JPEG_SIDE}"
         )
     exif = b""
     if target != size:

@@ -52,8 +52,8 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
     names = [name for name in files if name.endswith(".tar")]
     if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
         raise PrepError(
-            f"{root}: only compressed tars ({some(compressed)}), which have no random access:"
-            " decompress them first (gunzip, bunzip2, unxz, unzstd)"
+            f"{root}: contains only compressed tars ({some(compressed)}), which do not allow random"
+            " access: decompress them first (gunzip, bunzip2, unxz, unzstd)"
         )
     if not names:
         folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
@@ -61,15 +61,15 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
         if folders:
             inside = f", only in its subfolders {some(folders)}: move or link them into this folder"
         raise PrepError(
-            f"{root}: no .tar files{inside}; expected <split>-00000.tar or"
+            f"{root}: found no .tar files{inside}; expected <split>-00000.tar or"
             " <anything>-<split>-00000.tar"
         )
     split_of_name = {name: split_of(name) for name in sorted(names)}
     unclear = [name for name in split_of_name if split_of_name[name] is None]
     if split is None and unclear:
         raise PrepError(
-            f"{root}: no split in the names {some(unclear)}: use --split train if all shards are of"
-            " that split (as in img2dataset's 00000.tar), or rename the shards to"
+            f"{root}: the names {some(unclear)} contain no split: use --split train if all shards"
+            " belong to that split (as in img2dataset's 00000.tar), rename the shards to"
             " <split>-00000.tar, or move other files away"
         )
     splits: dict[str, list[str]] = {}
@@ -79,7 +79,8 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
         return splits
     if different := [name for name in split_of_name if split_of_name[name] not in (None, split)]:
         raise PrepError(
-            f"{root}: --split {split}, but these names contain another split: {some(different)}"
+            f"{root}: --split is {split}, but these file names belong to another split:"
+            f" {some(different)}"
         )
     return {split: list(split_of_name)}
 
@@ -94,13 +95,13 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     if len(urls) == 1 and not matches[urls[0]]:
         return make(urls[0]), None
     if strange := [shown(url) for url, match in matches.items() if not match]:
-        raise PrepError(f"{some(strange)}: expected one folder, or shard URLs that end in .tar")
+        raise PrepError(f"{some(strange)}: expected a single folder, or shard URLs ending in .tar")
     places = [(f"{match[1]}{match[3] or ''}", match[2]) for url in urls if (match := matches[url])]
     folders = {folder for folder, _ in places}
     if len(folders) > 1:
         raise PrepError(
-            f"shards in several folders ({some(sorted(map(shown, folders)))}): index each folder"
-            " separately"
+            f"the shards are in several folders ({some(sorted(map(shown, folders)))}): index each"
+            " folder separately"
         )
     return make(folders.pop()), [name for _, name in places]
 
@@ -151,7 +152,7 @@ def read_infos(
             and not place.read_json("_info.json")
         ):
             raise PrepError(
-                f"{place}: a writer has not finished this data set: run its command again"
+                f"{place}: this data set is incomplete: rerun the command that writes it"
             )
     own_info = _info(output)
     if output is source:
@@ -159,8 +160,8 @@ def read_infos(
     given_info = None if listed else _info(source)
     if given_info is None and not listed and isinstance(source, WebShards):
         raise PrepError(
-            f"{source}: no _info.json, and web servers cannot list files: name the shards, as in"
-            f" '{source}/train-{{0000..0099}}.tar'"
+            f"{source}: no _info.json, and web servers cannot list files: pass the shard URLs, as"
+            f" in '{source}/train-{{0000..0099}}.tar'"
         )
     if own_info is not None and bare(own_info.get("shards_at", "")) != bare(str(source)):
         raise PrepError(
@@ -191,8 +192,8 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
             raise PrepError(
-                f"{source}: shards are missing: {some(missing)}; copy them again, or correct the"
-                " list"
+                f"{source}: these shards are missing: {some(missing)}; copy them again, or correct"
+                " the list"
             )
 
 
@@ -245,8 +246,8 @@ def choose_classes(
     num_classes = len(class_names) or (info or {}).get("num_classes")
     if class_names and largest >= len(class_names):
         raise PrepError(
-            f"labels up to {largest} (in {name}), but only {len(class_names):,} class names, for"
-            f" labels 0 to {len(class_names) - 1}: name all classes in label order"
+            f"labels go up to {largest} (in {name}), but there are only {len(class_names):,} class"
+            f" names, for labels 0 to {len(class_names) - 1}: name all classes in label order"
         )
     num_samples = sum(len(each.rows) for each in indexed.values())
     if num_classes is None and largest >= num_samples:
@@ -325,8 +326,8 @@ def _indexed_before(shard: Shard) -> Indexed | None:
         return None
     if sidecar.get("filename") != shard.name or not is_sidecar(sidecar):
         raise ShardError(
-            f"{shard.output}/{name}.json: not a sidecar of this package: move it away, or choose"
-            " another --out"
+            f"{shard.output}/{name}.json: not a sidecar written by this package: move it away, or"
+            " choose another --out"
         )
     check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
     rows = shard.rows

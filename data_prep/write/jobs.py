@@ -91,7 +91,7 @@ def run_jobs(
                 )
             raise PrepError(
                 f"a worker process was killed (out of memory?){unguarded}; run the same command"
-                " again to continue, perhaps with fewer --workers"
+                " again, perhaps with fewer --workers"
             ) from error
         except BaseException:
             stopping.value = 1  # Let the workers clean up before the pool joins them.

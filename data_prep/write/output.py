@@ -66,7 +66,7 @@ class Output:
         if self._store.kind is None:
             kinds = ", ".join(f"{scheme}://" for scheme in KINDS)
             raise PrepError(
-                f"{self}: cannot be written, or shows files before they are complete; expected a"
+                f"{self}: URLs of this kind are read-only, or show incomplete files; expected a"
                 f" folder or one of {kinds}"
             )
         self._store.try_writing(f".writable.{socket.gethostname()}.{os.getpid()}")
@@ -151,7 +151,7 @@ class Output:
         try:
             self._store.upload(path)
         except FileNotFoundError as error:
-            raise PrepError(f"{self}: {error}; the bucket, or {path}, is gone") from error
+            raise PrepError(f"{self}: {error}; the bucket or {path} no longer exists") from error
         path.unlink()
 
     def fetch(self, name: str, folder: Path) -> Path:

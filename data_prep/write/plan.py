@@ -73,8 +73,8 @@ def parse_part(part: str) -> tuple[int, str, int]:
     first, last = (int(match[1]), int(match[3])) if match else (0, 0)
     if match is None or not (first <= last if match[2] == "-" else first < last):
         raise PrepError(
-            f"--shards {part}: expected A-B, such as 100-199, or I/N, such as 0/8, for the first"
-            " of 8 parts"
+            f"--shards {part}: expected A-B, such as 100-199, or I/N, such as 0/8 for the first of"
+            " 8 parts"
         )
     return first, match[2], last
 
@@ -220,7 +220,7 @@ def _minival(settings: Settings) -> Callable[[Builder], None] | None:
         builder.hold_out("train", "minival", fraction)
         if not builder.count("minival").any():
             raise PrepError(
-                f"--minival {fraction}: this is less than one of the {largest:,} images in the"
+                f"--minival {fraction}: this is less than one image of the {largest:,} in the"
                 f" largest class: use at least {1 / largest:.2g}"
             )
 
@@ -272,8 +272,8 @@ def choose_num_shards(
     for split, total in splits.items():
         if chosen[split] > total:
             raise PrepError(
-                f"{chosen[split]} shards for the {total} samples of split {split!r}: use"
-                f" --num-shards {train} or fewer"
+                f"{chosen[split]} shards are too many for the {total} samples of split {split!r}:"
+                f" use --num-shards {train} or fewer"
             )
     return chosen
 
@@ -338,8 +338,9 @@ def compare(
     ]
     if differences:
         raise PrepError(
-            f"{output}: contains another data set or other options: {'; '.join(differences)}."
-            " Nothing was changed; use the same options, choose another --out or delete the folder"
+            f"{output}: contains a data set with a different source or options:"
+            f" {'; '.join(differences)}. Nothing was changed; use the same options, choose another"
+            " --out or delete the folder"
         )
 
 

@@ -63,7 +63,7 @@ def with_restart_markers(data: bytes) -> Marked:
             return Marked(data, REASONS[status])
         if status != MEMORY:
             raise OSError(
-                f"vit/data/decode/c/transcode.c: status {status}; please report this image"
+                f"vit/data/decode/c/transcode.c returned status {status}: please report this image"
             )
         if size.value <= len(buffer):
             raise MemoryError

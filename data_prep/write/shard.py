@@ -207,8 +207,8 @@ def write_shard(work: Work) -> dict[str, Any]:
             if not scanned:
                 first = quarantined[0]
                 raise PrepError(
-                    f"{shard.name}: none of its {len(quarantined)} images can be read (the"
-                    f" first: {first['name']}: {first['reason']}); repair them, or write fewer"
+                    f"{shard.name}: none of its {len(quarantined)} images can be read (the first"
+                    f" error: {first['name']}: {first['reason']}); repair them, or write fewer"
                     " shards"
                 )
             sha256 = stream.close()

@@ -266,7 +266,7 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
         f"{len(entries)} images cannot be read, more than the {_allowed(plan)} that"
         f" --max-unreadable {plan.settings.max_unreadable} allows{follow}. Repair or replace them,"
         f" or allow more (--max-unreadable {share_to_allow(len(entries), seen)}), and run the same"
-        f" command again, which keeps complete shards:\n  {some(lines, 20, NEXT_LINE)}"
+        f" command again (complete shards are kept):\n  {some(lines, 20, NEXT_LINE)}"
     )
 
 

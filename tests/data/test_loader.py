@@ -181,8 +181,8 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         == 11
     )
     expected = (
-        r"loader.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\), but 4"
-        r" workers need"
+        r"loader.prefetch_gib=0.05 has room for 2 of a rank's batches \(128 images, 18.4 MiB\), but"
+        r" 4 workers need"
     )
     with pytest.raises(ValueError, match=expected) as raised:
         plan_ring(layout, 4, 10**6, 4, 0.05, False)

@@ -193,7 +193,7 @@ def test_invalid_exclusions_are_reported(split, tmp_path):
     path.write_text("these\nare other keys\n")
     with pytest.raises(
         ShardError,
-        match=rf"'train', these, are other keys; expected keys such as '{split.key(0)}', without",
+        match=rf"'train' .these, are other keys.; expected keys such as '{split.key(0)}', without",
     ):
         choose(split, Selection(exclude=str(path)))
     path.write_text("label=0\nlabel=1\nlabel=2\n")

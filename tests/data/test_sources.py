@@ -167,7 +167,7 @@ def test_without_weights_each_sample_is_drawn_once_and_with_weights_a_block_has_
     assert all(draws % 64 == 0 for draws in shares_of([300_000, 100_001], [1.0, 2.0]))
     with pytest.raises(
         ValueError,
-        match=r"weight 1e-05 of 1.00001 is less than 64 of 400,000 draws: set it to 0\.00016",
+        match=r"weight 1e-05 of 1.00001 yields less than 64 of 400,000 draws: set it to 0\.00016",
     ):
         shares_of([200_000, 200_000], [0.00001, 1.0])
 
@@ -211,7 +211,7 @@ def test_classes_are_mapped_by_name(shards, other):
     with pytest.raises(
         ShardError,
         match=(
-            r"data\.sources\[1\] \(.*set 'train'\): classes that .* 'val' lacks: 'new'; exclude"
+            r"data\.sources\[1\] \(.*set 'train'\): has classes that .* 'val' lacks: 'new'; exclude"
             r" them with its filter"
         ),
     ):

@@ -164,16 +164,16 @@ sys.exit(warm.main(sys.argv[1:]))
         ([], "expected one data set: a folder, a URL, or --config FILE"),
         (
             ["ROOT", "--cache-dir", "CACHE", "--shards", "5"],
-            "--shards 5: expected a number or a range, such as 0-2, of 3 shards",
+            "--shards 5: expected a shard number or a range, such as 0-2 for all 3 shards",
         ),
         (
             # An unset shell variable results in an empty argument.
             ["ROOT", "--cache-dir", "CACHE", "--shards", ""],
-            "--shards : expected a number or a range, such as 0-2, of 3 shards",
+            "--shards : expected a shard number or a range, such as 0-2 for all 3 shards",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--split", "trian"],
-            "no split 'trian': it has train, val (did you mean train?)",
+            "no split 'trian', only train, val (did you mean train?)",
         ),
         (["ROOT", "--cache", "CACHE"], "unknown: --cache; did you mean --cache-gib?"),
     ],

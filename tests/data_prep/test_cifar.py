@@ -168,16 +168,16 @@ def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
     [
         (
             lambda files: files.pop("data_batch_3.bin"),
-            "missing files: data_batch_3.bin; extract the files from cifar-10-binary.tar.gz",
+            "these files are missing: data_batch_3.bin; extract them from cifar-10-binary.tar.gz",
         ),
-        (lambda files: files.pop("batches.meta.txt"), "missing files: batches.meta.txt"),
+        (lambda files: files.pop("batches.meta.txt"), "files are missing: batches.meta.txt"),
         (
             lambda files: files.clear(),
             "no CIFAR files; expected cifar-10-binary.tar.gz or its data_batch_1.bin, ",
         ),
         (
             lambda files: files.update({"test_batch.bin": files["test_batch.bin"][:-1]}),
-            "test_batch.bin: 307,299 bytes; expected 307,300 (100 rec",
+            "test_batch.bin: has 307,299 bytes, expected 307,300 (100 rec",
         ),
         (
             lambda files: files.update(
@@ -187,11 +187,11 @@ def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
                     )
                 }
             ),
-            "test_batch.bin: record 7 has label 10; expected 0 to 9",
+            "test_batch.bin: record 7 has label 10, expected 0 to 9",
         ),
         (
             lambda files: files.update({"batches.meta.txt": b"cat\ncat\n"}),
-            "batches.meta.txt: 2 names, 1 of them different; expected the names",
+            "batches.meta.txt: contains 2 names, 1 of them distinct; expected the names",
         ),
     ],
 )
@@ -211,9 +211,9 @@ def test_hostile_and_damaged_archives_are_refused(small, tmp_path):
     whole = pack(tmp_path / "whole.tar.gz", small[10]).read_bytes()
     plain = gzip.decompress(whole)
     for content, message in (
-        (whole[: len(whole) // 2], r"damaged or cut off"),
-        (whole[:1000] + bytes(1000) + whole[2000:], r"damaged or cut off"),
-        (gzip.compress(plain[:700_000], 1), r"damaged or cut off"),
+        (whole[: len(whole) // 2], r"damaged or truncated"),
+        (whole[:1000] + bytes(1000) + whole[2000:], r"damaged or truncated"),
+        (gzip.compress(plain[:700_000], 1), r"damaged or truncated"),
         (b"PK\3\4" + bytes(600), r"not a tar or tar.gz"),
         (b"", r"not a tar or tar.gz"),
     ):
@@ -235,13 +235,13 @@ def test_hostile_and_damaged_archives_are_refused(small, tmp_path):
     with pytest.raises(
         PrepError,
         match=(
-            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more, but a CIFAR"
-            r" archive"
+            r"contains 'data_batch_1.bin' \(1,099,511,627,776 bytes\) after 0 other members,"
+            r" unlike a CIFAR archive"
         ),
     ):
         cifar.source(tmp_path / "bomb.tar")
     many = pack(tmp_path / "many.tar", {f"{number}.txt": b"" for number in range(101)}, mode="w")
-    with pytest.raises(PrepError, match="but a CIFAR archive does not"):
+    with pytest.raises(PrepError, match="unlike a CIFAR archive"):
         cifar.source(many)
 
 

@@ -8,7 +8,7 @@ from data_prep import imagefolder
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--shard-mib", "0", "'0' is not an integer of at least 1"),
+        ("--shard-mib", "0", "'0' is not a positive integer"),
         ("--minival", "1", "'1' is not a number in [0, 1)"),
         ("--minival", "x", "invalid fraction value: 'x'"),
         ("--check", "pixels", "invalid choice: 'pixels'"),

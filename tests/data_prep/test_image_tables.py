@@ -103,9 +103,9 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path, capsys):
     write_csv(tmp_path / "in" / "metadata.csv", rows({"1.jpg": "cat", **wrong}))
     assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert (
-        "metadata.csv: 3 of 4 rows have no label, or name a file that is not in the folder: 0.jpg"
-        " (no label), gone.jpg (cat), ../out.jpg (dog); add the labels and files, or remove these"
-        " rows"
+        "metadata.csv: 3 of 4 rows have no label, or name a file that is missing from the folder:"
+        " 0.jpg (no label), gone.jpg (cat), ../out.jpg (dog); add the labels and files, or remove"
+        " these rows"
     ) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -214,10 +214,7 @@ def test_irregular_files_are_skipped_and_listed(tmp_path):
         (
             [],
             "missing",
-            (
-                "missing: no such folder; expected a folder with one subfolder of images for each"
-                " class"
-            ),
+            ("missing: no such folder; expected a folder with one subfolder of images per class"),
         ),
         ([], "", "no images"),
         (
@@ -228,13 +225,13 @@ def test_irregular_files_are_skipped_and_listed(tmp_path):
         (["train/1.jpg", "train/2.jpg"], "", r"no images .* in its 0 subfolders"),
         (["a/notes.txt", "b/notes.txt"], "", "no images .* in its 2 subfolders"),
         (["a/1.jpg", "a/2.jpg"], "", r"only one class \(a\)"),
-        (["a/1.jpg", "b/x.txt"], "", "classes without images: b"),
+        (["a/1.jpg", "b/x.txt"], "", "these classes have no images: b"),
         (
             ["train/a/1.jpg", "train/b/1.jpg", "val/c/1.jpg"],
             "",
-            "val: classes without a training folder: c",
+            "val: these classes have no training folder: c",
         ),
-        (["train/a/1.jpg", "train/b/1.jpg", "val/a/x.txt"], "", "val: no images"),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/x.txt"], "", "val: contains no images"),
         (["val/a/1.jpg"], "", "has val/ but no train/"),
         (["a/1.jpg"], "a/1.jpg", "1.jpg: not a folder; expected"),
     ],
@@ -282,8 +279,8 @@ def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, ca
     assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err
     assert (
-        "sorted as text, label 2 is class 10; sorted as numbers, class 2 (10 of 12 labels"
-        " differ)" in error
+        "label 2 is class 10 in text order, but 2 in numeric order (10 of 12 labels differ)"
+        in error
     )
     for order, names in (
         ("number", [str(n) for n in range(12)]),
@@ -328,7 +325,7 @@ def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path, capsys):
     add(tmp_path / "mixed" / "train" / apart / "0.jpg")
     assert main([str(tmp_path / "mixed"), "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "folder names are equal after Unicode normalization" in error
+    assert "folder names are identical after Unicode normalization" in error
     assert str(apart.encode()) in error
     assert str(together.encode()) in error
 

@@ -129,7 +129,7 @@ def test_the_tar_of_a_replaced_archive_is_not_used(tmp_path):
     assert inflate_tar(archive) == tar, "the same command must succeed again"
     as_tgz(archive, dict(list(SPLIT.items())[1:]))
     with pytest.raises(
-        PrepError, match=r"food\.tar: its modification time differs from food\.tar\.gz"
+        PrepError, match=r"food\.tar: its modification time differs from that of food\.tar\.gz"
     ):
         inflate_tar(archive)
     assert tar.read_bytes() == first, (
@@ -194,7 +194,7 @@ def test_animals_are_downloaded_from_kaggle_with_a_login(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"<!DOCTYPE html><html>Please log in</html>", "neither a zip nor a tar but a web page"),
+        (b"<!DOCTYPE html><html>Please log in</html>", "expected a zip or a tar, found a web page"),
         (None, "no such file on the server; correct the address"),
         (b"CUT", "not a complete zip"),
         (bytes(range(256)) * 9, "not a tar"),

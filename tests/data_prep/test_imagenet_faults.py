@@ -174,7 +174,7 @@ WRONG = {
     ),
     "empty folder": (
         lambda fake, folder: [folder],
-        r"an empty folder; expected ImageNet's archives",
+        r"this folder is empty; expected ImageNet's archives",
     ),
     "other folders": (lambda fake, folder: [_other_folder(folder)], "contains cat, dog"),
     "classes not WNIDs": (
@@ -197,7 +197,7 @@ WRONG = {
             *as_torchvision(fake, folder),
             write_train_tar(fake, folder / "t.tar"),
         ],
-        r"train exists 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
+        r"found 2 sources for train: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
     ),
     "no labels of val": (
         _flat_val_without_labels,
@@ -209,14 +209,14 @@ WRONG = {
     "a web page": (_web_page, r"ILSVRC2012_img_train\.tar: not a tar but a web page"),
     "train cut off": (
         _cut_off("ILSVRC2012_img_train.tar", 0.5),
-        r"ILSVRC2012_img_train\.tar: cut off: .*tar' of \d+ bytes begins at byte",
+        r"ILSVRC2012_img_train\.tar: truncated: .*tar' of \d+ bytes at byte",
     ),
-    "val cut off": (_cut_off("ILSVRC2012_img_val.tar", 0.3), r"ILSVRC2012_img_val\.tar: cut off"),
+    "val cut off": (_cut_off("ILSVRC2012_img_val.tar", 0.3), r"ILSVRC2012_img_val\.tar: truncated"),
     "kit cut off": (
         _cut_off("ILSVRC2012_devkit_t12.tar.gz", 0.5),
-        r"ILSVRC2012_devkit_t12\.tar\.gz: not a tar or tar\.gz, damaged or cut off",
+        r"ILSVRC2012_devkit_t12\.tar\.gz: not a tar or tar\.gz, damaged or truncated",
     ),
-    "inner tar cut off": (_cut_inner_tar, r"n\d+\.tar: cut off"),
+    "inner tar cut off": (_cut_inner_tar, r"n\d+\.tar: truncated"),
     "image in a wrong tar": (
         _image_in_a_wrong_tar,
         r"2 images have file names that .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg",
@@ -265,11 +265,11 @@ WRONG = {
                 + f"ILSVRC2012_val_00000001,{WNIDS[0]} 1\nILSVRC2012_val_00000001,{WNIDS[1]} 1\n"
             )
         ),
-        r"line \d+: 'ILSVRC2012_val_00000001' is n\d+, but n\d+ in an earlier line",
+        r"line \d+: 'ILSVRC2012_val_00000001' has the label n\d+, but n\d+ in an earlier line",
     ),
     "labels that differ": (
         _labels_that_differ,
-        r"\d+ images differ: pass only the correct label file",
+        r"\d+ labels differ: pass only the correct label file",
     ),
     "folders by the kit's ids": (
         _folders_by_another_rule,
@@ -277,11 +277,11 @@ WRONG = {
     ),
     "kit without its table": (
         _kit(lambda files: {TRUTH: files[TRUTH]}),
-        r"has no meta\.mat; expected ImageNet's development kit",
+        r"contains no meta\.mat; expected ImageNet's development kit",
     ),
     "kit with another table": (
         _kit(lambda files: files | {"data/meta.mat": b"x" * 200}),
-        r"not the kit's table of classes",
+        r"not the kit's class table",
     ),
     "kit with other ids": (
         _kit(lambda files: files | {TRUTH: b"1\n2\n13\n"}),
@@ -290,7 +290,7 @@ WRONG = {
     "kit with a group's id": (_kit(lambda files: files | {TRUTH: b"14\n"}), r"line 1 is '14'"),
     "parquets numbered otherwise": (
         _parquets_numbered_otherwise,
-        "labels are not in the order of the WordNet IDs",
+        "the labels do not follow the order of the WordNet IDs",
     ),
     "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a complete parquet"),
     "parquet of something else": (

@@ -189,8 +189,8 @@ def test_a_script_without_a_main_guard_gets_the_reason_for_its_dead_workers(fore
     assert ends[0][0] == 1
     assert ends[0][1].endswith(
         "a worker process was killed (out of memory?), or ended at its start, because a script"
-        ' calls this function outside `if __name__ == "__main__":`; run the same command again'
-        " to continue, perhaps with fewer --workers"
+        ' calls this function outside `if __name__ == "__main__":`; run the same command again,'
+        " perhaps with fewer --workers"
     )
     assert ends[1][0] == 0
 
@@ -269,8 +269,8 @@ def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "1 of 4 samples are invalid, more than the 0 that --max-unreadable 0" in error
     assert (
-        "skip them (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image"
-        " of 0 bytes, 'bad.jpg'" in error
+        "skip them (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an empty"
+        " image file, 'bad.jpg'" in error
     )
     assert not (tar.parent / "_info.json").exists()
 
@@ -282,8 +282,8 @@ def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
         (
             [("README", b"x")],
             (
-                "holds no samples; expected pairs of <key>.jpg and <key>.cls .*; copy it again, or"
-                " move it away"
+                "contains no samples; expected pairs of <key>.jpg and <key>.cls .*; copy it again,"
+                " or move it away"
             ),
         ),
     ],
@@ -342,21 +342,21 @@ def test_the_split_may_be_named_on_the_command_line(foreign, capsys):
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
     assert (
-        "no split in the names 00000.tar, 00001.tar, 00002.tar: use --split train if all"
+        "the names 00000.tar, 00001.tar, 00002.tar contain no split: use --split train if all"
         in capsys.readouterr().err
     )
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
     assert open_split(foreign, "train").num_samples == 12
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
     assert main([str(foreign), "--workers", "1", "--split", "val"]) == 2
-    assert "--split val, but its _info.json has train" in capsys.readouterr().err
+    assert "--split is val, but _info.json lists train" in capsys.readouterr().err
 
 
 def test_a_split_that_contradicts_the_names_is_refused(foreign, capsys):
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 2
     assert (
-        "--split train, but these names contain another split: imagenet1k-validation-0000.tar"
-        in capsys.readouterr().err
+        "--split is train, but these file names belong to another split:"
+        " imagenet1k-validation-0000.tar" in capsys.readouterr().err
     )
 
 
@@ -388,14 +388,14 @@ def test_shards_without_labels_are_reported(tmp_path, capsys):
             lambda root: [tar.unlink() for tar in root.glob("*.tar")],
             "no .tar files; expected <split>-00000.tar",
         ),
-        (lambda root: (root / "0001.tar").write_bytes(b"x"), "no split in the names 0001.tar"),
+        (lambda root: (root / "0001.tar").write_bytes(b"x"), "the names 0001.tar contain no split"),
         (
             lambda root: (root / "imagenet1k-train-0000.tar").write_bytes(b"x" * 600),
             "imagenet1k-train-0000.tar: not a tar",
         ),
         (
             lambda root: (root / "_writing.json").write_text('{"source": "x"}'),
-            "a writer has not finished this data set",
+            "this data set is incomplete",
         ),
         (
             lambda root: (root / "imagenet1k-train-0002.json").write_text("[]"),

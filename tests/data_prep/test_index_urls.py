@@ -229,7 +229,7 @@ def test_shards_in_an_unwritable_store_need_out(foreign, bucket, s3, tmp_path, c
         (
             "<url> --out <out>",
             (
-                "no _info.json, and web servers cannot list files: name the shards, as in"
+                "no _info.json, and web servers cannot list files: pass the shard URLs, as in"
                 " '<url>/train-{0000..0099}.tar'"
             ),
         ),
@@ -239,11 +239,11 @@ def test_shards_in_an_unwritable_store_need_out(foreign, bucket, s3, tmp_path, c
         ),
         (
             "<url>/train-0.tar <folder> --out <out>",
-            "<folder>: expected one folder, or shard URLs that end in .tar",
+            "<folder>: expected a single folder, or shard URLs ending in .tar",
         ),
         (
             "<url>/{a,b}/train-0.tar --out <out>",
-            "shards in several folders (<url>/a, <url>/b): index each folder",
+            "the shards are in several folders (<url>/a, <url>/b): index each folder",
         ),
         (
             "<folder> --out <out>",
@@ -256,7 +256,7 @@ def test_shards_in_an_unwritable_store_need_out(foreign, bucket, s3, tmp_path, c
             "<url>/train-0.tar --out <folder>",
             "<folder>: contains shards (imagenet1k-train-0000.tar, imagenet1k-train-0001.tar, ",
         ),
-        ("<url>/damaged-train-0000.tar --out <out>", "<url>/damaged-train-0000.tar: cut off"),
+        ("<url>/damaged-train-0000.tar --out <out>", "<url>/damaged-train-0000.tar: truncated"),
         (
             "<url>/hostile --out <out>",
             "../../etc/train-0.tar: expected names of tars in the same folder",

@@ -161,11 +161,11 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     [
         (
             lambda files: files.pop("t10k-labels-idx1-ubyte"),
-            "missing: t10k-labels-idx1-ubyte (with or without .gz); download them from https",
+            "missing files: t10k-labels-idx1-ubyte (with or without .gz); download them from https",
         ),
         (
             lambda files: files.clear(),
-            "missing: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images",
+            "missing files: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images",
         ),
         (
             lambda files: files.update(
@@ -186,7 +186,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
         ),
         (
             lambda files: files.update({"t10k-labels-idx1-ubyte": idx(np.arange(50) % 11)}),
-            "record 10 has label 10; expected 0 to 9",
+            "record 10 has label 10, expected 0 to 9",
         ),
         (
             lambda files: files.update(
@@ -258,7 +258,8 @@ def test_ambiguous_folders_and_other_variants_are_refused(small, tmp_path, monke
         mnist.source(tmp_path / "KMNIST", "fashion")
     put(tmp_path, small)
     with pytest.raises(
-        PrepError, match=f"idx files exist in {tmp_path} and in {tmp_path}/KMNIST/raw: pass one"
+        PrepError,
+        match=f"found idx files in several folders .{tmp_path}, {tmp_path}/KMNIST/raw.: pass one",
     ):
         mnist.source(tmp_path, "kmnist")
 

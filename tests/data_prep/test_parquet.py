@@ -222,12 +222,12 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
     "a column that is no image": (
         {"train": rows(6)},
         ("--image-column", "label"),
-        "expected label, with bytes and path, and label",
+        "expected label (with bytes and path) and label",
     ),
     "other columns in another file": (
         {"train": rows(6), "test": _without("label")},
         (),
-        "test.parquet: the columns are image; expected image, with bytes and path, and label",
+        "test.parquet: the columns are image; expected image (with bytes and path) and label",
     ),
     "no train": ({"test": rows(6)}, (), "no training files: add train-*.parquet"),
     "an unclear split": (

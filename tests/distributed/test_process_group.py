@@ -179,7 +179,7 @@ def test_hosts_must_see_the_same_data():
     assert isinstance(ended[0], AlreadyReported)
     assert isinstance(ended[2], AlreadyReported)
     assert str(ended[1]).startswith(
-        f"{socket.gethostname()} sees other data than rank 0 (b, expected a)"
+        f"{socket.gethostname()} sees different data from rank 0 (b, expected a)"
     )
 
 
@@ -409,10 +409,9 @@ def test_ranks_on_different_hosts_end_immediately_with_one_message(tmp_path):
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "the exit status must be torchrun's own"
     message = (
-        "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs. node7: torch sees no GPU"
+        "error: train.device=auto: 1 of 2 hosts cannot train on GPUs. node7: torch sees no GPU"
         " (Found no NVIDIA driver on your system). Check these hosts with nvidia-smi, start one"
-        " rank for each GPU (--nproc_per_node), exclude the hosts, or use train.device=cpu"
-        " everywhere"
+        " rank per GPU (--nproc_per_node), exclude the hosts, or use train.device=cpu everywhere"
     )
     lines = done.stderr.splitlines()
     assert lines[0] == message, done.stderr

@@ -186,5 +186,5 @@ def test_reports_data_without_a_training_split(base, shards, tmp_path):
     info = json.loads((alone / "_info.json").read_text())
     del info["splits"]["train"]
     (alone / "_info.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match="no split 'train': it has val"):
+    with pytest.raises(ValueError, match="no split 'train', only val"):
         run_here("launch/eval.py", base, "--linear-probe", "--device", "cpu", "--data", alone)

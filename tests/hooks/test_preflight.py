@@ -262,7 +262,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         )
         assert any(note.startswith(message) for note in check(tiny(config), enough).record["notes"])
     message = (
-        r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower"
+        r"this host \(1, with 2 loader workers each\) need 0.50 GiB .* 0.25 GiB are free: lower"
         r" loader.num_workers"
     )
     with pytest.raises(ValueError, match=message):
@@ -272,12 +272,12 @@ def test_reports_whether_memory_suffices(config, tmp_path):
         )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "8")
-        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
+        with pytest.raises(ValueError, match=r"this host \(8, .* need 4.0\d GiB"):
             check(tiny(config, "loader.num_workers=2"), enough)
         cached = tiny(config, "loader.num_workers=2", f"loader.cache_dir={tmp_path / 'cache'}")
         # Each worker uses four threads to fetch data.
         with pytest.raises(
-            ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
+            ValueError, match=r"this host \(8, .* need 5.7\d GiB .* 184 MiB per worker"
         ):
             check(cached, enough)
     assert (

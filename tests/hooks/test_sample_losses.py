@@ -77,7 +77,7 @@ def test_restarts_a_truncated_file_which_readers_reject(damage, tmp_path):
     path = epoch_files(tmp_path)[1]
     path.write_bytes(damage or path.read_bytes()[:-1])
     with pytest.raises(
-        ValueError, match=r"the file is damaged, or was written with other settings"
+        ValueError, match=r"the file is damaged, or was written with different settings"
     ):
         read_epoch(path, 3, 4)
     assert_equal(written(tmp_path, [2]), expected([2]))

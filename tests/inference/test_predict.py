@@ -194,14 +194,14 @@ def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
     for inputs in (find_inputs([str(tmp_path)]), find_inputs("-", io.BytesIO(listed.encode()))):
         assert [place.name for place in inputs.places] == [str(tmp_path / name) for name in names]
         for place, message in zip(
-            inputs.places, ("", "cut off: ", "Too many levels", ""), strict=True
+            inputs.places, ("", "truncated: ", "Too many levels", ""), strict=True
         ):
             if message:
                 with pytest.raises(ValueError, match=message):
                     place.read()
             else:
                 assert place.read() == image
-    with pytest.raises(ValueError, match=r"cut.tar: cut off"):
+    with pytest.raises(ValueError, match=r"cut.tar: truncated"):
         find_inputs([str(tmp_path / "cut.tar")])
 
 

@@ -204,10 +204,10 @@ def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
         ("[[0], [1]", "eval.sets.real.labels=<path>: cannot be read (not JSON)"),
         ([[0]], "eval.sets.real.labels=<path>: has labels for 1 images, but <root> 'val' has 23"),
         ({str(i): [0] for i in range(23)}, "has no labels for 23 images (class"),
-        ([[3]] * 23, "has the label 3, expected whole numbers from 0 to 2"),
-        ([["0"]] * 23, 'has the label "0", expected whole numbers from 0 to 2'),
+        ([[3]] * 23, "contains the label 3, expected whole numbers from 0 to 2"),
+        ([["0"]] * 23, 'contains the label "0", expected whole numbers from 0 to 2'),
         ([[]] * 23, "eval.sets.real.labels=<path>: no image has a label"),
-        ([[1]] * 23, "only 35% of the images of <root> 'val' have their own label in this list"),
+        ([[1]] * 23, "only 35% of the labels of <root> 'val' occur in this list"),
     ],
 )
 def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):
@@ -237,7 +237,7 @@ def test_reports_unknown_classes_of_all_sets_together(shards, tmp_path):
         " class0, class1, class2: use data whose classes have the same names"
     )
     assert lines[1] == (
-        f"eval.sets.v2: {numbers} has a class 999, but the classes of the model are 0 to 2: use"
+        f"eval.sets.v2: {numbers} has class 999, but the model's classes are 0 to 2: use"
         " data with the same classes"
     )
     assert lines[2].startswith("eval.sets.gone: ")

@@ -51,7 +51,7 @@ def test_two_ranks_report_a_mistake_once(config, tmp_path):
 def test_evaluation_without_a_run_names_the_missing_argument(tmp_path):
     done = run("launch/eval.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: no --checkpoint given and none under runs/")
+    assert done.stderr.startswith("error: no --checkpoint was given, and runs/ contains none")
 
 
 def test_a_new_head_starts_from_weights_for_other_classes(config, tmp_path):

@@ -182,7 +182,7 @@ def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd
     assert numbers(server.history) == before
     one_run(folder, range(2, 6), setting="offline", restarts=1)
     message = capfd.readouterr().err.splitlines()[-1]
-    assert message.endswith(f"would repeat); {remedy(folder, 'WANDB_MODE=online ')}")
+    assert message.endswith(f"would duplicate); {remedy(folder, 'WANDB_MODE=online ')}")
     ToWandb(folder, is_in_use=False).show({}, print)
     assert numbers(server.history) == before + recorded(folder)[len(before) :]
 

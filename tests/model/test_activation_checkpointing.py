@@ -139,7 +139,7 @@ def test_timm_models_recompute_all_blocks_or_none():
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
     with pytest.raises(
-        ValueError, match="activation_checkpointing=2: timm models can only checkpoint"
+        ValueError, match="activation_checkpointing=2: timm models can checkpoint only"
     ):
         checkpoint_activations(model, 2)
     with torch.device("meta"):

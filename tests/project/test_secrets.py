@@ -204,7 +204,7 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
     assert printed.returncode == 0, printed.stderr
     failed = trained(config, place / "failed", *streaming(web, "lost.tar"), ranks=1)
     assert failed.returncode == 1
-    assert "the stream broke" in failed.stderr
+    assert "the stream was interrupted" in failed.stderr
     assert "Authorization: ***" in failed.stderr
     assert (
         leaks(

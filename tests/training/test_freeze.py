@@ -227,11 +227,15 @@ def test_the_planner_counts_less_memory():
 
 
 def test_rejects_parts_that_cannot_be_frozen():
-    with pytest.raises(ValueError, match=r"init.freeze=4 blocks, but the model has 3: set at most"):
+    with pytest.raises(
+        ValueError, match=r"init.freeze=4: the model has only 3 blocks: set at most 3"
+    ):
         freeze(model_of(), 4)
-    with pytest.raises(ValueError, match=r"conv1.1 is a batch norm, whose statistics would change"):
+    with pytest.raises(
+        ValueError, match=r"conv1.1 is a batch norm layer, whose statistics would change"
+    ):
         freeze(create_model("timm/resnet10t", 32, 5), "backbone")
-    with pytest.raises(ValueError, match=r"init.freeze=1 blocks, but the model has none"):
+    with pytest.raises(ValueError, match=r"init.freeze=1: the model has no blocks: set backbone"):
         freeze(create_model("timm/resnet10t", 32, 5), 1)
     with pytest.raises(ValueError, match=r"init.freeze has no effect with init.checkpoint=null"):
         from_dict(

@@ -205,7 +205,7 @@ def test_classes_are_found_by_name(tmp_path):
     ("names", "problem"),
     [
         (["ant", "bee", "cow"], "lacks 3 of the data's 3 classes .*are dog, class2"),
-        ([], "has 4 classes, but the data have 3, and class names"),
+        ([], "has 4 classes, but the data have 3, and there are no class names"),
     ],
 )
 def test_other_classes_are_refused(tmp_path, names, problem):
@@ -216,7 +216,7 @@ def test_other_classes_are_refused(tmp_path, names, problem):
 
 def test_other_channels_are_refused(tmp_path):
     path = weights_file(tmp_path / "w.safetensors", in_chans=1, data={"mean": [0.5], "std": [0.5]})
-    with pytest.raises(ValueError, match=r"1 channel\(s\), but model.in_chans is 3"):
+    with pytest.raises(ValueError, match=r"in_chans=1, but model.in_chans is 3"):
         load_teacher(settings(teacher=str(path)), NAMES, 3, ALONE)
 
 

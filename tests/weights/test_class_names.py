@@ -116,7 +116,7 @@ def test_ambiguous_imagenet_names_are_refused():
         (None, ["ant"], r"w.pth has no class names"),
         (NAMES, [], r"the data have no class names"),
         (["ant", "ant", "bee", "cat", "dog"], ["ant"], "several classes called ant"),
-        (["ant"], ["ant"], "1 class names, but a head of 5 rows"),
+        (["ant"], ["ant"], "1 class names, but its head has 5 rows"),
     ],
 )
 def test_impossible_selections_are_refused(class_names, data_names, message):

@@ -56,7 +56,7 @@ def test_files_with_prefixes_inside_names_and_older_files_are_read(tmp_path):
     weights = read_content(str(tmp_path / "w.pth")).tensors
     assert list(weights) == ["blocks.0.attn.proj.bias"]
     torch.save({"module.a": torch.ones(3), "a": torch.zeros(3)}, tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match="contains a weight twice"):
+    with pytest.raises(WeightsError, match="contains duplicate weights"):
         read_content(tmp_path / "w.pth")
 
 
@@ -251,7 +251,7 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
     for key, values in damaged.items():
         for value in values:
             save_weights(path, tiny().state_dict(), good | {key: value})
-            with pytest.raises(WeightsError, match="the metadata about its model are damaged"):
+            with pytest.raises(WeightsError, match="the metadata of its model are damaged"):
                 read_weights(path)
 
 
@@ -312,7 +312,7 @@ def test_sharded_weights_are_read_and_checked(tmp_path):
     assert loaded.weights.keys() == expected.keys()
     assert all(torch.equal(loaded.weights[name], expected[name]) for name in expected)
     write(places | {"blocks.7.norm1.bias": "model-2-of-2.safetensors"})
-    with pytest.raises(WeightsError, match=r"its parts lack blocks.7.norm1.bias"):
+    with pytest.raises(WeightsError, match=r"its parts do not contain blocks.7.norm1.bias"):
         read_weights(tmp_path)
     write(places | {"head.bias": "../model-2-of-2.safetensors"})
     with pytest.raises(WeightsError, match=r"outside its folder"):
@@ -321,5 +321,5 @@ def test_sharded_weights_are_read_and_checked(tmp_path):
     with pytest.raises(WeightsError, match=r"model-3-of-3.safetensors are missing"):
         read_weights(tmp_path)
     index.write_text("{}")
-    with pytest.raises(WeightsError, match="not an index of weights in parts"):
+    with pytest.raises(WeightsError, match="not an index of sharded weights"):
         read_weights(tmp_path)

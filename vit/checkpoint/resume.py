@@ -214,7 +214,7 @@ def check_belongs(
             )
         differences = "\n".join(lines)
         raise ValueError(
-            f"{path} belongs to a run with other settings:\n{differences}\nUse another run.dir,"
+            f"{path} belongs to a run with different settings:\n{differences}\nUse another run.dir,"
             f" restore the settings{hint}"
         )
 

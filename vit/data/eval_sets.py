@@ -146,7 +146,7 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
         numbers = [int(name) for name in names] or list(range(split.num_classes))
         if max(numbers) >= model.num_classes:
             raise ValueError(
-                f": {split.root} has a class {max(numbers)}, but the classes of the model are 0 to"
+                f": {split.root} has class {max(numbers)}, but the model's classes are 0 to"
                 f" {model.num_classes - 1}: use data with the same classes"
             )
     elif not model.namings:
@@ -186,7 +186,9 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise ValueError(f"{setting}: cannot be read ({reason})") from None
     if not isinstance(content, list | dict):
-        raise ValueError(f"{setting}: expected a list of lists, or a list for each key of an image")
+        raise ValueError(
+            f"{setting}: expected a list of lists, or an object that maps image keys to lists"
+        )
     if len(content) != split.num_samples:
         raise ValueError(
             f"{setting}: has labels for {len(content)} images, but {split.root} {split.name!r} has"
@@ -209,9 +211,9 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
         agree = sum(int(label) in row for row, label in scored) / len(scored)
         if agree < LEAST_AGREEMENT:
             raise ValueError(
-                f"{setting}: only {agree:.0%} of the images of {split.root} {split.name!r} have"
-                " their own label in this list: sort the list by image key and use the same class"
-                " numbers, or give an object of lists by key"
+                f"{setting}: only {agree:.0%} of the labels of {split.root} {split.name!r} occur in"
+                " this list: sort the list by image key and use the same class numbers, or give an"
+                " object that maps keys to lists"
             )
     return rows
 
@@ -232,7 +234,7 @@ def _checked(labels: Any, setting: str, num_classes: int) -> list[int]:
     row = labels if isinstance(labels, list) else [labels]
     if wrong := [label for label in row if type(label) is not int or not 0 <= label < num_classes]:
         raise ValueError(
-            f"{setting}: has the label {json.dumps(wrong[0])}, expected whole numbers from 0 to"
-            f" {num_classes - 1}"
+            f"{setting}: contains the label {json.dumps(wrong[0])}, expected whole numbers from 0"
+            f" to {num_classes - 1}"
         )
     return row

@@ -418,8 +418,8 @@ def shares_of(
     if not all(draws):
         least = block * sum(numbers) / total
         raise ValueError(
-            f"data.sources: weight {min(numbers):g} of {sum(numbers):.6g} is less than {block} of"
-            f" {total:,} draws: set it to {least:.2g} or more"
+            f"data.sources: weight {min(numbers):g} of {sum(numbers):.6g} yields less than {block}"
+            f" of {total:,} draws: set it to {least:.2g} or more"
         )
     return draws
 

@@ -112,9 +112,9 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
     # keys in that list. Any other list without a matching key was made for another data set.
     if not numbers and not labels and path.suffix != QUARANTINE:
         raise ShardError(
-            f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"
-            f" {_some(missing)}; expected keys such as {split.key(0)!r}, without shard name and"
-            " extension"
+            f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)}"
+            f" ({_some(missing)}); expected keys such as {split.key(0)!r}, without the shard name"
+            " and extension"
         )
     return f" ({len(missing):,} of its keys do not exist: {_some(missing)})"
 

@@ -93,7 +93,7 @@ def plan_ring(
     if slots < least:
         needed_gib = math.ceil(least * slot_bytes / 2**30 * 1000) / 1000
         raise ValueError(
-            f"loader.prefetch_gib={prefetch_gib:g} holds {slots} of a rank's batches ({rows}"
+            f"loader.prefetch_gib={prefetch_gib:g} has room for {slots} of a rank's batches ({rows}"
             f" images, {slot_bytes / 2**20:.1f} MiB), but {num_workers} workers need room for"
             f" {least}: raise it to {needed_gib:g}, or lower loader.num_workers"
         )

@@ -258,7 +258,7 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
                 raise ShardError(
                     f"{_describe(number, split)}: label {label} means {other!r}, but {one!r} in"
                     f" {_describe(first_number, first)}, and {classes_of.root} {classes_of.name!r}"
-                    f" has no class names that could decide; {_how_to_name(classes_of.root)}"
+                    f" has no class names to settle which is right; {_how_to_name(classes_of.root)}"
                 )
 
 
@@ -267,7 +267,7 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     names = classes_of.class_names
     if names and not split.class_names and split.num_classes > classes_of.num_classes:
         raise ShardError(
-            f"{_describe(number, split)}: {split.num_classes:,} classes without names, but"
+            f"{_describe(number, split)}: has {split.num_classes:,} classes without names, but"
             f" {classes_of.root} has {classes_of.num_classes:,}; {_how_to_name(split.root)}"
         )
     if not names or not split.class_names or split.class_names == names:
@@ -285,6 +285,6 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
         named += f" and {len(missing) - MAX_NAMED:,} more"
         remedy = "its exclude, a file with one line class=NAME for each"
     raise ShardError(
-        f"{_describe(number, split)}: classes that {classes_of.root} {classes_of.name!r} lacks:"
+        f"{_describe(number, split)}: has classes that {classes_of.root} {classes_of.name!r} lacks:"
         f" {named}; exclude them with {remedy}, or evaluate on data that contain them"
     )

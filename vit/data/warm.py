@@ -102,7 +102,7 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
         )
     elif lacking_bytes and cache.has_room(2 * max(block.num_bytes for block in missing)):
         raise ShardError(
-            f"{report}; the rest could not be stored, see above: free some space on this disk, or"
+            f"{report}; the rest could not be stored (see above): free some space on this disk, or"
             " set another --cache-dir"
         )
     elif lacking_bytes:
@@ -124,8 +124,8 @@ def _shards_of(text: str | None, num_shards: int) -> range:
     shards = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not shards or shards.stop > num_shards:
         raise ValueError(
-            f"--shards {text}: expected a number or a range, such as 0-{num_shards - 1}, of"
-            f" {num_shards} shards"
+            f"--shards {text}: expected a shard number or a range, such as 0-{num_shards - 1} for"
+            f" all {num_shards} shards"
         )
     return shards
 

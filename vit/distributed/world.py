@@ -228,7 +228,7 @@ class World:
         with self.fail_together():
             if self.is_local_main and not self.is_main and (seen := look()) != expected:
                 raise ValueError(
-                    f"{socket.gethostname()} sees other {subject} than rank 0 ({seen}, expected"
+                    f"{socket.gethostname()} sees different {subject} from rank 0 ({seen}, expected"
                     f" {expected}): give all hosts the same files"
                 )
         return expected

@@ -53,7 +53,7 @@ class OrderHook(Hook):
             if self._order is not None and self._seen != self._planned:
                 raise RuntimeError(
                     f"batches {self._compared_step} to {state.step - 1}, rows of rank"
-                    f" {self._run.world.rank}: sample checksum {self._seen:016x}, planned"
+                    f" {self._run.world.rank}: sample checksum {self._seen:016x}, expected"
                     f" {self._planned:016x}: this is a bug in the loader, please report it"
                 )
         # torch has no unsigned sum, but the int64 sum has the same bits.

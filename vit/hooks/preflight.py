@@ -87,11 +87,11 @@ def preflight(
         saving = f"; {memory.saved_copy / MIB:.1f} MiB to copy the state for a save"
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ValueError(
-            f"{ranks} rank(s) with {workers} loader workers each need {needed_bytes / GIB:.2f} GiB"
-            f" of memory for batches on this host ({ring.num_slots} of"
+            f"the batches of the ranks on this host ({ranks}, with {workers} loader workers each)"
+            f" need {needed_bytes / GIB:.2f} GiB of memory ({ring.num_slots} of"
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
-            f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {worker_bytes / MIB:.0f} MiB"
-            f" per worker; evaluation starts the same number again{more}{saving}), but only"
+            f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {worker_bytes / MIB:.0f} MiB per"
+            f" worker; evaluation starts the same number of workers again{more}{saving}), but only"
             f" {free_bytes / GIB:.2f} GiB are free: lower loader.num_workers, loader.prefetch_gib"
             " or eval.batch_size, or give the job more memory"
         )

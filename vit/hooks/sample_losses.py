@@ -188,7 +188,7 @@ def read_epoch(path: Path, steps_per_epoch: int, global_batch_size: int) -> NDAr
     if file_shape != shape:
         raise ValueError(
             f"{path}: its shape is {file_shape or 'unreadable'}, but the run needs {shape}: the"
-            " file is damaged, or was written with other settings"
+            " file is damaged, or was written with different settings"
         )
     return np.load(path, mmap_mode="r")
 

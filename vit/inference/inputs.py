@@ -52,7 +52,8 @@ class Place(NamedTuple):
                 return read_image(self.path)
             if self.size > MAX_IMAGE_BYTES:
                 raise ValueError(
-                    f"{self.size:,} bytes; images may have at most {MAX_IMAGE_BYTES:,}"
+                    f"the image has {self.size:,} bytes, but at most {MAX_IMAGE_BYTES:,} are"
+                    " allowed"
                 )
             descriptor = os.open(self.path, os.O_RDONLY)
             try:

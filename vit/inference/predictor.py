@@ -158,7 +158,7 @@ def load(
     loaded = read_weights(path)
     if name and loaded.config is not None:
         raise ValueError(
-            f"name {name}: {loaded.path} comes from this project and contains the name of its"
+            f"name {name}: {loaded.path} was saved by this project and contains the name of its"
             " model: omit the name"
         )
     if loaded.config is None:

@@ -96,7 +96,6 @@ def check_images(images: Tensor, in_chans: int, image_size: tuple[int, int]) -> 
         raise ValueError(
             f"images are {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))}):"
             " resize the images, or build the model for that image_size and in_chans"
-            " (vit.weights.files resamples the positions)"
         )
 
 

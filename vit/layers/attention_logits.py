@@ -32,7 +32,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     ]
     if not attentions or len(attentions) != len(getattr(model, "blocks", ())):
         raise ValueError(
-            f"{type(model).__name__} has no plain self-attention in each of its blocks"
+            f"{type(model).__name__} does not use plain self-attention in each of its blocks"
         )
     return attentions
 

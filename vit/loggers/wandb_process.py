@@ -181,7 +181,7 @@ def _open_run(
         state = stored if stored["id"] == run_id else state
     if mode == "offline":
         if state["is_online"] or any(run_dir.glob(f"wandb/offline-run-*-{run_id}/*.synced")):
-            raise ValueError("W&B already has rows of this run, which `wandb sync` would repeat")
+            raise ValueError("W&B already has rows of this run, which `wandb sync` would duplicate")
         state["num_other_steps"] = 0
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}

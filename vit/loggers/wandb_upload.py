@@ -31,12 +31,12 @@ class ToWandb:
             raise ValueError("--to-wandb: WANDB_MODE=disabled switches W&B off: unset it")
         if is_in_use:
             raise ValueError(
-                f"--to-wandb: {run_dir} is still training: repeat this command after it has ended"
+                f"--to-wandb: {run_dir} is still training: run this command again when it has ended"
             )
         self._run_dir = run_dir
         self._lines = read_metrics(run_dir / METRICS_FILE)
         if not any(map(numbers_of, self._lines)):
-            raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} has no numbers to show")
+            raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} contains no values to upload")
 
     def show(self, pictures: Mapping[str, Path], log_line: Callable[[str], None]) -> None:
         """Upload the record, and `pictures` (name -> PNG file) at its last step.
@@ -47,4 +47,4 @@ class ToWandb:
         process.add_pictures({f"report/{name}": path for name, path in pictures.items()})
         failed = self._lines[-1].get("outcome") == "error"
         if not process.close(failed=failed, open_s=INIT_S + OPEN_S):
-            raise ValueError("--to-wandb: W&B did not receive everything: see the line above")
+            raise ValueError("--to-wandb: W&B did not receive everything: see the previous line")

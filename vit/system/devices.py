@@ -114,8 +114,8 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
     if choice == "cuda" or len(lacking) < len(hosts) or has_unusable:
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
-            f"{setting}{choice}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs."
-            f" {problems}. Check these hosts with nvidia-smi, start one rank for each GPU"
+            f"{setting}{choice}: {len(lacking)} of {len(hosts)} hosts cannot train on GPUs."
+            f" {problems}. Check these hosts with nvidia-smi, start one rank per GPU"
             f" (--nproc_per_node), exclude the hosts, or use {setting}cpu everywhere"
         )
     notes = [

@@ -198,8 +198,8 @@ def report_write_errors(path: Path, flag: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"{flag}{path}: cannot be written ({error.strerror}): choose another place, or free"
-            " some space"
+            f"{flag}{path}: cannot be written ({error.strerror}): choose another path, or free some"
+            " space"
         ) from None
 
 

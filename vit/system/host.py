@@ -228,6 +228,6 @@ def default_folder(root: Path = Path("/")) -> Path:
             return place
         refused.append(f"{place} ({kind})")
     raise ShardError(
-        "no folder on a local disk was found for cached blocks of shards, only"
-        f" {', '.join(refused)}: set loader.cache_dir to one, such as /scratch or /local_disk"
+        f"found no folder on a local disk for the shard cache, only {', '.join(refused)}: set"
+        " loader.cache_dir to one, such as /scratch or /local_disk"
     )

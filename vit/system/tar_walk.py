@@ -181,7 +181,7 @@ def walk(
         if len(block) < TAR_BLOCK and not needs_end and position > start and not any(block):
             return
         if len(block) < TAR_BLOCK or (stop is not None and position + TAR_BLOCK > stop):
-            raise damaged("cut off: a header or the end mark is missing")
+            raise damaged("truncated: a header or the end marker is missing")
         if block[0] == 0 and not any(block):
             _expect_zeros(read, position, stop, damaged)
             return
@@ -220,7 +220,7 @@ def walk(
         if size < 0:
             raise damaged(f"damaged: {name!r} has {size} bytes")
         if stop is not None and offset + size > stop:
-            raise damaged(f"cut off: the member {name!r} of {size} bytes begins")
+            raise damaged(f"truncated: too short for the member {name!r} of {size} bytes")
         yield TarMember(name, offset, size, kind)
         position = offset + (size + 511 & -512)
         name = ""
@@ -252,8 +252,8 @@ def _expect_zeros(
             return
         if data.count(0) != len(data):
             raise damaged(
-                "damaged: zeros instead of a header, with data after them (a lost header, or"
-                " several concatenated tars),"
+                "damaged: data follow the end marker (a header was lost, or several tars were"
+                " concatenated)"
             )
         position += len(data)
 

@@ -52,7 +52,7 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
             if config.exact_over_ranks:
                 raise ValueError(
                     "train.exact_over_ranks: torch.compile does not work on this host"
-                    f" ({why_eager}), and eager kernels give other bits: install the missing"
+                    f" ({why_eager}), and eager kernels give different bits: install the missing"
                     " tools, or set train.compile=false from the first step"
                 )
         return why_eager
@@ -96,7 +96,7 @@ def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
         return
     if blocks_setting != "block":
         raise ValueError(
-            f"train.activation_checkpointing={blocks_setting}: timm models can only checkpoint all"
+            f"train.activation_checkpointing={blocks_setting}: timm models can checkpoint only all"
             " blocks or none: set block or none"
         )
     try:

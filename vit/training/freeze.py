@@ -50,8 +50,8 @@ def freeze(model: nn.Module, part: str | int) -> None:
         blocks: Any = getattr(model, "blocks", None)
         depth = len(blocks) if isinstance(blocks, nn.Sequential | nn.ModuleList) else 0
         if part > depth:
-            has = f"the model has {depth}: set at most {depth}" if depth else "the model has none"
-            raise ValueError(f"init.freeze={part} blocks, but {has}, or set backbone")
+            has = f"only {depth} blocks: set at most {depth}, or" if depth else "no blocks: set"
+            raise ValueError(f"init.freeze={part}: the model has {has} backbone")
         later = (f"blocks.{number}." for number in range(part, depth))
         trained = (*trained, *BEHIND_THE_BLOCKS, *later)
     for name, parameter in model.named_parameters():
@@ -64,8 +64,9 @@ def freeze(model: nn.Module, part: str | int) -> None:
     ]
     if changing:
         raise ValueError(
-            f"init.freeze={part}: {changing[0]} is a batch norm, whose statistics would change"
-            " although its weights are frozen: set none, or use a model without batch norms"
+            f"init.freeze={part}: {changing[0]} is a batch norm layer, whose statistics would"
+            " change even though its weights are frozen: set none, or use a model without batch"
+            " norm"
         )
 
 

@@ -48,8 +48,8 @@ def choose_class_weights(
         shown = [repr(names[i]) if i < len(names) else str(i) for i in missing]
         raise ValueError(
             f"loss.class_weights=balanced: {len(missing):,} of {num_classes:,} classes have no"
-            f" training images ({few(shown)}): give the weights as numbers, or choose"
-            " images of all classes"
+            f" training images ({few(shown)}): give the weights as numbers, or choose images of all"
+            " classes"
         )
     # This is the formula in sklearn/utils/class_weight.py, compute_class_weight.
     balanced: list[float] = (counts.sum() / (num_classes * counts)).tolist()

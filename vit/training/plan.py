@@ -133,8 +133,8 @@ def _divide_into_leaves(
     limit = data.micro_batch_size
     if limit is None:
         raise ValueError(
-            "train.exact_over_ranks needs a data.micro_batch_size that is the same on any number"
-            f" of ranks: for {world_size} rank(s), set one of {fitting}, or a smaller one for more"
+            "train.exact_over_ranks needs a data.micro_batch_size that works on any number of"
+            f" ranks: for world size {world_size}, set one of {fitting}, or a smaller one for more"
             " ranks"
         )
     micro = max((size for size in sizes if size <= limit), default=0)
@@ -276,8 +276,8 @@ def make_plan(
     if late:
         raise ValueError(
             f"schedule.image_sizes: until_epoch={late[0]} is step"
-            f" {late[0] * plan.steps_per_epoch:,}, but the run ends at step {total:,} and uses"
-            " model.image_size in its last steps: end this stage earlier, or lengthen the run"
+            f" {late[0] * plan.steps_per_epoch:,}, but the run ends at step {total:,} with"
+            " model.image_size: end this stage earlier, or lengthen the run"
         )
     parts = {
         "warm-up": plan.warmup_steps,

@@ -286,9 +286,9 @@ def _create(own: Config, student: Config, num_classes: int) -> nn.Module:
     """Create the teacher's model for the data's classes. Raises ValueError if channels differ."""
     if own.model.in_chans != student.model.in_chans:
         raise ValueError(
-            f"distill.teacher: {student.distill.teacher} expects images of {own.model.in_chans}"
-            f" channel(s), but model.in_chans is {student.model.in_chans}: use a teacher with as"
-            " many channels"
+            f"distill.teacher: {student.distill.teacher} expects images with"
+            f" in_chans={own.model.in_chans}, but model.in_chans is {student.model.in_chans}: use a"
+            " teacher with as many channels"
         )
     return create_model(own.model, num_classes=num_classes)
 
@@ -340,13 +340,13 @@ def _with_classes(
         own_names = few(namings[whose])
         raise ValueError(
             f"distill.teacher: {loaded.path} lacks {len(lacking[whose])} of the data's"
-            f" {num_classes} classes ({few(lacking[whose])}), its own are {own_names}: use a"
-            " teacher trained on the data's classes"
+            f" {num_classes} classes ({few(lacking[whose])}); its own classes are {own_names}: use"
+            " a teacher trained on the data's classes"
         )
     if own_classes != num_classes:
         raise ValueError(
             f"distill.teacher: {loaded.path} has {own_classes} classes, but the data have"
-            f" {num_classes}, and class names to match them are missing: use a teacher of the"
+            f" {num_classes}, and there are no class names to match: use a teacher trained on the"
             " data's classes"
         )
     note = "its classes are matched to the data's by number, because their names do not match"

@@ -135,7 +135,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
         own = " or ".join(few(naming) for naming in namings.values())
         raise WeightsError(
             f"{loaded.path} lacks {len(missing):,} of the data's {len(names):,} classes"
-            f" ({few(missing)}); its classes are {own}: start with a new head by"
+            f" ({few(missing)}); its classes are {own}: start with a new head by setting"
             " init.reset_head=true"
         )
     if doubled := sorted({name for name in names if model_names.count(name) > 1}):
@@ -144,7 +144,8 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     rows = [row_of[name] for name in names]
     if num_rows != len(model_names):
         raise WeightsError(
-            f"{loaded.path} has {len(model_names):,} class names, but a head of {num_rows:,} rows"
+            f"{loaded.path} has {len(model_names):,} class names, but its head has {num_rows:,}"
+            " rows"
         )
     for head in (heads[0], "head_dist"):  # DeiT's distillation head
         for name in (f"{head}.weight", f"{head}.bias"):

@@ -345,7 +345,7 @@ def _read(path: Path) -> LoadedWeights:
         )
     except (ValueError, TypeError):
         raise WeightsError(
-            f"{path}: the metadata about its model are damaged: copy it again"
+            f"{path}: the metadata of its model are damaged: copy it again"
         ) from None
 
 
@@ -390,7 +390,7 @@ def _with_facts(
         and all(isinstance(side, int) for side in grid_size)
     )
     if not (names_fit and grid_fits and isinstance(config, dict) and num_classes > 0):
-        raise ValueError("the metadata about the weights are damaged")
+        raise ValueError("the metadata of the weights are damaged")
     return replace(
         loaded,
         config=config,

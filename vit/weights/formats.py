@@ -93,7 +93,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     with readable(path):
         if not path.is_file():
             raise WeightsError(
-                f"{path} {_instead_of_a_file(path)}: expected a file of weights, or a run's folder"
+                f"{path} {_instead_of_a_file(path)}: expected a weights file or a run folder"
             )
         with path.open("rb") as file:
             head = file.read(64)
@@ -158,9 +158,9 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
     if not is_intact(path, metadata):
         raise WeightsError(
-            f"{path}: its content does not match the sha256 in its metadata: the file is damaged"
-            " (copy it again, or use a checkpoint of the run, checkpoints/step_<n>), or another"
-            " program has changed the file (save it without 'sha256' in the metadata)"
+            f"{path}: its content does not match the sha256 in its metadata: copy it again or use"
+            " another checkpoint. If another program changed the file, save it without 'sha256' in"
+            " the metadata"
         )
     metadata.pop(SEAL, None)  # The hash applies only to this file, not to files written later.
     return tensors, metadata
@@ -173,8 +173,8 @@ def _open_zip(path: Path) -> Any:
             names = file.namelist()
     except (zipfile.BadZipFile, OSError):
         raise WeightsError(
-            f"{path} is truncated or not a checkpoint (a zip without the table of contents at its"
-            " end): copy it again"
+            f"{path} is truncated or not a checkpoint (a zip without its table of contents): copy"
+            " it again"
         ) from None
     if names and all(name.endswith(".npy") for name in names):
         return _open_npz(path)
@@ -250,8 +250,8 @@ def _open_torch(path: Path, mapped: bool) -> Any:
         if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
             raise WeightsError(
                 f"{path} is refused, because it is a pickle of protocol {protocol}, which can run"
-                " code and which torch.save never writes: if you trust it, open it with Python's"
-                " pickle and save its tensors with torch.save or as safetensors"
+                " code: if you trust it, open it with Python's pickle and save its tensors with"
+                " torch.save or as safetensors"
             ) from error
         # Keep only the first sentence of torch's message, because the rest is for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
@@ -277,7 +277,7 @@ def _open_parts(index: Path) -> Content:
         # The index is untrusted, so its file names must not lead out of the folder.
         outside = [file for file in files if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise WeightsError(f"{index} is not an index of weights in parts: copy it again") from None
+        raise WeightsError(f"{index} is not an index of sharded weights: copy it again") from None
     if outside:
         raise WeightsError(
             f"{index} is refused, because it lists files outside its folder ({few(outside)})"
@@ -290,8 +290,8 @@ def _open_parts(index: Path) -> Content:
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     if missing := [name for name in file_of if name not in tensors]:
         raise WeightsError(
-            f"{index} lists {len(file_of)} weights, but its parts lack {few(missing)}: copy the"
-            " index and the parts again"
+            f"{index} lists {len(file_of)} weights, but its parts do not contain {few(missing)}:"
+            " copy the index and the parts again"
         )
     notes = [f"read from {len(files)} parts", *(note for part in parts for note in part.notes)]
     return Content(tensors, parts[0].metadata, notes)
@@ -318,7 +318,7 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     if non_tensors:
         raise WeightsError(
             f"{path} is not a state dict, because it also contains {few(non_tensors)}: keep only"
-            f" tensors by name, or put them {under}"
+            f" named tensors, or put them {under}"
         )
     return content
 
@@ -331,7 +331,7 @@ def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     }
     if len(weights) < len(content):
         raise WeightsError(
-            f"{path} contains a weight twice after prefixes are removed: {len(content)} names"
+            f"{path} contains duplicate weights after prefixes are removed: {len(content)} names"
             f" become {len(weights)}"
         )
     return weights

@@ -102,7 +102,7 @@ def fetch(name: str) -> HubCopy:
             ) from None
         raise WeightsError(
             f"{name}: no such file or folder, and {hub} cannot be reached: run `hf download"
-            f" {repository} --local-dir DIR` on a machine with access and give DIR in place of the"
+            f" {repository} --local-dir DIR` on a machine with access and pass DIR instead of the"
             " name (init.checkpoint=DIR), or set HF_HOME to a cache with this repository"
         ) from None
     folder = Path(path)

@@ -165,7 +165,7 @@ def test_an_undecodable_image_is_an_error_by_default_and_in_evaluation(key, tmp_
 
 
 def test_indexing_names_an_empty_image(tmp_path):
-    with pytest.raises(ShardError, match=r"has an image of 0 bytes, 'empty\.jpg'"):
+    with pytest.raises(ShardError, match=r"has an empty image file, 'empty\.jpg'"):
         write_shard(tmp_path / "root", {"fine": encoded(), "empty": b""}, {})
 
 

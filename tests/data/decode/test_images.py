@@ -225,7 +225,7 @@ BEYOND = {
     "a wide JPEG": (said_to_have(JPEG, MAX_JPEG_SIDE + 1, 1), "sides of a JPEG"),
     "a large JPEG": (
         said_to_have(JPEG, 20_000, 10_000),
-        f"20000 x 10000 pixels are more than {MAX_PIXELS}",
+        f"20000 x 10000 pixels exceed the limit of {MAX_PIXELS}",
     ),
     "a wide JPEG, odd": (
         STRAY[:FRAME] + struct.pack(">HH", 8, 65_535) + STRAY[FRAME + 4 :],
@@ -233,12 +233,15 @@ BEYOND = {
     ),
     "a large JPEG, odd": (
         STRAY[:FRAME] + struct.pack(">HH", 10_000, 20_000) + STRAY[FRAME + 4 :],
-        "more than",
+        "more than|exceed the limit",
     ),
-    "a large PPM": (b"P6 20000 10000 255 ", f"more than {MAX_PIXELS}"),
-    "a PPM of one pixel too many": (b"P5 %d 2 255 " % (MAX_PIXELS // 2 + 1), "more than"),
-    "floats": (encoded(picture(8, 8, "F"), "TIFF"), "pixels of mode F have no known range"),
-    "huge tiles": (huge_tiles(), f"40000 x 40000 pixels are more than {MAX_PIXELS}"),
+    "a large PPM": (b"P6 20000 10000 255 ", f"(more than|limit of) {MAX_PIXELS}"),
+    "a PPM of one pixel too many": (
+        b"P5 %d 2 255 " % (MAX_PIXELS // 2 + 1),
+        "more than|exceed the limit",
+    ),
+    "floats": (encoded(picture(8, 8, "F"), "TIFF"), "the range of pixels of mode F is unknown"),
+    "huge tiles": (huge_tiles(), f"40000 x 40000 pixels exceed the limit of {MAX_PIXELS}"),
     "nothing": (b"", "0 bytes"),
 }
 

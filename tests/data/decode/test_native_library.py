@@ -80,7 +80,7 @@ def test_a_library_that_decodes_wrongly_is_refused(tmp_path):
     sources, library = copied(tmp_path, *WRONG)
     with pytest.raises(
         UnusableLibrary,
-        match="decodes different pixels than simplejpeg on this machine; build it again",
+        match="and simplejpeg decode to different pixels on this machine; build it again",
     ):
         load(library, sources)
 

@@ -200,7 +200,7 @@ def test_a_window_for_another_image_is_refused(form, decoder):
     ):
         decode_views(data, [(0, 0, 10, 10)], (8, 8), "bilinear", stored_size=(64, 97))
     for window in [(90, 0, 8, 8), (0, 60, 8, 8), (-1, 0, 8, 8), (0, 0, 0, 8), (0, 0, 98, 1)]:
-        with pytest.raises(ValueError, match=r"are outside of an image of 97 x 64"):
+        with pytest.raises(ValueError, match=r"is outside the image of 97 x 64"):
             decode_box(data, window)
 
 

@@ -226,7 +226,7 @@ def test_unfit_samples_are_listed_and_skipped_only_if_they_are_named(tmp_path):
     with pytest.raises(
         ShardError,
         match=(
-            r"sample 'b' has an image of 0 bytes, 'b.jpg' \(4 of 6 samples do not fit\)\. .*"
+            r"sample 'b' has an empty image file, 'b.jpg' \(4 of 6 samples do not fit\)\. .*"
             r"data_prep\.index` skips them"
         ),
     ):

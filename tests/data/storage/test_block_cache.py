@@ -235,7 +235,7 @@ def test_a_group_shares_a_cache_in_a_folder_that_it_may_write(open_to_all):
         "the second user must be able to count, read and remove the first user's blocks"
     )
     problem = as_user(1003, 4243, fetches(b"c", 7))
-    assert "cannot hold a cache of shards (Permission denied); choose a folder" in problem
+    assert "cannot store the shard cache (Permission denied); choose a folder" in problem
 
 
 @root_only
@@ -277,7 +277,7 @@ def test_a_world_writable_folder_is_refused(folder):
     with pytest.raises(
         ShardError,
         match=(
-            rf"{folder}: every user may write to this folder .*: run `chmod o-w {folder}`, or"
+            rf"{folder}: any user can write to this folder .*: run `chmod o-w {folder}`, or"
             r" choose another folder with"
         ),
     ):

@@ -94,7 +94,7 @@ def test_the_default_limit_leaves_half_of_the_disk(cache):
     with pytest.raises(
         ShardError,
         match=(
-            r"loader.cache_gib=1e\+09: the disk of .* has room for [\d.]+; set a smaller"
+            r"loader.cache_gib=1e\+09: the disk of .* has room for only [\d.]+; set a smaller"
             r" size, or choose another disk"
         ),
     ):

@@ -166,12 +166,12 @@ def test_a_dataset_in_a_store_is_verified(root, capsys):
         (lambda root: (root / "_info.json").unlink(), "no _info.json; if the shards are complete"),
         (
             lambda root: (root / "_info.json").rename(root / "_writing.json"),
-            "this data set is incomplete: repeat the command that writes it",
+            "this data set is incomplete: rerun the command that writes it",
         ),
         (lambda root: (root / "_info.json").write_text("{"), "_info.json: not valid JSON"),
         (
             lambda root: (root / "_info.json").write_text('{"splits": {"train": {}}}'),
-            "split 'train': no filenames, shard_lengths, num_samples",
+            "split 'train': has no filenames, shard_lengths, num_samples",
         ),
         (
             lambda root: edit_json(

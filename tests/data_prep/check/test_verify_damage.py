@@ -119,7 +119,7 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda root: (root / "train-00001.json").unlink(), ["train-00001.json: missing"]),
     (
         lambda root: (root / "train-00002.json").write_text("{}"),
-        ["train-00002.json: this file is not a sidecar"],
+        ["train-00002.json: has the name of a shard's sidecar"],
     ),
     (
         lambda root: edit_json(
@@ -168,7 +168,7 @@ NO_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda root: (root / "train.index.npy").unlink(), ["train.index.npy: missing"]),
     (
         lambda root: np.save(root / "val.index.npy", np.zeros(3)),
-        ["val.index.npy: unreadable .of another format"],
+        ["val.index.npy: unreadable .in another format"],
     ),
     (
         lambda root: (root / "quarantine.jsonl").unlink(),
@@ -268,7 +268,7 @@ def test_a_shard_with_a_damaged_header_is_named(root, capsys):
         lambda data: data.__setitem__(slice(second, second + 512), bytes(512)),
     )
     assert verify(root) == 1
-    assert "train-00002.tar: damaged: zeros instead of a header" in capsys.readouterr().out
+    assert "train-00002.tar: damaged: data follow the end marker" in capsys.readouterr().out
 
 
 def test_many_lines_about_one_shard_are_shortened(tmp_path, capsys):

@@ -50,7 +50,7 @@ def test_broken_tars_of_other_tools_are_reported(tmp_path, capsys):
         "train-000.tar: sample 'a' has no images (its members: b.jpg, b.cls",
         "train-001.tar: sample 'k' has no .cls",
         "train-002.tar: sample 'k' has two members with the same extension",
-        "train-003.tar: cut off",
+        "train-003.tar: truncated",
         "train-004.tar: not a tar but compressed with gzip",
     ):
         assert text in output

@@ -129,7 +129,7 @@ def test_a_tar_inside_a_tar_is_listed(tmp_path):
     _, start, size = members[1]
     with pytest.raises(
         PrepError,
-        match=rf"outer\.tar: cut off: .* \(in the tar inside it that begins at byte {start}",
+        match=rf"outer\.tar: truncated: .* \(in the tar inside it that begins at byte {start}",
     ):
         listed(tmp_path / "outer.tar", start, start + size // 2)
 
@@ -146,7 +146,7 @@ def test_every_truncation_of_a_tar_is_detected(tmp_path):
             assert listed(cut) == expected
         else:
             with pytest.raises(
-                PrepError, match=r"cut\.tar: .*(cut off|not a tar).* at byte \d+ of \d+"
+                PrepError, match=r"cut\.tar: .*(truncated|not a tar).* at byte \d+ of \d+"
             ):
                 listed(cut)
 
@@ -180,9 +180,9 @@ def test_damaged_headers_are_detected(tmp_path):
         (b"\x1f\x8b" + b"x" * 600, "not a tar but compressed with gzip"),
         (b"PK\3\4" + b"x" * 600, "not a tar but a zip"),
         (b"x" * 600, "not a tar"),
-        (b"", "cut off"),
-        (b"<html>", "cut off"),
-        (bytes(1024) + b"x" * 512, "zeros instead of a header, with data after them"),
+        (b"", "truncated"),
+        (b"<html>", "truncated"),
+        (bytes(1024) + b"x" * 512, "data follow the end marker"),
     ],
 )
 def test_a_file_that_is_not_a_tar_is_refused(tmp_path, content, message):
@@ -194,7 +194,7 @@ def test_a_file_that_is_not_a_tar_is_refused(tmp_path, content, message):
 def test_a_tar_with_data_after_its_end_is_refused(tmp_path):
     path = make_tar(tmp_path / "a.tar", ["a", "b"])
     path.write_bytes(path.read_bytes() + b"garbage")
-    with pytest.raises(PrepError, match="with data after them"):
+    with pytest.raises(PrepError, match="data follow the end marker"):
         listed(path)
     with pytest.raises(PrepError, match="No such file"):
         listed(tmp_path / "missing.tar")

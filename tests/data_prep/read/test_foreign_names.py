@@ -53,7 +53,7 @@ def test_the_error_suggests_options_for_image_and_label(tmp_path, capsys):
         (
             {"jpg": b"", "json": b"{"},
             "--label json:label",
-            "has a .json that is not JSON (Expecting property name",
+            "has a .json that is not valid JSON (Expecting property name",
         ),
         (
             {"jpg": b"", "json": as_json(label=None)},
@@ -95,8 +95,8 @@ def test_unsupported_members_are_reported(members, flags, message, tmp_path):
         (
             "--classes names.txt",
             (
-                "labels up to 7 (in train-0.tar), but only 5 class names, for labels 0 to"
-                " 4: name all"
+                "labels go up to 7 (in train-0.tar), but there are only 5 class names, for labels 0"
+                " to 4: name all"
             ),
         ),
     ],
@@ -202,7 +202,7 @@ def test_class_names(text, tmp_path):
     [
         ("a\n\nb", "expected one class name per line, not JSON"),
         ("a\nb\na", "'a' occurs twice"),
-        ("0\n2\n1", "class 1 is named '2', so a label 2 would be ambiguous"),
+        ("0\n2\n1", "class 1 is named '2', so the label 2 would be ambiguous"),
         ("", "expected one class name per line"),
         ('[\n  "a",\n  "b"\n]', "not JSON"),
     ],

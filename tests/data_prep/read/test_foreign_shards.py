@@ -352,7 +352,7 @@ def test_indexing_again_gives_the_same_index(tmp_path, capsys):
     capsys.readouterr()
     assert index(root, "--label json:label") == 2
     assert (
-        "_info.json records an index with image image.jpg, label json:class: to use"
+        "_info.json records an index made with image image.jpg, label json:class: to use"
         " other members, move _info.json away" in (capsys.readouterr().err)
     )
 

@@ -196,6 +196,6 @@ def test_a_class_of_other_images_only_is_reported(flat, tmp_path, capsys):
     (flat / "phone" / "1.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
     assert (
-        "classes without images: phone (1 file not read as images: 1 .heic; install a reader"
+        "these classes have no images: phone (1 file not read as images: 1 .heic; install a reader"
         in capsys.readouterr().err
     )

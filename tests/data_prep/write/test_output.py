@@ -272,8 +272,8 @@ def test_missing_files_are_reported(bucket):
     ("url", "message"),
     [
         ("foo://bucket/a", "expected a folder or one of s3://, s3a://, gs://, gcs://"),
-        ("memory://a", "cannot be written, or shows files before they are complete"),
-        ("https://host/a", "cannot be written, or shows files before they are complete"),
+        ("memory://a", "URLs of this kind are read-only, or show incomplete files"),
+        ("https://host/a", "URLs of this kind are read-only, or show incomplete files"),
         ("s3://", "expected a folder or a URL such as s3://bucket/folder"),
         ("s3://not a bucket/x", "Invalid bucket name"),
     ],

@@ -397,8 +397,7 @@ def test_without_the_c_library_no_markers_are_written(monkeypatch):
     monkeypatch.setattr(native, "AVAILABLE", False)
     monkeypatch.setattr(native, "UNAVAILABLE_REASON", "it was not built")
     with pytest.raises(
-        PrepError,
-        match="--restart-markers auto: needs the native code of this package: it was not built",
+        PrepError, match="--restart-markers auto needs this package's native code: it was not built"
     ):
         ImagePolicy(restart_markers="auto")
 

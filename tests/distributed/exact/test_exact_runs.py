@@ -195,7 +195,7 @@ def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, preci
         (
             (),
             2,
-            r"needs a data\.micro_batch_size .* for 2 rank\(s\), set one of \[2, 4, 6, 8, 12\]",
+            r"needs a data\.micro_batch_size .* for world size 2, set one of \[2, 4, 6, 8, 12\]",
         ),
         (
             ("data.micro_batch_size=12",),
@@ -273,7 +273,7 @@ def test_hosts_of_two_kinds_are_refused():
     assert re.fullmatch(
         r"train\.exact_over_ranks: \S+ computes with torch \S+ on .+ with \w+, 1 thread\(s\), but"
         r" rank 0 computes with torch 2\.11\.0 on AMD EPYC 9654 with AVX512, 1 thread\(s\): use"
-        " hosts of one kind, with the same OMP_NUM_THREADS",
+        " identical hosts with the same OMP_NUM_THREADS",
         str(refused),
     )
     assert isinstance(other, Exception)

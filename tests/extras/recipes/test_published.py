@@ -314,7 +314,7 @@ def test_repeated_augmentation_needs_a_launcher():
 
 @pytest.mark.parametrize("flags", ["--batch-size 0", "--epochs 0", "--lr 0"])
 def test_a_recipe_that_trains_nothing_is_refused(flags):
-    with pytest.raises(ValueError, match="expected more than 0"):
+    with pytest.raises(ValueError, match="expected a value above 0"):
         import_recipe(f"python main.py --model deit_small_patch16_224 {flags}")
 
 

@@ -59,11 +59,11 @@ def test_a_command_is_split_as_by_a_shell_and_its_launcher(text, script, num_gpu
     ("text", "message"),
     [
         ("--model x --lr 1", "has no script"),
-        ("python a.py\npython b.py", "2 commands are given"),
+        ("python a.py\npython b.py", "2 commands were given"),
         ("torchrun --nproc_per_node=gpu main.py", "--nproc_per_node gpu: .*--gpus N"),
         ("python main.py 'half", "cannot be split into words"),
         ("python main.py $((2 ** 99999999))", "expected integers"),
-        ("./distributed_train.sh --model x", "has no number of GPUs"),
+        ("./distributed_train.sh --model x", "was given no number of GPUs"),
         ("./distributed_train.sh $GPUS --model x", r"GPUS: .*--gpus N"),
         ("srun python main.py", r"srun: .*--ntasks.*--gpus N"),
         ("srun -N 4 --gpus-per-node 8 python main.py", r"--ntasks-per-node.*--gpus N"),

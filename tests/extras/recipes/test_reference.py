@@ -124,14 +124,14 @@ def test_a_run_of_another_length_is_compared_at_the_same_share(tmp_path):
     ("change", "message"),
     [
         (("epoch,top1", "epoch,top2"), "expected the columns epoch and top1"),
-        (("3,30", "3,"), "line 11: expected a number in each column"),
+        (("3,30", "3,"), "line 11: expected a number in every column"),
         (("3,30", "1,30"), "the epochs must ascend"),
         (("3,30", "5,30"), "the epochs must be between 0 and 4"),
         (("# images: 23\n", ""), "header: images: Field required"),
         (("# epochs: 4", "# epochs: 4\n# steps: 5"), "needs either `epochs` or `steps`"),
-        (("3,30", "3,nan"), "line 11: expected a number in each column"),
-        (("3,30", "3,130"), "top1 and top5 are percentages, between 0 and 100"),
-        (("1,10\n3,30\n", ""), "no row of numbers after the header: add the column names"),
+        (("3,30", "3,nan"), "line 11: expected a number in every column"),
+        (("3,30", "3,130"), "top1 and top5 must be percentages between 0 and 100"),
+        (("1,10\n3,30\n", ""), "no data rows follow the header: add the column names"),
         (("# ", ""), "the header is missing: start the file with '# title: ...'"),
         (
             ("# title: A curve", "# title A curve"),

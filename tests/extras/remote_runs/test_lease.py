@@ -42,7 +42,7 @@ def die(lease: Lease) -> None:
 
 def test_a_second_job_is_refused_while_the_first_renews_and_gets_the_lease_afterwards(store, capfd):
     first = held(store)
-    with pytest.raises(ValueError, match=r"in use by a live run \(process \d+ on .+\): wait for"):
+    with pytest.raises(ValueError, match=r"in use by a live run \(process \d+ on .+\): wait until"):
         held(store, "b")
     assert f"{store}: waiting up to 1 s for process " in capfd.readouterr().err
     first.confirm()

@@ -333,7 +333,7 @@ def test_a_file_name_that_leads_out_of_the_run_is_refused(s3, tmp_path, monkeypa
     bucket = s3.new_bucket()
     for key, data in (("checkpoint.json", b"{}"), (name.format(tmp=tmp_path), b"harm")):
         boto3.client("s3").put_object(Bucket=bucket[5:], Key=f"run/{key}", Body=data)
-    with pytest.raises(ValueError, match=r"harm', which points outside of its folder"):
+    with pytest.raises(ValueError, match=r"harm', whose path leads outside the folder"):
         local_run(f"{bucket}/run")
     assert not list(tmp_path.rglob("harm"))
 

@@ -103,4 +103,4 @@ def test_the_device_is_that_of_the_config(config, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = run("launch/visualize.py", "augment", "--config", config, "train.device=cuda")
     assert done.returncode == 2
-    assert "train.device=cuda: 1 of 1 host(s) cannot train on GPUs" in done.stderr
+    assert "train.device=cuda: 1 of 1 hosts cannot train on GPUs" in done.stderr

@@ -268,7 +268,7 @@ def test_several_runs_are_drawn_over_their_epochs(tmp_path, monkeypatch):
     assert [line.get_xdata()[-1] for line in loss.lines] == [2.0] * 6, (
         "the axis must show epochs instead of steps"
     )
-    with pytest.raises(ValueError, match=r"nowhere: no metrics\.jsonl"):
+    with pytest.raises(ValueError, match=r"nowhere: contains no metrics\.jsonl"):
         curves.plot_learning_curves([tmp_path / "nowhere"], tmp_path / "b.png")
 
 

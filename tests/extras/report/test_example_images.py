@@ -143,7 +143,7 @@ def test_the_worst_keys_can_be_excluded_from_the_next_training(trained, tmp_path
 def test_a_run_without_sample_losses_is_refused(trained, tmp_path):
     copy = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(copy / "samples")
-    with pytest.raises(ValueError, match=r"no losses of images were recorded"):
+    with pytest.raises(ValueError, match=r"this run recorded no per-image losses"):
         read_curves(ReportSource(copy, CPU))
 
 

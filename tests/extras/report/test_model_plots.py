@@ -113,7 +113,7 @@ def test_attention_of_timm_models_equals_their_explicit_softmax(fields):
 )
 def test_models_with_other_kinds_of_attention_are_refused(make):
     model = make()
-    with pytest.raises(ValueError, match="no plain self-attention in each of its blocks"):
+    with pytest.raises(ValueError, match="does not use plain self-attention in each of its blocks"):
         attention_maps(model, images())
     assert not any(module._forward_pre_hooks for module in model.modules())
 

@@ -344,7 +344,9 @@ def test_a_timm_model_without_attention_has_a_page(shards, tmp_path):
     # The page shows augmented images, and a confusion matrix if the model makes mistakes.
     assert len(check_self_contained(page)) == 2 + mistaken
     assert ("No validation image was misclassified." in page.text) is not mistaken
-    assert "Not drawn. Attention rollout needs a grid of patches (this model has None)" in page.text
+    assert (
+        "Not drawn. Attention rollout requires a grid of patches (this model has None)" in page.text
+    )
     assert "Not drawn. ResNet has no position embeddings to compare." in page.text
 
 
@@ -512,7 +514,7 @@ def test_a_wrong_or_missing_run_folder_is_an_error_of_one_line(tmp_path):
         assert len(done.stderr.splitlines()) == 1
     done = run("launch/report.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: no RUN given and none under runs/")
+    assert done.stderr.startswith("error: no RUN was given, and runs/ contains none")
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path):

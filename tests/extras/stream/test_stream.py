@@ -137,16 +137,16 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
-        ("pipe:exit 3", "pipe:exit 3: the stream broke"),
+        ("pipe:exit 3", "pipe:exit 3: the stream was interrupted"),
         (
             "pipe:head -c 5000 {shards}/train-00000.tar",
-            "head -c 5000 .*: the stream broke .*cut off: .* at byte",
+            "head -c 5000 .*: the stream was interrupted .*truncated: .* at byte",
         ),
         (
             "pipe:cat {folder}/empty.tar",
             "empty.tar: no samples found, expected tars of <key>.jpg and <key>.cls",
         ),
-        ("{folder}/nowhere.tar", "nowhere.tar: the stream broke .*No such file"),
+        ("{folder}/nowhere.tar", "nowhere.tar: the stream was interrupted .*No such file"),
         (
             "http://127.0.0.1:9/train.tar",
             (
@@ -161,7 +161,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
                 " with stream.image=SUFFIX"
             ),
         ),
-        ("{folder}/labels.tar", "labels.tar: sample 'a': label 7; expected 0 to 2"),
+        ("{folder}/labels.tar", "labels.tar: sample 'a': the label is 7, expected 0 to 2"),
         (
             "{folder}/broken.tar",
             ("image 'a' of the stream: .*; set loader.on_bad_image=skip to train without this"),
@@ -202,33 +202,46 @@ def twenty(shards, tmp_path) -> Path:
 
 
 BROKEN = [
-    ("{folder}/first.tar", r"broke \(cut off: a header or the end mark is missing at byte \d+\)"),
-    ("{folder}/first.tar.gz", "first.tar.gz: the stream broke .*the end mark is missing at byte"),
+    (
+        "{folder}/first.tar",
+        r"interrupted \(truncated: a header or the end marker is missing at byte \d+\)",
+    ),
+    (
+        "{folder}/first.tar.gz",
+        "first.tar.gz: the stream was interrupted .*the end marker is missing at byte",
+    ),
     (
         "pipe:cat {folder}/first.tar",
-        "first.tar: the stream broke .*the end mark is missing at byte",
+        "first.tar: the stream was interrupted .*the end marker is missing at byte",
     ),
     (
         "pipe:cat {folder}/first.tar; exit 3",
-        r"exit 3: the stream broke \(the command exited with status 3\)",
+        r"exit 3: the stream was interrupted \(the command exited with status 3\)",
     ),
-    ("pipe:cat {folder}/first.tar; sleep 0.2; kill -9 $$", "the stream broke .*status -9"),
+    (
+        "pipe:cat {folder}/first.tar; sleep 0.2; kill -9 $$",
+        "the stream was interrupted .*status -9",
+    ),
     (
         "pipe:cat {folder}/twenty.tar; sleep 0.2; exit 3",
-        r"exit 3: the stream broke \(the command exited with status 3\)",
+        r"exit 3: the stream was interrupted \(the command exited with status 3\)",
     ),
     (
         "{folder}/damaged.tar",
-        r"damaged.tar: the stream broke \(damaged: no tar header \(bad checksum\) at byte \d+\)",
+        r"damaged.tar: the stream was interrupted \(damaged: no tar header \(bad checksum\) at byte"
+        r" \d+\)",
     ),
-    ("pipe:cat {folder}/damaged.tar", "damaged.tar: the stream broke .*bad checksum.* at byte"),
+    (
+        "pipe:cat {folder}/damaged.tar",
+        "damaged.tar: the stream was interrupted .*bad checksum.* at byte",
+    ),
     (
         "{folder}/hole.tar",
-        "hole.tar: the stream broke .*zeros instead of a header, with data after them .* at byte",
+        "hole.tar: the stream was interrupted .*data follow the end marker .* at byte",
     ),
     (
         "pipe:cat {folder}/twenty.tar {folder}/twenty.tar",
-        "the stream broke .*or several concatenated tars",
+        "the stream was interrupted .*or several tars were concatenated",
     ),
 ]
 
@@ -297,7 +310,7 @@ def test_each_sample_is_read_once_despite_interrupted_transfers(ranges, twenty, 
 def test_a_permanent_web_fault_is_reported(twenty):
     with WebServer({"/a.tar": b"no tar"}) as server:
         with pytest.raises(
-            ShardError, match=r"b.tar: the stream broke \(no such file on the server\)"
+            ShardError, match=r"b.tar: the stream was interrupted \(no such file on the server\)"
         ):
             read(batches(f"{server.url}/b.tar"))
         server.statuses = [503] * 1000
@@ -311,7 +324,7 @@ def test_a_permanent_web_fault_is_reported(twenty):
             read(batches(f"{server.url}/a.tar"))
         server.statuses = []
         server.requests[:] = []
-        with pytest.raises(ShardError, match=r"a.tar: the stream broke \("):
+        with pytest.raises(ShardError, match=r"a.tar: the stream was interrupted \("):
             read(batches(f"{server.url}/a.tar"))
         assert len(server.requests) == 1, "a complete but damaged transfer must not be repeated"
 
@@ -340,7 +353,7 @@ def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
     )
     with pytest.raises(
         ShardError,
-        match=r"1 samples found, .*; each of the 2 readers \(ranks times loader.num_workers\)",
+        match=r"1 samples found, .* for each of the 2 readers \(ranks times loader.num_workers\)",
     ):
         # Read so many batches that both workers must prepare at least one.
         read(batches(str(path), workers=2), steps=1000, workers=2)

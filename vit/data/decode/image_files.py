@@ -107,6 +107,6 @@ def read_image(path: str) -> bytes:
     with open(path, "rb") as file:
         if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
             raise ValueError(
-                f"{num_bytes:,} bytes, but images are limited to {MAX_IMAGE_BYTES:,} bytes"
+                f"the image has {num_bytes:,} bytes, but at most {MAX_IMAGE_BYTES:,} are allowed"
             )
         return file.read()

@@ -78,8 +78,8 @@ def check_jpeg(header: JpegHeader) -> None:
     """Raise ValueError for a JPEG that all decoders reject."""
     if header.precision != 8 or header.num_components not in (1, 3, 4):
         raise ValueError(
-            f"a JPEG of {header.precision} bits and {header.num_components} components; expected 8"
-            " bits and 1, 3 or 4"
+            f"the JPEG has {header.precision} bits and {header.num_components} components; expected"
+            " 8 bits and 1, 3 or 4 components"
         )
     _check_size(*header.size, is_jpeg=True)
 
@@ -87,10 +87,11 @@ def check_jpeg(header: JpegHeader) -> None:
 def _check_size(width: int, height: int, is_jpeg: bool) -> None:
     if is_jpeg and max(width, height) > MAX_JPEG_SIDE:
         raise ValueError(
-            f"{width} x {height} pixels; the sides of a JPEG are limited to {MAX_JPEG_SIDE} pixels"
+            f"the image has {width} x {height} pixels, but the sides of a JPEG are limited to"
+            f" {MAX_JPEG_SIDE} pixels"
         )
     if width * height > MAX_PIXELS:
-        raise ValueError(f"{width} x {height} pixels are more than {MAX_PIXELS}")
+        raise ValueError(f"{width} x {height} pixels exceed the limit of {MAX_PIXELS}")
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -113,7 +114,7 @@ def open_image(data: bytes) -> Image.Image:
     _check_size(tile_width, tile_height, is_jpeg=False)
     if image.mode in ("I", "F") and not _is_16_bit(image):
         raise ValueError(
-            f"pixels of mode {image.mode} have no known range; scale them to 8 bits first"
+            f"the range of pixels of mode {image.mode} is unknown: scale them to 8 bits first"
         )
     return image
 
@@ -366,8 +367,8 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
     is_inside = left >= 0 and top >= 0 and left + width <= actual[0] and top + height <= actual[1]
     if not is_inside or min(width, height) < 1:
         raise ValueError(
-            f"{width} x {height} pixels at ({left}, {top}) are outside of an image of {actual[0]}"
-            f" x {actual[1]}"
+            f"the crop of {width} x {height} pixels at ({left}, {top}) is outside the image of"
+            f" {actual[0]} x {actual[1]} pixels"
         )
 
 

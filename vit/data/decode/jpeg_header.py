@@ -85,12 +85,12 @@ def read_header(data: bytes) -> JpegHeader:
     try:
         while True:
             if data[position] != 0xFF:
-                raise ValueError(f"damaged JPEG headers: no marker at byte {position}")
+                raise ValueError(f"damaged JPEG headers: found no marker at byte {position}")
             marker = data[position + 1]
             if marker not in SEGMENTS and marker not in FRAMES:
                 if marker != 0xFF and marker not in LONE:
                     raise ValueError(
-                        f"damaged JPEG headers: marker 0x{marker:02x} at byte {position}"
+                        f"damaged JPEG headers: unexpected marker 0x{marker:02x} at byte {position}"
                     )
                 # A marker may be preceded by any number of fill bytes (0xFF).
                 position += 1 if marker == 0xFF else 2
@@ -99,11 +99,13 @@ def read_header(data: bytes) -> JpegHeader:
             end = position + 2 + length
             if length < 2:
                 raise ValueError(
-                    f"damaged JPEG headers: a segment of {length} bytes at byte {position}"
+                    f"damaged JPEG headers: invalid segment length {length} at byte {position}"
                 )
             if marker in FRAMES:
                 if frame is not None:
-                    raise ValueError(f"damaged JPEG headers: a second frame at byte {position}")
+                    raise ValueError(
+                        f"damaged JPEG headers: found a second frame at byte {position}"
+                    )
                 frame = struct.unpack_from(">BHHB", data, position + 4)
                 if length != 8 + 3 * frame[3] or 0 in frame:
                     raise ValueError(
@@ -126,7 +128,7 @@ def read_header(data: bytes) -> JpegHeader:
     except (IndexError, struct.error):
         raise ValueError(f"truncated JPEG headers, after {len(data)} bytes") from None
     if frame is None:
-        raise ValueError("damaged JPEG headers: image data without a frame")
+        raise ValueError("damaged JPEG headers: the image data has no frame header")
     if end > len(data):
         raise ValueError(f"truncated JPEG headers, after {len(data)} bytes")
     precision, height, width, num_components = frame

@@ -109,7 +109,7 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     library.vit_jpeg_transcode.restype = ctypes.c_int
     if not _decodes_correctly(library):
         raise UnusableLibrary(
-            f"{path} decodes different pixels than simplejpeg on this machine; {again}; if that"
+            f"{path} and simplejpeg decode to different pixels on this machine; {again}; if that"
             " does not help, please report it"
         )
     return library

@@ -178,7 +178,7 @@ def _find(
         info = check_info(open_store(url, retry).read_info(), shown)
     else:
         raise ShardError(
-            f"{root}: no host in this address; expected https://host/folder or s3://bucket/folder"
+            f"{root}: this address has no host; expected https://host/folder or s3://bucket/folder"
         )
     described = describe_split(info, split, shown)
     shards_url = info.get("shards_at") or url
@@ -203,8 +203,9 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
         _, reason = _read_index(path, lambda rows: _why_rebuild(rows, folder, described, sizes))
         if reason:
             raise ShardError(
-                f"{path} is {reason}: the next start must rebuild it from {sum(sizes) / 1e9:.1f}"
-                f" GB; run `python -m data_prep.index {quote(shown)}` to do so now"
+                f"{path} is {reason}: the next start must rebuild it by reading"
+                f" {sum(sizes) / 1e9:.1f} GB; run `python -m data_prep.index {quote(shown)}` to"
+                " rebuild it now"
             )
     return len(sizes), sum(sizes)
 
@@ -364,7 +365,7 @@ def _check_labels(
         raise ShardError(
             f"{root}/_info.json, split {split!r}: {len(outside)} labels are outside [0,"
             f" {num_classes}), the first is {labels[first]} (sample {first},"
-            f" {described.filenames[shard]}); correct the shard, or the classes in _info.json; if"
+            f" {described.filenames[shard]}): correct the shard, or the classes in _info.json. If"
             f" both are right, delete the outdated {split}.index.npy, and the next start rebuilds"
             " it"
         )

@@ -72,7 +72,7 @@ def open_index(path: Path) -> np.ndarray:
         raise ValueError("truncated, or its header is damaged") from error
     is_index = index.dtype == INDEX_DTYPE and index.ndim == 1 and len(index)
     if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
-        raise ValueError("of another format, or its header is damaged")
+        raise ValueError("in another format, or its header is damaged")
     return index
 
 

@@ -126,9 +126,7 @@ def read_sidecar(tar: Path) -> dict[str, Any] | None:
     path = tar.with_suffix(".json")
     sidecar = read_json(path)
     if sidecar is not None and not is_sidecar(sidecar):
-        raise ShardError(
-            f"{path}: this file is not a sidecar of a shard, but has the name of one: move it away"
-        )
+        raise ShardError(f"{path}: has the name of a shard's sidecar, but is not one: move it away")
     check_types(sidecar or {}, SIDECAR, path)
     return sidecar
 
@@ -214,7 +212,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
     if any(name.endswith(".tar") for name in names):
         raise ShardError(
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
-            f" {shlex.quote(str(root))}`, else repeat the command that writes them"
+            f" {shlex.quote(str(root))}`, otherwise rerun the command that writes them"
         )
     # data_prep refuses to write shards next to the images, so suggest another folder.
     command = shlex.join(
@@ -231,15 +229,15 @@ def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     place = f"{root}/_info.json"
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(
-            f"{place}: no `splits`; move it away and run `python -m data_prep.index"
+            f"{place}: has no `splits`; move it away and run `python -m data_prep.index"
             f" {shlex.quote(str(root))}`"
         )
     check_types(info, INFO, place)
     version = info.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise ShardError(
-            f"{place}: format_version {version}, but this code reads only up to {FORMAT_VERSION};"
-            " update the code"
+            f"{place}: has format_version {version}, but this release reads only up to"
+            f" {FORMAT_VERSION}; update the code"
         )
     return info
 
@@ -259,13 +257,13 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
     if split not in info["splits"]:
         names = ", ".join(info["splits"])
         hint = did_you_mean(split, info["splits"])
-        raise ShardError(f"{root}: no split {split!r}: it has {names}{hint}")
+        raise ShardError(f"{root}: has no split {split!r}, only {names}{hint}")
     entry = info["splits"][split]
     place = f"{root}/_info.json, split {split!r}"
     required = ("filenames", "shard_lengths", "num_samples")
     if missing := [key for key in required if key not in entry]:
         raise ShardError(
-            f"{place}: no {', '.join(missing)}; move it away and run `python -m data_prep.index"
+            f"{place}: has no {', '.join(missing)}; move it away and run `python -m data_prep.index"
             f" {root}`"
         )
     if strange := [name for name in entry["filenames"] if not re.fullmatch(r"[^/]+\.tar", name)]:

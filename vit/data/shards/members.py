@@ -113,7 +113,8 @@ class SampleLayout:
         members = escape_to_one_line(f"its members: {', '.join(suffixes)}")
         if not is_unique:
             raise InvalidSample(
-                f"has two members with the same extension, or two samples have this key ({members})"
+                "has two members with the same extension, or shares its key with another sample"
+                f" ({members})"
             )
         problems = []
         if len(images) != 1:
@@ -232,7 +233,7 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise InvalidSample(f"has a .{suffix} that is not JSON ({error})") from error
+        raise InvalidSample(f"has a .{suffix} that is not valid JSON ({error})") from error
     # First try a name with dots as a single name, then as a path.
     is_name = isinstance(content, dict) and field in content
     value = content

@@ -117,7 +117,8 @@ def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
                 ) from error
     if max(width, height) > np.iinfo(np.uint16).max:
         raise InvalidSample(
-            f"has {width} x {height} pixels in {image.name!r}; at most 65535 fit the index"
+            f"has {width} x {height} pixels in {image.name!r}, but the index allows at most 65535"
+            " per side"
         )
     return width, height
 
@@ -143,7 +144,7 @@ def scan_sample(
         in_label = by_ext[layout.label_suffix]
         label = layout.label_of(read(in_label.size, in_label.offset))
     if not image.size:
-        raise InvalidSample(f"has an image of 0 bytes, {image.name!r}")
+        raise InvalidSample(f"has an empty image file, {image.name!r}")
     width, height = _size_in_pixels(read, image)
     checksum = crc32c(read(image.size, image.offset)) if with_checksum else 0
     return ScannedSample(
@@ -192,7 +193,7 @@ def survey_tar(
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
                 f"{path}: sample {key!r} {last_error}. The shard ends with this sample and has no"
-                " end mark, so it is truncated: copy or write it again"
+                " end marker, so it is truncated: copy or write it again"
             )
         if survey.unfit and not survey.samples:
             contents = {
@@ -211,8 +212,8 @@ def survey_tar(
     if not survey.samples:
         ignored = f" ({describe_ignored(survey.ignored)})" if survey.ignored else ""
         raise ShardError(
-            f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{ignored};"
-            " copy it again, or move it away"
+            f"{path}: contains no samples; expected pairs of <key>.jpg and <key>.cls{ignored}; copy"
+            " it again, or move it away"
         )
     return survey
 

@@ -81,16 +81,16 @@ class BlockCache:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.folder.stat().st_mode & stat.S_IWOTH:
                 raise ShardError(
-                    f"{self.folder}: every user may write to this folder and could change the"
-                    f" training data: run `chmod o-w {self.folder}`, or choose another folder with"
+                    f"{self.folder}: any user can write to this folder and change the training"
+                    f" data: run `chmod o-w {self.folder}`, or choose another folder with"
                     " loader.cache_dir"
                 )
             os.close(open_shared(self.folder / "used_bytes", os.O_RDWR))
             available = shutil.disk_usage(self.folder).free + self._used_bytes()
         except OSError as error:
             raise ShardError(
-                f"{self.folder}: cannot hold a cache of shards ({error.strerror}); choose a folder"
-                " on a disk of this machine with loader.cache_dir"
+                f"{self.folder}: cannot store the shard cache ({error.strerror}); choose a folder"
+                " on a local disk with loader.cache_dir"
             ) from error
         if limit_gib is None:
             self.limit_bytes = int(min(available // 2, DEFAULT_GIB * GIB))
@@ -98,7 +98,7 @@ class BlockCache:
             self.limit_bytes = int(limit_gib * GIB)
             if limit_gib * GIB > available:
                 raise ShardError(
-                    f"loader.cache_gib={limit_gib:g}: the disk of {self.folder} has room for"
+                    f"loader.cache_gib={limit_gib:g}: the disk of {self.folder} has room for only"
                     f" {available / GIB:.1f}; set a smaller size, or choose another disk with"
                     " loader.cache_dir"
                 )

@@ -228,7 +228,7 @@ class WebFile(io.RawIOBase):
         if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
             raise ShardError(
                 f"{self._where}: the server compresses the file (Content-Encoding: {encoding}),"
-                " although the request forbids this (Accept-Encoding: identity): switch off"
+                " even though the request forbids it (Accept-Encoding: identity): switch off"
                 " compression for this folder"
             )
         self._is_whole = response.status == 200
@@ -246,7 +246,7 @@ class WebFile(io.RawIOBase):
                 if self.version is not None:
                     raise RetryableError(problem)
                 raise ShardError(
-                    f"{self._where}: {problem}, but reading single images needs this; copy the"
+                    f"{self._where}: {problem}, which reading individual images requires; copy the"
                     " shards to a disk, or stream them with stream.urls, which is not exactly"
                     " reproducible"
                 )
@@ -256,8 +256,8 @@ class WebFile(io.RawIOBase):
         if response.status == 416:
             if self.at < size:
                 raise RetryableError(
-                    f"the server claims that the file ends before byte {self.at} but has"
-                    f" {size} bytes"
+                    f"the server reports that the file ends before byte {self.at} but has {size}"
+                    " bytes"
                 )
             return size
         if response.status != 206:
@@ -265,11 +265,11 @@ class WebFile(io.RawIOBase):
         if not content_range or not content_range[1] or (size < 0 and self.parts_only):
             raise ShardError(
                 f"{self._where}: the server does not report the size of the file; serve the shards"
-                " with another server"
+                " from another server"
             )
         first, last = int(content_range[1]), int(content_range[2])
         if first != self.at or last < first or (self.stop is not None and last >= self.stop):
-            raise RetryableError(f"the server sends bytes {first} to {last} instead of {requested}")
+            raise RetryableError(f"the server sent bytes {first} to {last} instead of {requested}")
         self._position = first
         self._end = last + 1
         return size

@@ -69,8 +69,8 @@ def get(
         at = urllib.parse.urljoin(at, location)
         if not on_the_web(at):
             raise ShardError(
-                f"{shown(address(url, name))}: redirected to {shown(at)}, which is not a web"
-                " address and is not followed; correct the address"
+                f"{shown(address(url, name))}: redirected to {shown(at)}, which is not followed"
+                " because it is not a web address; correct the address"
             )
         # Do not send a URL's login to another server after a redirect.
         login = credentials(at) or (login if _server(at) == before else {})

@@ -101,8 +101,8 @@ class ObjectStore:
         for name in versions:
             if name.startswith("/") or ".." in name.split("/"):
                 raise Refused(
-                    f"{self}: holds a file named {name!r}, which points outside of its folder, so"
-                    " nothing is fetched: remove this file, or find out where it comes from"
+                    f"{self} contains a file named {name!r}, whose path leads outside the folder,"
+                    " so nothing was fetched: remove this file, or find out where it comes from"
                 )
         return versions
 

@@ -94,7 +94,7 @@ class RemoteFolder:
                     os.replace(part.name, path)
         except OSError as error:
             raise ShardError(
-                f"{path}: cannot be written ({error.strerror}); make room, or choose another"
+                f"{path}: cannot be written ({error.strerror}); free some space, or choose another"
                 " loader.cache_dir"
             ) from error
         return path

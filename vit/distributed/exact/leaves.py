@@ -55,7 +55,7 @@ def same_kernels(world: World) -> str:
         if own != expected:
             raise ValueError(
                 f"train.exact_over_ranks: {socket.gethostname()} computes with {own}, but rank 0"
-                f" computes with {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
+                f" computes with {expected}: use identical hosts with the same OMP_NUM_THREADS"
             )
     return own
 
@@ -76,7 +76,7 @@ def _num_threads() -> int:
     if not variable.isdecimal() or not int(variable):
         raise ValueError(
             f"train.exact_over_ranks: OMP_NUM_THREADS={variable!r}, expected a number of threads:"
-            " unset it for one thread"
+            " unset it to use one thread"
         )
     return int(variable)
 

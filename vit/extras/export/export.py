@@ -62,8 +62,8 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
             published = f"{published_model.name}: {score}"
     elif model_name is not None:
         raise ValueError(
-            f"--model {model_name}: {loaded.path} comes from this project and contains its model's"
-            " name: omit --model"
+            f"--model {model_name}: {loaded.path} was saved by this project and contains its"
+            " model's name: omit --model"
         )
     assert loaded.config is not None, "a config was added to published weights above"
     assert loaded.num_classes is not None, "the number of classes comes with the config"
@@ -195,7 +195,7 @@ def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
     ours = subject.model.state_dict()
     theirs, unmapped = from_ours(LAYOUTS[program], ours, subject.model.blocks[0].attn.num_heads)
     if unmapped:
-        raise WeightsError(f"--to {program}: no name for {', '.join(unmapped)}: try --to onnx")
+        raise WeightsError(f"--to {program} has no name for {', '.join(unmapped)}: try --to onnx")
     converted, _ = to_ours(LAYOUTS[program], theirs)
     assert converted.keys() == ours.keys(), "every name converts back"
     assert all(torch.equal(converted[name], ours[name]) for name in ours), (
@@ -241,9 +241,9 @@ def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
         largest = max(largest, float(difference))
     if not largest <= ONNX_TOLERANCE:
         raise WeightsError(
-            f"--to onnx: logits of onnxruntime {onnxruntime.__version__} differ from the model's by"
-            f" {largest:.2g} of the largest logit, expected at most {ONNX_TOLERANCE:g}: please"
-            " report it"
+            f"--to onnx: the logits of onnxruntime {onnxruntime.__version__} differ from the"
+            f" model's by {largest:.2g} of the largest logit, expected at most {ONNX_TOLERANCE:g}:"
+            " please report it"
         )
     opset = next(iter(onnx.load(path, load_external_data=False).opset_import)).version
     return path, [

@@ -100,7 +100,9 @@ def split_command(text: str) -> Command:
     lines = [line.strip() for line in joined.splitlines()]
     lines = [line.removeprefix("$ ") for line in lines if line and not line.startswith("#")]
     if len(lines) != 1:
-        raise ValueError(f"{len(lines)} commands are given: pass one, and end its lines with \\")
+        raise ValueError(
+            f"{len(lines)} commands were given: pass one, and end each of its lines with \\"
+        )
     line = lines[0].replace("\N{NO-BREAK SPACE}", " ")
     line = re.sub(r"\$\(\((.*?)\)\)", lambda match: str(_compute(match[1])), line)
     line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
@@ -162,7 +164,7 @@ def _shell_script(name: str, tokens: list[str]) -> Command:
     """Parse timm's `distributed_train.sh GPUS ...` or MMPretrain's `dist_train.sh CONFIG GPUS`."""
     at = 0 if name.startswith("distributed") else 1
     if len(tokens) <= at or tokens[at].startswith("-"):
-        raise ValueError(f"{name} has no number of GPUs: pass it as its argument")
+        raise ValueError(f"{name} was given no number of GPUs: pass it as an argument")
     # The shell script passes the number to torchrun.
     launcher = ["torchrun", f"--nproc_per_node={tokens[at]}"]
     return Command(name, tokens[:at] + tokens[at + 1 :], launcher)
@@ -193,7 +195,7 @@ def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[
         if all(_plain(name) in options for name in names.split()):
             return {name: options[_plain(name)] for name in names.split()}
     without = f" without {' or '.join(combinations)}" if combinations else ""
-    raise ValueError(f"{launcher[0]}: unknown number of processes{without}: pass --gpus N")
+    raise ValueError(f"{launcher[0]}: the number of processes is unknown{without}: pass --gpus N")
 
 
 def _plain(flag: str) -> str:

@@ -341,7 +341,7 @@ def _map_teacher(reading: Reading) -> None:
         raise ValueError(
             f"--distillation-type {kind} --distillation-alpha {alpha:g} --teacher-path"
             f" {path or '-'}: expected none, or hard or soft with an alpha between 0 and 1 and the"
-            " file of the teacher's weights"
+            " teacher's weights file"
         )
     if "_distilled" not in args["model"]:
         raise ValueError(

@@ -55,7 +55,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
     if path.is_dir():
         file = path / CONFIG_FILE
         if not file.is_file():
-            raise ValueError(f"{path}: not a run folder ({CONFIG_FILE} is missing): pass a config")
+            raise ValueError(
+                f"{path}: not a run folder ({CONFIG_FILE} is missing): pass a config file"
+            )
         path = file
     return load_config(path, overrides, used_here=False)
 

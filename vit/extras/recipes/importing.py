@@ -225,7 +225,7 @@ def _find_program(command: Command, stated: str | None) -> str:
     if name.startswith("train"):
         return _timm_or_torchvision(command)
     raise ValueError(
-        f"{command.script}: the program cannot be detected: pass --program, one of"
+        f"{command.script}: the program cannot be detected: pass --program with one of"
         f" {', '.join(PROGRAMS)}"
     )
 

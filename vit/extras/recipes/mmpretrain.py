@@ -184,8 +184,8 @@ def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> Non
         reading.differs(names, text, {"model.name": f"timm/{_CLIP[size]}"})
     else:
         raise ValueError(
-            f"model.backbone.pre_norm of {size}: expected one of {', '.join(_CLIP)}: change"
-            " arch and patch_size, or set pre_norm=False"
+            f"model.backbone.pre_norm is not supported for {size}: choose an arch and patch_size"
+            f" from {', '.join(_CLIP)}, or set pre_norm=False"
         )
 
 

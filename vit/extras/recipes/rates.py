@@ -203,7 +203,7 @@ def map_rate(
     all_settings = {**reading.settings, **settings}
     for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
         if all_settings.get(key, 1) <= 0:
-            raise ValueError(f"{key} would be {all_settings[key]:g}: expected more than 0")
+            raise ValueError(f"{key} would be {all_settings[key]:g}: expected a value above 0")
     steps_per_epoch = max(IMAGENET // all_settings["data.global_batch_size"], 1)
     epochs = _num_steps(all_settings, steps_per_epoch) / steps_per_epoch
     gap = distance(

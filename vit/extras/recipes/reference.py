@@ -138,8 +138,8 @@ def read_reference(name: str) -> Reference:
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ValueError(
-            f"{setting}: {path} cannot be read ({reason}); of the {len(names)} curves of"
-            f" configs/reference, nearest: {', '.join(nearest)}; null for none"
+            f"{setting}: {path} cannot be read ({reason}); the nearest of the {len(names)} curves"
+            f" in configs/reference are {', '.join(nearest)}; use null for none"
         ) from None
     head = [line for line in lines if line.startswith("#")]
     header = _read_header(head, label)
@@ -177,8 +177,8 @@ def _read_runs(
 ) -> tuple[dict[str, NDArray[np.float64]], ...]:
     if not rows:
         raise ValueError(
-            f"{label}: no row of numbers after the header: add the column names '{unit},top1', then"
-            " one row for each point"
+            f"{label}: no data rows follow the header: add the column names '{unit},top1', then one"
+            " row for each point"
         )
     names = [key for key in rows[0] if key not in (unit, "run")]
     if unit not in rows[0] or "top1" not in names or {*names} - {*METRICS}:
@@ -192,7 +192,7 @@ def _read_runs(
         except (TypeError, ValueError):
             values = [math.nan]
         if not np.isfinite(values).all():
-            raise ValueError(f"{label}: line {number}: expected a number in each column")
+            raise ValueError(f"{label}: line {number}: expected a number in every column")
         points.setdefault(row.get("run", ""), []).append(values)
     runs = []
     for run, rows_of_run in points.items():
@@ -200,7 +200,7 @@ def _read_runs(
         place = columns[0]
         percent = columns[[at for at, key in enumerate((unit, *names)) if key in ("top1", "top5")]]
         if percent.min() < 0 or percent.max() > 100:
-            raise ValueError(f"{label}: top1 and top5 are percentages, between 0 and 100")
+            raise ValueError(f"{label}: top1 and top5 must be percentages between 0 and 100")
         if place.min() < 0 or place.max() > length:
             raise ValueError(f"{label}: the {unit}s must be between 0 and {length:g}")
         if (np.diff(place) <= 0).any():

@@ -80,8 +80,8 @@ def map_policy(reading: Reading, interpolation: str) -> None:
         nearest = difflib.get_close_matches(first, _POLICIES, n=1, cutoff=0.5)
         hint = f" (did you mean {'-'.join([*nearest, *parts])}?)" if nearest else ""
         raise ValueError(
-            f"the policy {policy}: timm rejects it{hint}: expected {', '.join(_POLICIES[1:])}, or"
-            " rand with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
+            f"timm rejects the policy {policy}{hint}: expected {', '.join(_POLICIES[1:])}, or rand"
+            " with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
         )
     # As in timm, "t" selects a set of operations. All other parts without a number are ignored.
     sets = [part for part in parts if part.startswith("t") and not is_auto]
@@ -98,8 +98,8 @@ def map_policy(reading: Reading, interpolation: str) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"the policy {policy}: timm rejects {', '.join(wrong)}: expected after {first} only"
-            f" {', '.join(names)}, each with a number"
+            f"timm rejects {', '.join(wrong)} in the policy {policy}: expected only"
+            f" {', '.join(names)} after {first}, each with a number"
         )
     if is_auto:
         settings: dict[str, Any] = {"augment.auto_augment": first}

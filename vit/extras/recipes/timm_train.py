@@ -153,7 +153,7 @@ def _published(name: str) -> dict[str, Any]:
         import timm
     except ImportError as error:
         raise ValueError(
-            "recipes of timm's train.py need timm for the model's settings, and timm is not"
+            "recipes for timm's train.py need timm to look up the model's settings, but timm is not"
             " installed: pip install timm"
         ) from error
     if not timm.is_model(name):

@@ -68,8 +68,8 @@ class Copy:
         except FileNotFoundError:
             if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
                 raise ValueError(
-                    f"{folder}: cannot be the working copy of {shown(url)}, because it has other"
-                    " files: choose another run.local_dir"
+                    f"{folder}: cannot be the working copy of {shown(url)}, because it contains"
+                    " other files: choose another run.local_dir"
                 ) from None
             self.save()
             return

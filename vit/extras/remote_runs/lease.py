@@ -109,7 +109,7 @@ class Lease:
             wait_s = min(LOCK_WAIT_S, lease["lease_s"])
             if watch.is_renewed and time.monotonic() - began_s > wait_s:
                 raise ValueError(
-                    f"{self._store}: in use by a live run ({lease['holder']}): wait for its end,"
+                    f"{self._store}: in use by a live run ({lease['holder']}): wait until it ends,"
                     " stop it, or use another run.dir"
                 )
             if not is_announced:

@@ -29,8 +29,8 @@ def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectSt
     resolved = resolve(url)
     if on_the_web(resolved):
         raise ValueError(
-            f"{setting}{shown(url)}: a web server cannot store runs: pass a folder, or the URL of a"
-            " store, such as s3://bucket/runs/name"
+            f"{setting}{shown(url)}: a web server cannot store runs: pass a folder, or a store's"
+            " URL, such as s3://bucket/runs/name"
         )
     return ObjectStore(resolved, RetryPolicy(patience_s))
 

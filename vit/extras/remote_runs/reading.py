@@ -138,7 +138,7 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
     """
     listing = store.list_below()
     if not listing:
-        raise ValueError(f"{store}: no files at this URL: pass the URL of a run or a file")
+        raise ValueError(f"{store}: found no files at this URL: pass the URL of a run or a file")
     if "" in listing:
         folder.parent.mkdir(parents=True, exist_ok=True)
         store.download("", folder)
@@ -153,8 +153,8 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
     versions = {name: listing[name] for name in plain_names(listing) if name.startswith(read)}
     if not (versions or parts_in(listing) or complete_in(listing)):
         raise ValueError(
-            f"{store}: neither a run (with {CHECKPOINTS}/ or weights/) nor a checkpoint: it has"
-            f" {', '.join(sorted(listing)[:3])}"
+            f"{store}: neither a run (with {CHECKPOINTS}/ or weights/) nor a checkpoint: it"
+            f" contains {', '.join(sorted(listing)[:3])}"
         )
     bring(store, versions, copy, str(store))
     for name in set(plain_names(copy.names())) - listing.keys():

@@ -239,7 +239,7 @@ class RunStore(Place):
                 if not lines.startswith(uploaded):
                     self._lease.confirm(store)
                     raise LeaseLost(
-                        f"{store}: another job has written {name}: this job stops without saving"
+                        f"{store}: another job has written {name}; this job stops and saves nothing"
                         " more to the URL"
                     )
                 if uploaded != lines:

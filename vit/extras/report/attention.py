@@ -21,9 +21,8 @@ def check_rollout(model: nn.Module) -> tuple[int, int]:
     global_pool = getattr(model, "global_pool", "avg")
     if grid is None or not _is_read(model):
         raise ValueError(
-            f"Attention rollout needs a grid of patches (this model has {grid}), and pooling by the"
-            " class token, the mean of patches or attention (this model has"
-            f" {global_pool!r}): use another model"
+            f"Attention rollout requires a grid of patches (this model has {grid}), and pooling by"
+            f" class token, mean or attention (this model has {global_pool!r}): use another model"
         )
     attention_modules(model)
     return grid

@@ -51,8 +51,8 @@ def make_contact_sheet(
     num_rows = math.ceil(num_images / group) * group
     if num_rows > num_available:
         raise ValueError(
-            f"{num_rows} images are requested, but {data.root} has {num_available} training images:"
-            " request fewer"
+            f"{num_rows} images were requested, but {data.root} has only {num_available} training"
+            " images: request fewer"
         )
     shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
     num_classes = choose_num_classes(config.model, data, split)

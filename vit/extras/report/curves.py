@@ -324,7 +324,7 @@ def plot_learning_curves(
         metrics = run_dir / METRICS_FILE
         if not metrics.is_file():
             raise ValueError(
-                f"{run_dir}: no {METRICS_FILE}: pass the folder of a run, such as runs/demo"
+                f"{run_dir}: contains no {METRICS_FILE}: pass a run folder, such as runs/demo"
             )
         shown = name if names.count(name) == 1 else str(run_dir)
         histories.append((shown, _read_curves(metrics)))

@@ -69,7 +69,7 @@ def compare(
         raise ValueError(
             f"{first.weights.path} and {second.weights.path} have different classes"
             f" ({len(first.class_names)} and {len(second.class_names)}, or different names):"
-            " compare models of the same classes"
+            " compare models with the same classes"
         )
     if samples.labels is None:
         raise ValueError(

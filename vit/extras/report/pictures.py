@@ -96,7 +96,7 @@ def draw_pictures(
     names = (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
     if not any((run_dir / name).exists() for name in names):
         raise ValueError(
-            f"{run_dir}: not a run folder: pass a folder that launch/train.py has written, such as"
+            f"{run_dir}: not a run folder: pass a folder written by launch/train.py, such as"
             " runs/demo"
         )
     source = ReportSource(run_dir, device)

@@ -131,7 +131,7 @@ class Replay:
         )
         if not last:
             raise ValueError(
-                f"{record}: contains no training step: pass the folder of a run that has trained,"
+                f"{record}: contains no training steps: pass the folder of a run that has trained,"
                 " such as runs/demo"
             )
         if not 1 <= step <= last or not starts:
@@ -149,7 +149,7 @@ class Replay:
         if rank is not None:
             if not 0 <= rank < self.world_size:
                 raise ValueError(
-                    f"--rank {rank}: step {step} ran on {self.world_size} rank(s): pass 0 to"
+                    f"--rank {rank}: step {step} ran with world size {self.world_size}: pass 0 to"
                     f" {self.world_size - 1}"
                 )
             self.rows = self._rows_of_ranks[rank]
@@ -265,15 +265,15 @@ class Replay:
         recorded = start.get("content_sha256")
         if recorded and recorded != (actual := content_sha256(split)):
             raise ValueError(
-                f"{split.root}: the images or labels differ from those of step {self.step} (sha256"
-                f" of their checksums {actual[:12]}, recorded {str(recorded)[:12]}): restore the"
-                " data, or pass the original data with data.root=..."
+                f"{split.root}: the images or labels have changed since step {self.step} (sha256 of"
+                f" their checksums {actual[:12]}, expected {str(recorded)[:12]}): restore the data,"
+                " or pass the original data with data.root=..."
             )
         recorded = start.get("first_batch_sha256")
         if recorded and recorded != rows_sha256(self.order, start["step"]):
             raise ValueError(
                 f"{self.source.run_dir}: batch {start['step']} differs from the recorded one,"
-                " because the run was continued with other settings, or an override changes the"
+                " because the run was continued with different settings, or an override changes the"
                 " order: pass the original settings as section.key=value"
             )
 

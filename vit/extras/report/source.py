@@ -68,7 +68,8 @@ class ReportSource:
         """The training images."""
         if self.config.stream.urls is not None:
             raise ValueError(
-                "Training images were streamed, and a stream does not deliver the same images again"
+                "The training images were streamed, and a stream cannot deliver the same images"
+                " again"
             )
         return open_train_set(
             self.config, self.val_split, num_classes=self.config.model.num_classes
@@ -131,8 +132,8 @@ class ReportSource:
         num_classes = len(self.class_names)
         if num_classes > MAX_CONFUSION_CLASSES:
             raise ValueError(
-                f"{num_classes:,} classes are too many for a confusion matrix, at most"
-                f" {MAX_CONFUSION_CLASSES:,} are supported"
+                f"{num_classes:,} classes are too many for a confusion matrix, which supports at"
+                f" most {MAX_CONFUSION_CLASSES:,}"
             )
         return confusion_matrix(labels, predictions, num_classes)
 
@@ -187,7 +188,7 @@ class ReportSource:
         """Raise ValueError if the validation split has changed since the evaluation."""
         if not np.array_equal(self.predictions[1], self.val_split.index["label"]):
             raise ValueError(
-                f"{self.val_split.root} has changed since the evaluation: the labels of the split"
+                f"{self.val_split.root} has changed since the evaluation: the labels of its split"
                 f" {self.val_split.name!r} differ"
             )
 

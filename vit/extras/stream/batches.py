@@ -244,8 +244,8 @@ class StreamBatches(AugmentedBatches):
                 more = f" and {len(own_urls) - 1} more" if len(own_urls) > 1 else ""
                 raise ShardError(
                     f"{shown(own_urls[0])}{more}: {num_seen or 'no'} samples found, expected tars"
-                    f" of <key>.jpg and <key>.cls; each of the {num_readers} readers (ranks times"
-                    " loader.num_workers) needs at least one sample"
+                    " of <key>.jpg and <key>.cls with at least one sample for each of the"
+                    f" {num_readers} readers (ranks times loader.num_workers)"
                 )
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
@@ -261,7 +261,9 @@ class StreamBatches(AugmentedBatches):
             members = {suffix: sample[suffix] for suffix in suffixes}
             raise ShardError(f"{prefix} {error}{remedy(members, layout, SETTINGS)}") from error
         if not 0 <= label < self.split.num_classes:
-            raise ShardError(f"{prefix}: label {label}; expected 0 to {self.split.num_classes - 1}")
+            raise ShardError(
+                f"{prefix}: the label is {label}, expected 0 to {self.split.num_classes - 1}"
+            )
         data = sample[image]
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         try:
@@ -298,8 +300,8 @@ def _read_tars(
             texts = (part for part in error.args if isinstance(part, str) and part)
             reason = next(texts, type(error).__name__)
             raise ShardError(
-                f"{shown(url)}: the stream broke ({reason}): to find the cause, run the command or"
-                " download the URL by hand"
+                f"{shown(url)}: the stream was interrupted ({reason}): to find the cause, run the"
+                " command or download the URL by hand"
             ) from error
 
 
@@ -328,8 +330,8 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
             data = read(member.size, member.offset)
             if len(data) < member.size:
                 raise TarDamaged(
-                    f"cut off: the member {member.name!r} of {member.size} bytes begins at byte"
-                    f" {member.offset}"
+                    f"truncated: too short for the member {member.name!r} of {member.size} bytes at"
+                    f" byte {member.offset}"
                 )
             yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:

@@ -86,7 +86,7 @@ def test_the_check_of_an_existing_run_changes_nothing(config, tmp_path, capsys):
     assert "resumes at step 3 from step_00000003" in row(capsys.readouterr().out, "start")
     with pytest.raises(ValueError, match=r"check: .* 1 FAILED \(start\)"):
         run_here("launch/train.py", *words(config, run_dir, "train.steps=3", "optim.lr=1"))
-    assert "belongs to a run with other settings: optim.lr: 0.001 there, 1 here" in row(
+    assert "belongs to a run with different settings: optim.lr: 0.001 there, 1 here" in row(
         capsys.readouterr().out, "start"
     ).replace("1.0 here", "1 here")
     assert everything(run_dir) == before
@@ -243,14 +243,15 @@ def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypa
     assert "resumes at step 3 from step_00000003, at its URL" in start
     with pytest.raises(ValueError, match=r"FAILED \(start\)"):
         run_here("launch/train.py", *line("here", "optim.lr=1"))
-    assert "belongs to a run with other settings" in row(capsys.readouterr().out, "start")
+    assert "belongs to a run with different settings" in row(capsys.readouterr().out, "start")
     lease = Lease(store_at(url, 0.0), 60.0)
     lease.acquire("another machine")
     with pytest.raises(ValueError, match=r"FAILED \(run folder\)"):
         run_here("launch/train.py", *line("here"))
     lease.release()
     assert re.search(
-        r"in use by \S+.* which runs or was killed", row(capsys.readouterr().out, "run folder")
+        r"in use by \S+.* which is running or was killed",
+        row(capsys.readouterr().out, "run folder"),
     )
     assert everything(tmp_path / "bucket") == before
 

@@ -166,7 +166,8 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
         if requested is not None and largest < requested:
             raise ValueError(
                 f"--micro-batch {requested}: a step does not fit into the"
-                f" {_memory_gib(subject):.1f} GiB of this GPU; the largest that fits is {largest}"
+                f" {_memory_gib(subject):.1f} GiB of this GPU; the largest micro-batch that fits is"
+                f" {largest}"
             )
     return largest
 

@@ -80,8 +80,8 @@ def look_at_place(place: str | None, run_dir: Path) -> list[tuple[str, str]]:
         results.append((Verdict.OK, f"{store}: a file can be written and removed"))
         if holder := load("vit.extras.remote_runs.lease:holder_of", "run.dir")(str(place)):
             raise ValueError(
-                f"{store}: in use by {holder}, which runs or was killed just now: wait until it"
-                " ends, stop it, or use another run.dir"
+                f"{store}: in use by {holder}, which is running or was killed just now: wait until"
+                " it ends, stop it, or use another run.dir"
             )
     return results
 

@@ -90,8 +90,8 @@ def read_curves(
     num_samples = source.train_set.split.num_samples  # raises ValueError for a stream
     if not files:
         raise ValueError(
-            f"{source.run_dir}: no losses of images were recorded (log.sample_losses=0, a run"
-            " without a checkpoint, or an earlier version): train with log.sample_losses=1"
+            f"{source.run_dir}: this run recorded no per-image losses: train with"
+            " log.sample_losses=1"
         )
     every = math.ceil(len(files) * num_samples / MAX_CURVE_VALUES)
     margins = []
