@@ -9,6 +9,7 @@ from torch import nn
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.distributed.process_group import World
+from vit.layers.blocks import set_residual_dtype
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
@@ -38,6 +39,8 @@ def create_train_step(
     # optimizer refers to the parameters, so it is created after wrapping. DDP keeps the parameter
     # objects. `fully_shard` would replace these objects, so the EMA would also have to be created
     # after wrapping.
+    with world.fail_together():
+        set_residual_dtype(model, config.train.residual_dtype)
     ema = create_average(model, config.ema, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)

@@ -453,6 +453,10 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16
     scales the loss."""
+    residual_dtype: Annotated[Literal["fp32", "bf16"], OnlyWith("precision=bf16")] = "fp32"
+    """Format of the tokens between the blocks, to which each block adds, in training and
+    evaluation. `bf16` moves and stores half the bytes of fp32 if `compile` is on; norms still
+    compute in fp32."""
     compile: Annotated[bool, MAY_CHANGE] = False
     """`torch.compile` the blocks of the model and of its average. If compilation fails, a note has
     the reason, and training continues uncompiled."""
