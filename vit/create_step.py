@@ -14,6 +14,7 @@ from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
 from vit.system.by_name import load
+from vit.training.attention import choose_attention
 from vit.training.compiling import checkpoint_activations, compile_models
 from vit.training.objective import Objective
 from vit.training.plan import Plan, rates
@@ -41,6 +42,7 @@ def create_train_step(
     # after wrapping.
     with world.fail_together():
         set_residual_dtype(model, config.train.residual_dtype)
+        choose_attention(model, config.train, world.device)
     ema = create_average(model, config.ema, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)

@@ -53,6 +53,7 @@ ONLY_WHERE_OR_HOW_FAST = {
     "loader.prefetch_gib": "how many batches are made ahead",
     "loader.stall_timeout_s": "how long a worker is waited for",
     "train.device": "where it is computed; a machine without GPUs has one choice",
+    "train.attention": "which kernel computes attention (tests/training/test_attention.py)",
     "train.compile": "how fast; a compilation takes seconds (tests/test_compile.py)",
     "train.deterministic": "which kernels GPUs use; CPUs have no others (tests/extras/planner/gpu)",
     "eval.batch_size": "how many images are evaluated at once",

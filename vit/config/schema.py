@@ -457,6 +457,11 @@ class TrainConfig(Section):
     """Format of the tokens between the blocks, to which each block adds, in training and
     evaluation. `bf16` moves and stores half the bytes of fp32 if `compile` is on; norms still
     compute in fp32."""
+    attention: Annotated[
+        Literal["auto", "flash", "cudnn", "efficient", "math", "flash3"], MAY_CHANGE
+    ] = "auto"
+    """The only attention kernel that torch may use; `auto`: torch's choice. `flash3` needs Dao's
+    FlashAttention 3. If a kernel does not work here, the error lists those that do."""
     compile: Annotated[bool, MAY_CHANGE] = False
     """`torch.compile` the blocks of the model and of its average. If compilation fails, a note has
     the reason, and training continues uncompiled."""

@@ -70,6 +70,7 @@ _TEXTS = {
     "train.seed": _SEED,
     "train.precision": "rounding; fp16 may overflow, which skips updates",
     "train.residual_dtype": "rounding of the tokens after each block",
+    "train.attention": "rounding",
     "train.compile": "rounding",
     "data.micro_batch_size": "the same batch in different micro-batches: rounding",
     "data.mean": "a different normalisation of images; pretrained weights need their own",
