@@ -179,6 +179,7 @@ VALUES: dict[str, Any] = {
     "train.seed": 1,
     "train.precision": "bf16",
     "train.residual_dtype": "bf16",
+    "train.reduce_dtype": "bf16",
     "train.exact_over_ranks": True,
     "train.activation_checkpointing": "block",
     "ema.decay": 0.9,
@@ -265,7 +266,7 @@ def _find(key: str, kind: type[Section]) -> Setting:
 
 
 def _parsed(word: str) -> Any:
-    return {"null": None, "true": True, "1": 1}.get(word, word)
+    return {"null": None, "true": True, "false": False, "1": 1}.get(word, word)
 
 
 def optimizer_of(setting: Setting) -> str:

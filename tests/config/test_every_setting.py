@@ -66,6 +66,10 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.tensorboard": "where the record is shown",
     "log.report": "where the record is shown",
 }
+ON_SEVERAL_RANKS = {
+    "train.reduce_dtype": "how ranks add gradients (tests/distributed/test_reduce_dtype.py)"
+}
+"""Maps each setting that has no effect on one rank to its effect and its test."""
 REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
 """Maps each setting that the runs in this file reject to the expected error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
@@ -353,7 +357,7 @@ def case(tested: Any, settings: dict[str, Any], name: str) -> Any:
     return pytest.param(tested, id=name, marks=needs(*extras))
 
 
-TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]
+TESTED = [s for s in SETTINGS if s.key not in {**ONLY_WHERE_OR_HOW_FAST, **ON_SEVERAL_RANKS}]
 
 
 def test_every_setting_has_a_second_value_or_a_reason_to_be_skipped():

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -224,12 +225,15 @@ def _why_not_met(reason: str) -> str:
     )
 
 
-def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
+def wrap(
+    model: nn.Module, world: World, sync: bool = True, reduces_in_bf16: bool = False
+) -> nn.Module:
     """Return `model` wrapped by DDP, or `model` itself if there is only one rank.
 
     DDP copies rank 0's weights to all ranks, unless `sync` is False because a checkpoint will be
     loaded. For models with batch norm, whose buffers change during training, DDP also copies the
-    buffers before each forward pass.
+    buffers before each forward pass. reduces_in_bf16: whether DDP rounds gradients to bf16, divides
+    them by the number of ranks and sums them in bf16, instead of fp32.
     """
     if world.size == 1:
         return model
@@ -242,7 +246,10 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
         parameters = inspect.signature(DistributedDataParallel).parameters
         renamed = "forward_sync_buffers" in parameters  # since torch 2.15
         options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
-    return DistributedDataParallel(model, **options)
+    wrapped = DistributedDataParallel(model, **options)
+    if reduces_in_bf16:
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

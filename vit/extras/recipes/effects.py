@@ -70,6 +70,7 @@ _TEXTS = {
     "train.seed": _SEED,
     "train.precision": "rounding; fp16 may overflow, which skips updates",
     "train.residual_dtype": "rounding of the tokens after each block",
+    "train.reduce_dtype": "rounding of the sums over ranks",
     "train.attention": "rounding",
     "train.compile": "rounding",
     "data.micro_batch_size": "the same batch in different micro-batches: rounding",
@@ -88,6 +89,7 @@ _ORDER = (
 _HARMLESS = (
     "train.precision",
     "train.residual_dtype",
+    "train.reduce_dtype",
     "train.compile",
     "train.deterministic",
     "log.sample_losses",

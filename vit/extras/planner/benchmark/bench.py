@@ -253,7 +253,8 @@ def _measure_row(
             on_step=on_step,
         )
     peak = device_memory.peak_bytes(world.device)
-    reduced = steps.all_reduce_times(train_step, batches)
+    dtype = torch.bfloat16 if config.train.reduce_dtype == "bf16" else torch.float32
+    reduced = steps.all_reduce_times(train_step, batches, dtype)
     tried = replace(
         subject.plan,
         micro_batch_size=micro_batch_size,
