@@ -55,7 +55,7 @@ def create_train_step(
         config.data,
         num_classes,
         world.device,
-        compiled=config.train.compile and not why_eager,
+        compiled=bool(config.train.compile) and not why_eager,
     )
     probes = None
     if config.log.norms_every_steps is not None:
@@ -78,4 +78,5 @@ def create_train_step(
         probes=probes,
         seed=config.train.seed,
         why_eager=why_eager,
+        has_cuda_graphs=config.train.compile == "reduce-overhead" and not why_eager,
     )

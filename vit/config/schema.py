@@ -465,9 +465,13 @@ class TrainConfig(Section):
     reduce_dtype: Annotated[Literal["fp32", "bf16"], OnlyWith("exact_over_ranks=false")] = "fp32"
     """Format in which DDP sums gradients over ranks. `bf16` sends half the bytes and rounds each
     partial sum to 8 bits (docs/training.md). No effect on one rank."""
-    compile: Annotated[bool, MAY_CHANGE] = False
-    """`torch.compile` the blocks of the model and of its average. If compilation fails, a note has
-    the reason, and training continues uncompiled."""
+    compile: Annotated[
+        bool | Literal["max-autotune-no-cudagraphs", "reduce-overhead"], MAY_CHANGE
+    ] = False
+    """`torch.compile` the blocks of the model and of its average, in torch's default mode (`true`)
+    or another: `max-autotune-no-cudagraphs` times more kernels, and `reduce-overhead` replays CUDA
+    graphs, which was not tried on a GPU yet. If compilation fails, a note has the reason, and
+    training continues uncompiled."""
     deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
     bit for bit also on GPUs, where it is slower; CPUs always do so (docs/resume.md)."""

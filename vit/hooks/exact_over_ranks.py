@@ -21,6 +21,8 @@ class ExactFacts(Hook):
         """See `Hook`. Raises the errors of `same_kernels`."""
         train = config.train
         kernels = same_kernels(world) + (", compiled" if train.compile else "")
+        if isinstance(train.compile, str):
+            kernels += f" with {train.compile}"
         if train.attention != "auto":
             kernels += f", {train.attention} attention"
         return Notes({"micro_batch_size": data.plan.micro_batch_size, "kernels": kernels})

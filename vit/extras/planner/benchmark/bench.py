@@ -131,7 +131,8 @@ def _measure_mode(
 
 
 def _create(subject: Subject, compiled: bool) -> TrainStep:
-    config = with_settings(subject.config, {"train.compile": compiled})
+    mode = (subject.config.train.compile or True) if compiled else False
+    config = with_settings(subject.config, {"train.compile": mode})
     try:
         return create_step(config, subject.plan, subject.data.num_classes, subject.world)
     except torch.OutOfMemoryError as error:
