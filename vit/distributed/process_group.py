@@ -26,6 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.distributed import flight_recorder
 from vit.distributed.attempt import may_restart, part_of_attempt
 from vit.distributed.launcher import (
     end_with_launcher,
@@ -109,6 +110,7 @@ def join_world(
         torch.cuda.set_device(world.device)
         # Bind before NCCL's threads and the loader workers start, because they inherit the cores.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
+        flight_recorder.start_recording()
     if store is not None:
         try:
             dist.init_process_group(
