@@ -39,6 +39,8 @@ from vit.training.mfu import Utilization, train_flops_per_image
 from vit.training.run_data import open_data
 
 GIB = 2**30
+SWEPT = 3
+"""The number of additional micro-batch sizes that `--sweep` measures. Each needs compilation."""
 
 
 def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
@@ -116,6 +118,9 @@ def _measure_mode(
             _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size)
             | {"largest_micro_batch_size": largest}
         )
+    for micro_batch_size in _to_sweep(subject, rows):
+        row = _measure_row(subject, train_step, mode, micro_batch_size, rows[-1]["rank_batch_size"])
+        rows.append(row | {"largest_micro_batch_size": largest})
     loading = None
     if is_last:
         first = rows[0]
@@ -194,6 +199,19 @@ def _to_measure(subject: Subject, largest: int | None) -> list[int]:
     if largest is None or subject.wishes.micro_batch_size is not None:
         return [planned]
     return sorted({min(planned, largest), largest})
+
+
+def _to_sweep(subject: Subject, rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the sizes that `--sweep` measures next, in the batch of the last row.
+
+    They are the `SWEPT` largest divisors of that batch below the largest size that fits.
+    """
+    batch = rows[-1]["rank_batch_size"]
+    largest = rows[-1]["micro_batch_size"]
+    measured = [row["micro_batch_size"] for row in rows if row["rank_batch_size"] == batch]
+    smaller = [size for size in subject.sizes if size < largest and batch % size == 0]
+    swept = smaller[-SWEPT:] if subject.wishes.sweeps else []
+    return [size for size in swept if size not in measured]
 
 
 def _known_batch(
