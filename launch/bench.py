@@ -3,13 +3,15 @@
     python launch/bench.py --config configs/vit_b16.yaml
     python launch/bench.py --config configs/vit_b16.yaml --data data/imagenet --out results
     torchrun --nproc_per_node=8 launch/bench.py --config configs/vit_l16.yaml train.compile=true
+    python launch/bench.py --config configs/vit_b16.yaml --sweep
     python launch/bench.py --config configs/vit_b16.yaml --profile trace data.global_batch_size=512
 
 No data are needed. The real training step runs on random batches, in eager mode and, on a GPU or
 with train.compile=true, compiled. The micro-batch is the config's and the largest that fits. If
-data.root can be opened, the loader is measured alone and together with the step. `--out` writes
-results, which launch/plan.py reads from benchmarks/results. No run folder is written. Exit status:
-0, or 2 after a user mistake.
+several micro-batches were measured, the last line proposes the fastest. If data.root can be opened,
+the loader is measured alone and together with the step. `--out` writes results, which
+launch/plan.py reads from benchmarks/results. No run folder is written. Exit status: 0, or 2 after a
+user mistake.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from vit.extras.planner.benchmark.bench import measure
 from vit.extras.planner.benchmark.certificate import (
     check_writable,
     loading_table,
+    proposal,
     step_table,
     title,
     write_results,
@@ -59,7 +62,14 @@ def main() -> World:
         for option, folder in (("--profile", args.profile), ("--out", args.out)):
             if world.is_main and folder is not None:
                 check_writable(option, folder)
-    wishes = Wishes(args.seconds, args.steps, args.micro_batch, args.data is not None, args.profile)
+    wishes = Wishes(
+        args.seconds,
+        args.steps,
+        args.micro_batch,
+        sweeps=args.sweep,
+        needs_data=args.data is not None,
+        trace=args.profile,
+    )
     result = measure(config, world, wishes)
     if world.is_main:
         show(result, args.json)
@@ -79,6 +89,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         "--data", metavar="ROOT", help="shards for the loader (default: the config's data.root)"
     )
     parser.add_argument("--micro-batch", type=int, metavar="N", help="measure only this size")
+    parser.add_argument(
+        "--sweep", action="store_true", help="also measure the next smaller micro-batches"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
@@ -123,6 +136,8 @@ def show(result: dict[str, Any], as_json: bool) -> None:
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
+    if fastest := proposal(result):
+        console.print(fastest, markup=False)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.distributed.process_group import World
+from vit.layers.blocks import set_residual_dtype
 from vit.layers.image_sizes import take_sizes
 from vit.model import create_model
 from vit.optim.ema import Ema
@@ -32,9 +33,10 @@ class Counter:
         self.num_graphs = 0
 
     def __call__(
-        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], mode: str = "default"
     ) -> torch.fx.GraphModule:
         self.num_graphs += 1
+        self.mode = mode
         return graph
 
     def since(self) -> int:
@@ -86,6 +88,67 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
     assert graphs.since() == 1
     model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
     assert graphs.since() == 0, "training after an evaluation must not compile another graph"
+
+
+@pytest.mark.parametrize("mode", ["max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_every_mode_needs_the_same_graphs(graphs, mode):
+    model = small_vit(16, DEPTH, drop_path_rate=0.1)
+    set_residual_dtype(model, "bf16")
+    compile_blocks(model, backend=graphs, mode=mode)
+    cpu = torch.device("cpu")
+    step = plain_step(
+        model.train(),
+        model,
+        create_optimizer(model, AdamWConfig()),
+        Augment(AugmentConfig(), 5, (0.5,), (0.25,), cpu),
+        World(0, 1, cpu),
+        lr_at=lambda step: 1e-3,
+        micro_batch_size=4,
+        precision="bf16",
+        has_cuda_graphs=mode == "reduce-overhead",
+    )
+    for number in range(3):
+        step(make_batch(16), number)
+    assert (graphs.since(), graphs.mode) == (1, mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluate(model, side=16)
+    assert graphs.since() == 1
+    step(make_batch(16), 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluate(model, side=16)
+    assert graphs.since() == 0
+
+
+def test_micro_batches_for_cuda_graphs_add_up_to_the_same_weights():
+    """A CUDA graph overwrites its results, so the gradients need memory of their own before the
+    first micro-batch."""
+    weights = []
+    for has_cuda_graphs in (False, True):
+        model = small_vit(16, 2)
+        cpu = torch.device("cpu")
+        step = plain_step(
+            model.train(),
+            model,
+            create_optimizer(model, AdamWConfig()),
+            Augment(AugmentConfig(), 5, (0.5,), (0.25,), cpu),
+            World(0, 1, cpu),
+            lr_at=lambda step: 1e-3,
+            micro_batch_size=2,
+            has_cuda_graphs=has_cuda_graphs,
+        )
+        allocated = []
+        model.register_forward_pre_hook(
+            lambda model, _, seen=allocated: seen.append(
+                [None if p.grad is None else p.grad.data_ptr() for p in model.parameters()]
+            )
+        )
+        for number in range(2):
+            step(make_batch(16), number)
+        if has_cuda_graphs:
+            assert None not in allocated[0]
+            assert allocated[0] == allocated[3], "micro-batches add to the same memory"
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))
 
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])

@@ -9,10 +9,12 @@ from torch import nn
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.distributed.process_group import World
+from vit.layers.blocks import set_residual_dtype
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
 from vit.system.by_name import load
+from vit.training.attention import choose_attention
 from vit.training.compiling import checkpoint_activations, compile_models
 from vit.training.objective import Objective
 from vit.training.plan import Plan, rates
@@ -38,6 +40,9 @@ def create_train_step(
     # optimizer refers to the parameters, so it is created after wrapping. DDP keeps the parameter
     # objects. `fully_shard` would replace these objects, so the EMA would also have to be created
     # after wrapping.
+    with world.fail_together():
+        set_residual_dtype(model, config.train.residual_dtype)
+        choose_attention(model, config.train, world.device)
     ema = create_average(model, config.ema, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)
@@ -50,7 +55,7 @@ def create_train_step(
         config.data,
         num_classes,
         world.device,
-        compiled=config.train.compile and not why_eager,
+        compiled=bool(config.train.compile) and not why_eager,
     )
     probes = None
     if config.log.norms_every_steps is not None:
@@ -73,4 +78,5 @@ def create_train_step(
         probes=probes,
         seed=config.train.seed,
         why_eager=why_eager,
+        has_cuda_graphs=config.train.compile == "reduce-overhead" and not why_eager,
     )

@@ -190,10 +190,11 @@ class Block(nn.Module):
             x = add_branch(x, lambda tokens: self._attn_branch(tokens, rope), attn_rows)
             return add_branch(x, self._mlp_branch, mlp_rows)
         # The residual path is not normalized, so the model normalizes the output of the last block.
+        # LayerScale and drop path compute in fp32, so convert a sum back to the dtype of `x`.
         # z' = MSA(LN(z)) + z (equation 2)
-        x = x + self.drop_path1(self._attn_branch(x, rope))
+        x = (x + self.drop_path1(self._attn_branch(x, rope))).to(x.dtype)
         # z = MLP(LN(z')) + z' (equation 3)
-        return x + self.drop_path2(self._mlp_branch(x))
+        return (x + self.drop_path2(self._mlp_branch(x))).to(x.dtype)
 
     def _attn_branch(self, x: Tensor, rope: Tensor | None) -> Tensor:
         return self.ls1(self.attn(self.norm1(x), rope))

@@ -33,6 +33,7 @@ from vit.checkpoint.saver import SavedBeside, Saver
 from vit.checkpoint.state import RunState
 from vit.config.schema import Config
 from vit.data.batches import AugmentedBatches, Batch
+from vit.distributed import flight_recorder
 from vit.distributed.exit import StopSignals, leave_hung, problem_of
 from vit.distributed.outcome import Outcome
 from vit.distributed.process_group import World
@@ -130,6 +131,7 @@ class Run:
     """The watchdog, which ends all ranks if one rank hangs during training."""
 
     def __post_init__(self) -> None:
+        flight_recorder.write_to(self.folder)
         self.watch = Watch(self.world, self.config.run.hang_timeout_s, self._end_hung)
 
     @property

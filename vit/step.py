@@ -45,7 +45,7 @@ class TrainStep:
 
     `lr_at` returns the learning rate of a step. `weight_decay_at` returns its weight decay, or None
     if the decay is constant. If `train.compile` is on but the model is not compiled, `why_eager`
-    gives the reason.
+    gives the reason. `has_cuda_graphs` is True if it replays CUDA graphs.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class TrainStep:
         probes: Probes | None = None,
         seed: int = 0,
         why_eager: str = "",
+        has_cuda_graphs: bool = False,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -80,6 +81,7 @@ class TrainStep:
         self.probes = probes
         self.seed = seed
         self.why_eager = why_eager
+        self.has_cuda_graphs = has_cuda_graphs
         self.mark: Callable[[StepPhase], object] = lambda phase: None
         """A function that is called when a phase of the step begins."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -155,6 +157,8 @@ class TrainStep:
             end = start + self.micro_batch_size
             micro_batch = batch.rows(start, end).to(self.world.device)
             with self.reduce.micro_batch(step, start, is_last=end >= num_rows):
+                if self.has_cuda_graphs:
+                    self._begin_replay()
                 losses, margins = self._losses(micro_batch)
                 # A row whose image could not be decoded has weight 0, and therefore no gradient.
                 loss_sum = (losses * micro_batch.weights).sum()
@@ -168,6 +172,14 @@ class TrainStep:
             sums[Slot.ROW_WEIGHTS].add_(row_weights)
             rows.append((losses.detach(), margins, micro_batch.weights))
         return [piece for kind in zip(*rows, strict=True) for piece in kind]
+
+    def _begin_replay(self) -> None:
+        """Allow CUDA graphs to overwrite the tensors of the previous micro-batch."""
+        torch.compiler.cudagraph_mark_step_begin()
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                # Otherwise `grad` would be a graph's own tensor, which the next replay overwrites.
+                parameter.grad = torch.zeros_like(parameter)
 
     def _losses(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss and margin of each row, (B,) float32."""

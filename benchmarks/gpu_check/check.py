@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import guarantees
 import kills
+import levers
 import torch
 from gpu_check_lines import Line, run_part
 
@@ -40,6 +41,9 @@ FLOOR_MFU = 0.25
 on Hopper. This code has not been measured on a GPU yet."""
 TINY_MODEL = ("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false")
 TINY_STEP = (*TINY_MODEL, "data.global_batch_size=16")
+LEVER_STEP = ("model.name=vit_s16", "model.image_size=224", "data.global_batch_size=128")
+LEVER_RUN = ("model.name=vit_b16", "optim.lr=1e-4", "schedule.warmup_steps=40")
+"""A run whose gradients take longer to send than its small images take to compute."""
 TINY_RUN = ("model.depth=2", "model.image_size=32", "loader.num_workers=0")
 """The settings for training runs that the check kills."""
 
@@ -149,7 +153,14 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
     for model in ("vit_b16",) if small else MODELS:
         run = partial(_speed, model, [*settings[:2], *(TINY_STEP if small else ())], small)
         built.append(GpuCheck(model, f"speed of {model}", 200, run))
+    sized = TINY_STEP if small else LEVER_STEP
+    num_steps = 8 if small else levers.NUM_STEPS
+    one = partial(levers.on_one_device, device, *sized, num_steps=num_steps)
+    run_one = partial(_on_device, device, one)
+    built.append(GpuCheck("levers", "settings for speed and memory", 240, run_one))
     if num_gpus > 1 or small:
+        several = partial(_rank_levers, folder, settings, () if small else LEVER_RUN, num_steps)
+        built.append(GpuCheck("rank_levers", "settings for several ranks", 180, several))
         rows = 8 if small else 256
         run = partial(_ranks, folder, settings, rows, TINY_MODEL if small else ())
         built.append(GpuCheck("ranks", "two ranks", 240, run))
@@ -177,6 +188,13 @@ def _ranks(
 ) -> Iterator[Line]:
     yield from kills.killed_rank(kills.make_place(folder / "ranks", *settings))
     yield from kills.one_and_two_ranks(rows, *settings[:2], *overrides)
+
+
+def _rank_levers(
+    folder: Path, settings: Sequence[str], sized: Sequence[str], num_steps: int
+) -> Iterator[Line]:
+    place = kills.make_place(folder / "rank_levers", *settings)
+    yield from levers.on_two_ranks(place, *sized, num_steps=num_steps)
 
 
 def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:

@@ -80,12 +80,12 @@ def make_place(folder: Path, *settings: str) -> Place:
                 Image.fromarray(pixels).save(images / f"{number:03d}.jpg")
     shards = folder / "shards"
     options = [str(folder / "images"), "--out", str(shards), "--num-shards", "2", "--workers", "1"]
-    _run([sys.executable, "-m", "data_prep.imagefolder", *options])
+    execute([sys.executable, "-m", "data_prep.imagefolder", *options])
     (folder / "check.yaml").write_text(CONFIG.replace("SHARDS", str(shards)))
     return Place(folder, settings)
 
 
-def _run(line: Sequence[str]) -> str:
+def execute(line: Sequence[str]) -> str:
     result = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:
         lines = result.stderr.strip().splitlines() or ["no output"]
@@ -94,7 +94,7 @@ def _run(line: Sequence[str]) -> str:
     return result.stdout
 
 
-def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
+def wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
     path = run_dir / METRICS_FILE
     while not path.is_file() or not any(line["step"] >= step for line in read_metrics(path)):
         if process.poll() is not None:
@@ -110,20 +110,20 @@ def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> 
     setting = f"train.deterministic={str(deterministic).lower()}"
     whole = place.folder / f"whole_{name}"
     killed = place.folder / f"killed_{name}"
-    _run(place.command(whole, setting))
+    execute(place.command(whole, setting))
     line = place.command(killed, setting)
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(line, **quiet) as process:
         try:
-            _wait_for_step(process, killed, KILL_AT_STEP)
+            wait_for_step(process, killed, KILL_AT_STEP)
         finally:
             process.kill()
-    _run(line)
+    execute(line)
     restarts = max(line.get("restarts", 0) for line in read_metrics(killed / METRICS_FILE))
     different = _different_tensors(whole, killed)
     equal = not different and restarts == 1
     outcome = "equal bit for bit" if equal else f"{len(different)} tensors differ"
-    rate = statistics.median(line["images_per_s"] for line in _train_lines(whole))
+    rate = statistics.median(line["images_per_s"] for line in train_lines(whole))
     yield Line(
         f"kill -9 and resume, {name} train.deterministic",
         equal if promised else None,
@@ -151,8 +151,8 @@ def pauses(place: Place, *overrides: str) -> Iterator[Line]:
         other = {"checkpoint": "eval", "eval": "checkpoint"}[every]
         run_dir = place.folder / f"paused_by_{every}"
         steps = ("train.steps=16", f"{every}.every_steps=5", f"{other}.every_steps=1000")
-        _run(place.command(run_dir, *steps, *overrides))
-        at_s = {line["step"]: line["elapsed_s"] for line in _train_lines(run_dir)}
+        execute(place.command(run_dir, *steps, *overrides))
+        at_s = {line["step"]: line["elapsed_s"] for line in train_lines(run_dir)}
         # A step is logged only after the next step is queued, so a pause also delays the next line.
         plain_s = statistics.median(at_s[step] - at_s[step - 1] for step in (8, 9, 13, 14))
         # The first pause includes memory allocation, so measure the second pause.
@@ -165,7 +165,7 @@ def pauses(place: Place, *overrides: str) -> Iterator[Line]:
         )
 
 
-def _train_lines(run_dir: Path) -> list[dict[str, Any]]:
+def train_lines(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run_dir / METRICS_FILE) if line["kind"] == "train"]
 
 
@@ -176,9 +176,9 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(line, **quiet) as process:
         try:
-            _wait_for_step(process, run_dir, 2 * SAVE_EVERY_STEPS)
+            wait_for_step(process, run_dir, 2 * SAVE_EVERY_STEPS)
             began_s = time.monotonic()
-            os.kill(_rank_process(process.pid, 1), signal.SIGKILL)
+            os.kill(rank_process(process.pid, 1), signal.SIGKILL)
             process.wait()
             noticed_s = time.monotonic() - began_s
         finally:
@@ -193,7 +193,7 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
     )
 
 
-def _rank_process(launcher: int, rank: int) -> int:
+def rank_process(launcher: int, rank: int) -> int:
     """Return the process id of a rank. launcher: the process id of torchrun."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     variable = f"RANK={rank}".encode()
@@ -210,7 +210,7 @@ def bench(seconds: float, *overrides: str, ranks: int = 0, config: str = "vit_b1
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     options = ["--config", str(recipes_folder() / f"{config}.yaml"), "--json", *overrides]
     script = [str(LAUNCH / "bench.py"), "--seconds", f"{seconds:g}"]
-    return json.loads(_run([sys.executable, *(torchrun if ranks else []), *script, *options]))
+    return json.loads(execute([sys.executable, *(torchrun if ranks else []), *script, *options]))
 
 
 def _batch(rows: int, ranks: int) -> tuple[str, str]:

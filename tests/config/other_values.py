@@ -180,6 +180,8 @@ VALUES: dict[str, Any] = {
     "train.steps": 220,
     "train.seed": 1,
     "train.precision": "bf16",
+    "train.residual_dtype": "bf16",
+    "train.reduce_dtype": "bf16",
     "train.exact_over_ranks": True,
     "train.activation_checkpointing": "block",
     "ema.decay": 0.9,
@@ -231,12 +233,15 @@ BESIDE: dict[str, dict[str, Any]] = {
     "loss.bce_target_thresh": {"augment.mixup_alpha": 0.8},
     "optim.ns_coefficients": {"optim.ns_steps": 3},
     "schedule.cooldown_epochs": {"schedule.min_lr": 1e-5},
+    "train.residual_dtype": {"train.precision": "bf16"},
     "train.exact_over_ranks": {"data.micro_batch_size": 12},
     "eval.apply_exif": {"data.root": "{turned}"},
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
 """Maps a setting to other settings that both of its tested values require."""
+THIRD = {"train.precision": "fp16"}
+"""A third value of each setting whose default and value in `VALUES` both satisfy an `OnlyWith`."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "stream.urls": {"stream.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
@@ -264,7 +269,7 @@ def _find(key: str, kind: type[Section]) -> Setting:
 
 
 def _parsed(word: str) -> Any:
-    return {"null": None, "true": True, "1": 1}.get(word, word)
+    return {"null": None, "true": True, "false": False, "1": 1}.get(word, word)
 
 
 def optimizer_of(setting: Setting) -> str:
@@ -310,6 +315,6 @@ def without(setting: Setting, needed: OnlyWith) -> dict[str, Any]:
         partner = _find(key, setting.kind)
         chosen.pop(key, None)
         if _holds(partner.default(), sign, allowed):
-            value = {"=": VALUES[key], "!=": _parsed(allowed[0]), "": 0}[sign]
+            value = {"=": THIRD.get(key, VALUES[key]), "!=": _parsed(allowed[0]), "": 0}[sign]
             chosen |= {**beside(partner), **TOGETHER.get(key, {}), key: value}
     return chosen

@@ -54,6 +54,7 @@ ONLY_WHERE_OR_HOW_FAST = {
     "loader.prefetch_gib": "how many batches are made ahead",
     "loader.stall_timeout_s": "how long a worker is waited for",
     "train.device": "where it is computed; a machine without GPUs has one choice",
+    "train.attention": "which kernel computes attention (tests/training/test_attention.py)",
     "train.compile": "how fast; a compilation takes seconds (tests/test_compile.py)",
     "train.deterministic": "which kernels GPUs use; CPUs have no others (tests/extras/planner/gpu)",
     "eval.batch_size": "how many images are evaluated at once",
@@ -66,6 +67,10 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.tensorboard": "where the record is shown",
     "log.report": "where the record is shown",
 }
+ON_SEVERAL_RANKS = {
+    "train.reduce_dtype": "how ranks add gradients (tests/distributed/test_reduce_dtype.py)"
+}
+"""Maps each setting that has no effect on one rank to its effect and its test."""
 REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
 """Maps each setting that these runs reject to the expected error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
@@ -356,7 +361,7 @@ def case(tested: Any, settings: dict[str, Any], name: str) -> Any:
     return pytest.param(tested, id=name, marks=needs(*extras))
 
 
-TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]
+TESTED = [s for s in SETTINGS if s.key not in {**ONLY_WHERE_OR_HOW_FAST, **ON_SEVERAL_RANKS}]
 
 
 def test_every_setting_has_a_second_value_or_a_reason_to_be_skipped():

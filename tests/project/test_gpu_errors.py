@@ -181,6 +181,11 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
     "a model that torch.compile fails on, though it works on this host": (
         lambda place: place.train(NOT_COMPILED, "train.device=cpu", "train.compile=true")
     ),
+    "an attention kernel that this machine does not have": (
+        lambda place: place.train(
+            "", "train.device=cpu", "train.precision=fp32", "train.attention=cudnn"
+        )
+    ),
     "a GPU without bf16: training goes on": a_gpu_without_bf16,
     "nothing that `launch/bench.py` may try fits": (
         lambda place: place.run("bench.py", FULL_ABOVE.format(rows=1))

@@ -77,6 +77,7 @@ OTHER_NAMES = {
     "train.seed": "manual_seed random_seed",
     "train.precision": "amp bf16 dtype fp16 half mixed_precision torch_dtype",
     "train.compile": "torchcompile torch_compile",
+    "train.attention": "attn_implementation flash_attention flash_attn use_flash_attn",
     "train.deterministic": "full_determinism use_deterministic_algorithms",
     "train.activation_checkpointing": (
         "checkpoint_activations grad_checkpointing gradient_checkpointing recompute"

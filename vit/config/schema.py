@@ -453,9 +453,25 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16
     scales the loss."""
-    compile: Annotated[bool, MAY_CHANGE] = False
-    """`torch.compile` the blocks of the model and of its average. If compilation fails, a note has
-    the reason, and training continues uncompiled."""
+    residual_dtype: Annotated[Literal["fp32", "bf16"], OnlyWith("precision=bf16")] = "fp32"
+    """Format of the tokens between the blocks, to which each block adds, in training and
+    evaluation. `bf16` moves and stores half the bytes of fp32 if `compile` is on; norms still
+    compute in fp32."""
+    attention: Annotated[
+        Literal["auto", "flash", "cudnn", "efficient", "math", "flash3"], MAY_CHANGE
+    ] = "auto"
+    """The only attention kernel that torch may use; `auto`: torch's choice. `flash3` needs Dao's
+    FlashAttention 3. If a kernel does not work here, the error lists those that do."""
+    reduce_dtype: Annotated[Literal["fp32", "bf16"], OnlyWith("exact_over_ranks=false")] = "fp32"
+    """Format in which DDP sums gradients over ranks. `bf16` sends half the bytes and rounds each
+    partial sum to 8 bits (docs/training.md). No effect on one rank."""
+    compile: Annotated[
+        bool | Literal["max-autotune-no-cudagraphs", "reduce-overhead"], MAY_CHANGE
+    ] = False
+    """`torch.compile` the blocks of the model and of its average, in torch's default mode (`true`)
+    or another: `max-autotune-no-cudagraphs` times more kernels, and `reduce-overhead` replays CUDA
+    graphs, which was not tried on a GPU yet. If compilation fails, a note has the reason, and
+    training continues uncompiled."""
     deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
     bit for bit also on GPUs, where it is slower; CPUs always do so (docs/resume.md)."""

@@ -30,6 +30,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from vit.distributed import flight_recorder
 from vit.distributed.launcher import end_launcher_later
 from vit.distributed.outcome import tell_outcome
 from vit.distributed.process_group import (
@@ -202,6 +203,8 @@ def leave_hung(verdict: Verdict) -> NoReturn:
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
+    if prefix := flight_recorder.dump():
+        message += f"; {prefix}<rank> list the last NCCL collectives (torchfrtrace compares them)"
     if rank in verdict.ranks:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frame))

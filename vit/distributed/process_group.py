@@ -22,9 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.distributed import flight_recorder
 from vit.distributed.attempt import may_restart, part_of_attempt
 from vit.distributed.launcher import (
     end_with_launcher,
@@ -108,6 +110,7 @@ def join_world(
         torch.cuda.set_device(world.device)
         # Bind before NCCL's threads and the loader workers start, because they inherit the cores.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
+        flight_recorder.start_recording()
     if store is not None:
         try:
             dist.init_process_group(
@@ -224,12 +227,15 @@ def _why_not_met(reason: str) -> str:
     )
 
 
-def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
+def wrap(
+    model: nn.Module, world: World, sync: bool = True, reduces_in_bf16: bool = False
+) -> nn.Module:
     """Return `model` wrapped by DDP, or `model` itself if there is only one rank.
 
     DDP copies rank 0's weights to all ranks, unless `sync` is False because a checkpoint will be
     loaded. For models with batch norm, whose buffers change during training, DDP also copies the
-    buffers before each forward pass.
+    buffers before each forward pass. reduces_in_bf16: whether DDP rounds gradients to bf16, divides
+    them by the number of ranks and sums them in bf16, instead of fp32.
     """
     if world.size == 1:
         return model
@@ -242,7 +248,10 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
         parameters = inspect.signature(DistributedDataParallel).parameters
         renamed = "forward_sync_buffers" in parameters  # since torch 2.15
         options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
-    return DistributedDataParallel(model, **options)
+    wrapped = DistributedDataParallel(model, **options)
+    if reduces_in_bf16:
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from vit.data.open_data import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluation, Evaluator
 from vit.evaluation.probes import Probed, ProbeFlags, run_probes
+from vit.layers.blocks import set_residual_dtype
 from vit.layers.precision import precision_note
 from vit.model import create_model
 from vit.system.meter import Meter
@@ -142,6 +143,7 @@ def _evaluate_all(
     world: World,
 ) -> dict[str, tuple[EvalSet, Evaluation]]:
     """Return the set and the result for each set name, in the order of the config."""
+    set_residual_dtype(model, config.train.residual_dtype)
     size = config.model.size_text()
     by_set: dict[str, tuple[EvalSet, Evaluation]] = {}
     for sets in groups:

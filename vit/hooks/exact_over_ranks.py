@@ -19,7 +19,12 @@ class ExactFacts(Hook):
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`. Raises the errors of `same_kernels`."""
-        kernels = same_kernels(world) + (", compiled" if config.train.compile else "")
+        train = config.train
+        kernels = same_kernels(world) + (", compiled" if train.compile else "")
+        if isinstance(train.compile, str):
+            kernels += f" with {train.compile}"
+        if train.attention != "auto":
+            kernels += f", {train.attention} attention"
         return Notes({"micro_batch_size": data.plan.micro_batch_size, "kernels": kernels})
 
 

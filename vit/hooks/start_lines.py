@@ -57,6 +57,8 @@ def start_lines(
             " is not compiled: install a C++ compiler and Python's headers (Debian, Ubuntu:"
             " apt-get install g++ python3-dev), or set train.compile=false"
         )
+    if config.train.reduce_dtype != "fp32" and world.size == 1:
+        yield f"note: train.reduce_dtype={config.train.reduce_dtype} has no effect on one rank"
     rate = config.model.drop_path_rate or 0.0
     in_subset = config.model.drop_path_form == "subset"
     if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:

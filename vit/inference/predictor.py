@@ -27,6 +27,7 @@ from vit.config.schema import Config, EvalConfig
 from vit.data.augment.apply import Augment, create_augment
 from vit.data.decode.crops import decode_center
 from vit.data.image_format import ImageFormat
+from vit.layers.blocks import set_residual_dtype
 from vit.layers.precision import autocast
 from vit.model import create_model
 from vit.weights.class_names import IMAGENET_CLASSES, imagenet_names
@@ -175,6 +176,7 @@ def load(
         )
     model = create_model(config.model, num_classes=num_classes)
     notes = [*loaded.notes, *load_weights(model, loaded.weights, loaded.grid_size)]
+    set_residual_dtype(model, config.train.residual_dtype)
     device = torch.device(device)
     augment = create_augment(config.augment, config.data, num_classes, device)
     names = list(class_names or loaded.class_names or [])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.layers.drop_path import DropPath, choose_rows, drop_path_rates
+from vit.layers.precision import AUTOCAST_DTYPE
 
 
 class Blocks(nn.Sequential):
@@ -24,6 +25,8 @@ class Blocks(nn.Sequential):
     checkpoint_every = 0
     """Every n-th block is checkpointed; 0 turns checkpointing off. A checkpointed block stores only
     its input, and the backward pass recomputes its activations."""
+    residual_dtype: torch.dtype | None = None
+    """The dtype of the tokens between blocks; None keeps that of the first block's input."""
 
     def __init__(
         self,
@@ -46,7 +49,12 @@ class Blocks(nn.Sequential):
         self.subset_rates = rates if drop_path_rate and has_subsets else None
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """Run all blocks. rope: the table of `vit.layers.rope.RotaryEmbedding`."""
+        """Run all blocks. rope: the table of `vit.layers.rope.RotaryEmbedding`.
+
+        The result has the dtype of `x`, because the last norm and the head compute in fp32.
+        """
+        dtype = x.dtype
+        x = x.to(self.residual_dtype or dtype)
         rows: list[Tensor] = []
         if self.training and self.subset_rates:
             # Draw rows outside the blocks. Inside a block, torch.compile would make a graph for
@@ -65,4 +73,21 @@ class Blocks(nn.Sequential):
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x = block(*inputs)
-        return x
+        return x.to(dtype)
+
+
+def set_residual_dtype(model: nn.Module, name: str) -> None:
+    """Make the blocks of `model` keep their tokens in `train.residual_dtype` = `name`.
+
+    Forward passes then need autocast to bf16, because weights stay in fp32. Raises ValueError for
+    timm models.
+    """
+    if name == "fp32":
+        return
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, Blocks):
+        raise ValueError(
+            f"train.residual_dtype={name} does not work with timm's {type(model).__name__}: set"
+            " fp32, or use a model of this project, such as vit_s16"
+        )
+    blocks.residual_dtype = AUTOCAST_DTYPE[name]

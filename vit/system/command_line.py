@@ -147,7 +147,10 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
     size = args.image_size
     if size and len(size) == 1:
         size = size[0]
-    return {"model.image_size": size, "train.precision": args.precision}
+    settings = {"model.image_size": size, "train.precision": args.precision}
+    if args.precision in ("fp32", "fp16"):
+        settings["train.residual_dtype"] = "fp32"  # bf16 needs train.precision=bf16
+    return settings
 
 
 def add_run_words(parser: argparse.ArgumentParser) -> None:

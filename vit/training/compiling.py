@@ -15,11 +15,13 @@ from vit.distributed.process_group import World
 from vit.layers.blocks import Blocks
 
 
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(
+    model: nn.Module, backend: str | Callable[..., Any] = "inductor", mode: str | None = None
+) -> None:
     """Compile each of `model.blocks` in place, or the whole model if it has no blocks.
 
     All blocks of `vit.model` share one graph in training and one in evaluation, so compiling ViT-H
-    takes as long as compiling ViT-B. backend: a backend of torch.compile.
+    takes as long as compiling ViT-B. backend, mode: those of torch.compile.
     """
     blocks = list(getattr(model, "blocks", [model]))
     # By default, torch switches to dynamic shapes when it sees a second size. A run has only a few
@@ -34,7 +36,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks) * num_sizes)
     torch._dynamo.config.recompile_limit = limit
     for block in blocks:
-        block.compile(backend=backend, dynamic=False if num_sizes > 1 else None)
+        block.compile(backend=backend, mode=mode, dynamic=False if num_sizes > 1 else None)
 
 
 def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: World) -> str:
@@ -56,8 +58,9 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
                     " tools, or set train.compile=false from the first step"
                 )
         return why_eager
+    mode = config.compile if isinstance(config.compile, str) else None
     for model in models:
-        compile_blocks(model)
+        compile_blocks(model, mode=mode)
     return ""
 
 

@@ -139,4 +139,5 @@ def data_parallel(
     """
     if config.train.exact_over_ranks:
         raise ValueError("train.exact_over_ranks: use vit.extras.compose.build_run")
-    return DataParallel(model, world, wrap(model, world, sync=not is_filled_later))
+    in_bf16 = config.train.reduce_dtype == "bf16"
+    return DataParallel(model, world, wrap(model, world, not is_filled_later, in_bf16))

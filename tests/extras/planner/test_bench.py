@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import COMMANDS, TINY, call, environment, run
 
+from vit.extras.planner.benchmark.certificate import proposal
 from vit.model import create_model
 from vit.training.mfu import train_flops_per_image
 from vit.training.step_result import StepPhase
@@ -121,6 +122,25 @@ def test_counts_operations_for_the_measured_micro_batch(no_data):
     model = create_model("vit_ti8", 16, 1000, embed_dim=32, depth=2, num_heads=2, **fields)
     assert row["flops_per_image"] == train_flops_per_image(model, 2)
     assert row["flops_per_image"] != train_flops_per_image(model, 12)
+
+
+def test_sweeps_micro_batches_in_equal_batches_and_proposes_the_fastest(no_data):
+    arguments = ("--steps", 3, "--sweep", "data.micro_batch_size=12")
+    done = bench(no_data, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    rows = report["training"]
+    # Pairs of images are mixed, so odd sizes are impossible.
+    assert [row["micro_batch_size"] for row in rows] == [12, 2, 4, 6]
+    assert {row["rank_batch_size"] for row in rows} == {12}
+    fastest = max(rows, key=lambda row: row["images_per_s"])["micro_batch_size"]
+    assert f"data.micro_batch_size={fastest} (" in proposal(report)
+    assert proposal(report).startswith("fastest of 12, 2, 4, 6, eager: ")
+    assert proposal({"training": rows[:1]}) == ""
+    done = bench(no_data, *arguments)
+    assert re.search(
+        r"^fastest of 12, 2, 4, 6, eager: .*; batches stay the same$", done.stdout, re.M
+    )
 
 
 @pytest.mark.full

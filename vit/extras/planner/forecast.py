@@ -238,7 +238,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
         eval_image_s=image_s(forward),
-        gradient_bytes=4 * num_weights,
+        gradient_bytes=num_weights * (2 if config.train.reduce_dtype == "bf16" else 4),
     )
 
 

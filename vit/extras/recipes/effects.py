@@ -69,6 +69,9 @@ _SEED = "noise from different random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE
 _TEXTS = {
     "train.seed": _SEED,
     "train.precision": "rounding; fp16 may overflow, which skips updates",
+    "train.residual_dtype": "rounding of the tokens after each block",
+    "train.reduce_dtype": "rounding of the sums over ranks",
+    "train.attention": "rounding",
     "train.compile": "rounding",
     "data.micro_batch_size": "the same batch in different micro-batches: rounding",
     "data.mean": "a different normalisation of images; pretrained weights need their own",
@@ -83,7 +86,14 @@ _ORDER = (
     "train.seed",
     "train.exact_over_ranks",
 )
-_HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
+_HARMLESS = (
+    "train.precision",
+    "train.residual_dtype",
+    "train.reduce_dtype",
+    "train.compile",
+    "train.deterministic",
+    "log.sample_losses",
+)
 _IMAGES = (
     "data.mean",
     "data.std",

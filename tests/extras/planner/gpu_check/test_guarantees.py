@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import kills
+import levers
+import numpy as np
 import pytest
 import torch
 from gpu_check_lines import Line, run_part
@@ -85,6 +87,52 @@ def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
     monkeypatch.setattr(guarantees, "SMALL", (*guarantees.SMALL, "model.drop_path_form=mask"))
     [line] = guarantees.graphs_as_planned(CPU)
     assert line.passed is False, line.text
+
+
+# --- levers ---------------------------------------------------------------------------------------
+
+
+SMALL_LEVERS = ("model.name=vit_ti16", "model.depth=2", "model.image_size=32")
+
+
+def test_each_lever_has_a_line_and_missing_kernels_are_not_failures(monkeypatch):
+    captured = partial(compiling.compile_blocks, backend=lambda graph, inputs, **_: graph)
+    monkeypatch.setattr(compiling, "compile_blocks", captured)
+    rows = "data.global_batch_size=8"
+    lines = list(levers.on_one_device(CPU, *SMALL_LEVERS, rows, num_steps=4))
+    assert [line.what for line in lines] == list(levers.LEVERS)
+    passed = {line.what: line.passed for line in lines}
+    missing = {"attention: cuDNN", "attention: efficient", "attention: flash3"}
+    assert {what for what, verdict in passed.items() if verdict is None} == missing
+    assert all(verdict for what, verdict in passed.items() if what not in missing), lines
+    for line in lines:
+        if line.passed:
+            assert line.numbers["on"]["images_per_s"] > 0
+            assert " images/s (" in line.text
+
+
+def test_a_lever_that_changes_the_loss_or_raises_an_error_fails(monkeypatch):
+    off = levers.Measured(100.0, 2.0, 0.5)
+    assert levers.compare("", off, levers.Measured(110.0, 2.0, 0.55)).text.endswith("turn it on")
+    assert levers.compare("", off, levers.Measured(101.0, 1.5, 0.55)).text.endswith("turn it on")
+    assert levers.compare("", off, levers.Measured(101.0, 2.0, 0.55)).text.endswith("leave it")
+    worse = levers.compare("", off, levers.Measured(200.0, 1.0, 0.65))
+    assert worse.passed is False
+    assert worse.text.endswith("leave it")
+
+    def measure(*arguments):
+        raise RuntimeError("CUDA graphs overwrote a tensor\nStack trace: ...")
+
+    monkeypatch.setattr(levers, "measure", measure)
+    lines = list(levers.on_one_device(CPU, num_steps=4))
+    assert verdicts(iter(lines)) == [False] * len(levers.LEVERS)
+    assert lines[0].text == "RuntimeError: CUDA graphs overwrote a tensor"
+
+
+def test_the_digits_can_be_learned(monkeypatch):
+    settings = (*SMALL_LEVERS, "data.global_batch_size=64", "train.precision=fp32")
+    measured = levers.measure(levers._config(*settings), CPU, 60)
+    assert measured.loss < 0.9 * np.log(10)
 
 
 # --- parts of the check ---------------------------------------------------------------------------

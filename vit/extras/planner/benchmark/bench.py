@@ -39,6 +39,8 @@ from vit.training.mfu import Utilization, train_flops_per_image
 from vit.training.run_data import open_data
 
 GIB = 2**30
+SWEPT = 3
+"""The number of additional micro-batch sizes that `--sweep` measures. Each needs compilation."""
 
 
 def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
@@ -116,6 +118,9 @@ def _measure_mode(
             _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size)
             | {"largest_micro_batch_size": largest}
         )
+    for micro_batch_size in _to_sweep(subject, rows):
+        row = _measure_row(subject, train_step, mode, micro_batch_size, rows[-1]["rank_batch_size"])
+        rows.append(row | {"largest_micro_batch_size": largest})
     loading = None
     if is_last:
         first = rows[0]
@@ -131,7 +136,8 @@ def _measure_mode(
 
 
 def _create(subject: Subject, compiled: bool) -> TrainStep:
-    config = with_settings(subject.config, {"train.compile": compiled})
+    mode = (subject.config.train.compile or True) if compiled else False
+    config = with_settings(subject.config, {"train.compile": mode})
     try:
         return create_step(config, subject.plan, subject.data.num_classes, subject.world)
     except torch.OutOfMemoryError as error:
@@ -196,6 +202,19 @@ def _to_measure(subject: Subject, largest: int | None) -> list[int]:
     return sorted({min(planned, largest), largest})
 
 
+def _to_sweep(subject: Subject, rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the sizes that `--sweep` measures next, in the batch of the last row.
+
+    They are the `SWEPT` largest divisors of that batch below the largest size that fits.
+    """
+    batch = rows[-1]["rank_batch_size"]
+    largest = rows[-1]["micro_batch_size"]
+    measured = [row["micro_batch_size"] for row in rows if row["rank_batch_size"] == batch]
+    smaller = [size for size in subject.sizes if size < largest and batch % size == 0]
+    swept = smaller[-SWEPT:] if subject.wishes.sweeps else []
+    return [size for size in swept if size not in measured]
+
+
 def _known_batch(
     subject: Subject, rows: Sequence[dict[str, Any]], micro_batch_size: int
 ) -> int | None:
@@ -254,7 +273,8 @@ def _measure_row(
             on_step=on_step,
         )
     peak = device_memory.peak_bytes(world.device)
-    reduced = steps.all_reduce_times(train_step, batches)
+    dtype = torch.bfloat16 if config.train.reduce_dtype == "bf16" else torch.float32
+    reduced = steps.all_reduce_times(train_step, batches, dtype)
     tried = replace(
         subject.plan,
         micro_batch_size=micro_batch_size,

@@ -96,6 +96,24 @@ def step_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
+def proposal(result: Mapping[str, Any]) -> str:
+    """Return a line with the fastest micro-batch in the last mode, or "" if only one was measured.
+
+    Only rows with the batch of the last row are compared, so the micro-batch is all that differs.
+    """
+    last = result["training"][-1]
+    same = ("compiled", "rank_batch_size")
+    rows = [row for row in result["training"] if all(row[key] == last[key] for key in same)]
+    if len(rows) == 1:
+        return ""
+    best = max(rows, key=lambda row: row["images_per_s"])
+    sizes = ", ".join(f"{row['micro_batch_size']:,}" for row in rows)
+    return (
+        f"fastest of {sizes}, {_mode(best)}: data.micro_batch_size={best['micro_batch_size']}"
+        f" ({digits(best['images_per_s'])} images/s); batches stay the same"
+    )
+
+
 def loading_table(result: Mapping[str, Any]) -> Table:
     """Return the speeds of the loader, the step and both together, or [] if none were measured."""
     loading = result["loading"]

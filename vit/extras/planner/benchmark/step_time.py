@@ -217,19 +217,23 @@ class PartClock:
 
 
 def all_reduce_times(
-    train_step: TrainStep, batches: Iterable[Batch], num_steps: int = LEAST_STEPS
+    train_step: TrainStep,
+    batches: Iterable[Batch],
+    dtype: torch.dtype = torch.float32,
+    num_steps: int = LEAST_STEPS,
 ) -> dict[str, float] | None:
     """Return the cost of averaging gradients over ranks, or None for a single rank.
 
     alone_s: the time of an all-reduce that overlaps with nothing. exposed_s: the all-reduce time
-    that the backward pass does not hide. num_bytes: the size of the gradients.
+    that the backward pass does not hide. num_bytes: the size of the gradients that a rank sends.
+    dtype: the format of the sums.
     """
     world = train_step.world
     if world.size == 1:
         return None
-    num_bytes = sum(parameter.nbytes for parameter in train_step.parameters)
-    sizes = [REDUCED_AT_ONCE] * (num_bytes // REDUCED_AT_ONCE) + [num_bytes % REDUCED_AT_ONCE]
-    buckets = [torch.zeros(max(size // 4, 1), device=world.device) for size in sizes]
+    length = sum(parameter.numel() for parameter in train_step.parameters)
+    gradients = torch.zeros(length, dtype=dtype, device=world.device)
+    buckets = gradients.split(REDUCED_AT_ONCE // 4)
     alone_s = []
     for _ in range(WARM_UP_STEPS + num_steps):
         world.barrier()
@@ -249,7 +253,7 @@ def all_reduce_times(
     return {
         "alone_s": statistics.median(alone_s[WARM_UP_STEPS:]),
         "exposed_s": exposed_s,
-        "num_bytes": num_bytes,
+        "num_bytes": gradients.nbytes,
     }
 
 

@@ -29,6 +29,8 @@ class Wishes:
     """The number of steps of each measurement. If given, `seconds` is ignored."""
     micro_batch_size: int | None = None
     """The only micro-batch size to measure."""
+    sweeps: bool = False
+    """Whether to also measure smaller micro-batch sizes in the same batch."""
     needs_data: bool = False
     """If true, raise an error when the data cannot be opened."""
     trace: Path | None = None

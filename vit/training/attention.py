@@ -1,0 +1,79 @@
+"""Choose the kernel that computes attention in this process (`train.attention`)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import attention as torch_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vit.config.schema import TrainConfig
+from vit.layers.precision import AUTOCAST_DTYPE
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+PROBED_TOKENS = 64
+
+
+def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Make torch use only the kernel `train.attention`, or any kernel if it is `auto`.
+
+    Call this before compiled graphs are traced, because each graph keeps its kernel. Raises
+    ValueError if `model` has no attention, or if a forward and backward pass of the kernel fails
+    for the heads of `model`.
+    """
+    kernel = config.attention.removesuffix("3")
+    if kernel != "auto":
+        _check(model, config, kernel, device)
+    # These flags also apply to CPUs.
+    torch.backends.cuda.enable_flash_sdp(kernel in ("auto", "flash"))
+    torch.backends.cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
+    torch.backends.cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
+    torch.backends.cuda.enable_math_sdp(kernel in ("auto", "math"))
+
+
+def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.device) -> None:
+    layers = [each for each in model.modules() if hasattr(each, "qkv")]
+    if not layers:
+        raise ValueError(
+            f"train.attention={config.attention} has no effect on {type(model).__name__}, which has"
+            " no attention: set auto"
+        )
+    reason = ""
+    if config.attention == "flash3":
+        try:
+            torch_attention.activate_flash_attention_impl("FA3")
+        except (AttributeError, ImportError, RuntimeError) as error:
+            reason = f" ({error}: install FlashAttention 3 and the newest torch)"
+    if reason or not _works(kernel, layers[0], config.precision, device):
+        if config.attention == "flash3" and not reason:
+            torch_attention.restore_flash_attention_impl()
+        working = [name for name in KERNELS if _works(name, layers[0], config.precision, device)]
+        raise ValueError(
+            f"train.attention={config.attention} does not work here in {config.precision} on"
+            f" {device.type}{reason}: use auto or {', '.join(working)}"
+        )
+
+
+def _works(kernel: str, layer: Any, precision: str, device: torch.device) -> bool:
+    """Return whether a forward and backward pass of `kernel` succeed for the heads of `layer`."""
+    head_dim = layer.qkv.out_features // (3 * layer.num_heads)
+    dropout = getattr(layer.attn_drop, "p", layer.attn_drop)  # a module in timm
+    dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
+    shape = (1, layer.num_heads, PROBED_TOKENS, head_dim)
+    q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    try:
+        with sdpa_kernel(KERNELS[kernel]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about each reason
+            F.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
+    except RuntimeError:
+        return False
+    return True
