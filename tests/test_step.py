@@ -21,7 +21,7 @@ from vit.checkpoint.checkpoint import named_tensors
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
-from vit.data.batches import Batch
+from vit.data.batches import TENSORS, Batch
 from vit.distributed.process_group import World
 from vit.model import create_model
 from vit.optim.ema import Ema
@@ -301,6 +301,21 @@ def test_a_row_of_weight_0_gives_no_gradient():
     with_row(batch, 0)
     without(other, 0)
     assert torch.equal(weights_of(with_row), weights_of(without))
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 2])
+def test_the_gradient_of_a_batch_with_excluded_rows_is_the_mean_of_the_others(micro_batch_size):
+    """`TrainBatches` gives the other rows a larger weight, so that all weights have the same
+    sum."""
+    batch = make_batch()
+    is_used = torch.tensor([True, False, True, True, False, True, True, False])
+    step, plain = (make_step(size, double=True) for size in (micro_batch_size, 5))
+    result = step(replace(batch, weights=is_used.double() * 8 / 5), 0)
+    used = Batch(*(getattr(batch, name)[is_used] for name in TENSORS))
+    expected = plain(replace(used, weights=used.weights.double()), 0)
+    for ours, theirs in zip(step.parameters, plain.parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    assert result.read().loss == pytest.approx(expected.read().loss)
 
 
 def test_the_average_follows_even_when_an_update_is_skipped():

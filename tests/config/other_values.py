@@ -81,6 +81,7 @@ VALUES: dict[str, Any] = {
     "model.weight_init": "jax",
     "model.init_head_bias": -3.0,
     "data.exclude": "{folder}/exclude.txt",
+    "data.relabel": "{folder}/relabel.txt",
     "data.filter": "label != 1",
     "data.fraction": 0.8,
     "data.fraction_of": "class",

@@ -303,7 +303,7 @@ def test_invalid_choices_of_samples_are_reported(problems):
         'data.sources[1].weight is "x", expected number',
     ]
     [line] = problems(BASE, "data.sources=[{rooot: a}]")
-    assert "data.sources[0]: unknown key 'rooot'; known keys: exclude, filter" in line
+    assert "data.sources[0]: unknown key 'rooot'; known keys: exclude, relabel" in line
 
 
 def test_all_unset_variables_are_named_beside_other_problems(load, problems, monkeypatch):

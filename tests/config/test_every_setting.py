@@ -38,6 +38,7 @@ from vit.config.base import Section
 from vit.config.errors import LISTS
 from vit.config.io import from_dict
 from vit.config.schema import Config, EvalSetConfig
+from vit.data.shards.data_set import open_split
 from vit.distributed.process_group import World
 from vit.hooks.guard import GuardHook
 from vit.loggers.record import Record
@@ -249,6 +250,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     """Return the paths that replace the {placeholders} in settings."""
     folder = tmp_path_factory.mktemp("every_setting")
     (folder / "exclude.txt").write_text("label=1\n")
+    (folder / "relabel.txt").write_text(f"{open_split(shards, 'train[:50%]').key(0)},label=2\n")
     (folder / "real.json").write_text(json.dumps({f"class{n % 3}_{n:04d}": [0] for n in range(23)}))
     own = {"folder": str(folder), "shards": str(shards)}
     own["other"] = str(make_shards(tmp_path_factory.mktemp("other"), seed=1))
@@ -327,6 +329,7 @@ WITHIN: dict[str, tuple[Any, Any]] = {
         [TWO[0] | {"weight": 3.0}, TWO[1] | {"weight": 1.0}],
     ),
     "data.sources.exclude": (TWO, sources(exclude="{folder}/exclude.txt")),
+    "data.sources.relabel": (TWO, sources(relabel="{folder}/relabel.txt")),
     "data.sources.filter": (TWO, sources(filter="label != 1")),
     "data.sources.fraction": (TWO, sources(fraction=0.7)),
     "data.sources.fraction_of": (

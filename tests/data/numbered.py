@@ -1,7 +1,8 @@
-"""Create batches that contain their own number, to test the processes that prepare batches."""
+"""Create batches that contain their own number, and fill parts of batches as workers do."""
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import torch
@@ -32,3 +33,17 @@ class Numbered(Batches):
         assert torch.equal(batch.table, ids.float()[:, None].expand(-1, 2))
         assert (batch.images == (ids % 251).view(-1, 1, 1, 1)).all()
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def filled(batches: Batches, position: int, first: int, num_rows: int) -> Batch:
+    """Return some rows of a rank's batch, filled the way a new worker fills them."""
+    layout = batches.layout
+    rows = Batch(
+        torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
+        torch.full((num_rows,), -1),
+        torch.full((num_rows,), -1.0),
+        torch.full((num_rows, layout.num_columns), -1.0),
+        torch.full((num_rows,), -1),
+    )
+    pickle.loads(pickle.dumps(batches)).fill(position, first, rows)
+    return rows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data.numbered import filled
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from order_oracle import anew, brute_force, orders, pairs
@@ -27,7 +27,7 @@ from data_prep import index
 from vit.config.io import load_config
 from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import partners
-from vit.data.batches import Batch, TrainBatches
+from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order, make_order
 from vit.data.shards.data_set import open_split
@@ -71,20 +71,6 @@ def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
         assert [
             pairs(resumed, epoch * order.steps_per_epoch + later) for later in rest
         ] == expected[rest.start : rest.stop]
-
-
-def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Return some rows of a rank's batch, filled the way a new worker fills them."""
-    layout = batches.layout
-    rows = Batch(
-        torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
-        torch.full((num_rows,), -1),
-        torch.full((num_rows,), -1.0),
-        torch.full((num_rows, layout.num_columns), -1.0),
-        torch.full((num_rows,), -1),
-    )
-    pickle.loads(pickle.dumps(batches)).fill(position, first, rows)
-    return rows
 
 
 @settings(max_examples=25)

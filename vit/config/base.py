@@ -61,7 +61,11 @@ class Selection(Section):
 
     exclude: Annotated[str | None, MAY_CHANGE, OnlyWith("stream.urls=null")] = None
     """File of samples to exclude: a key, `label=NUMBER` or `class=NAME` per line, or the lines
-    of a `quarantine.jsonl`."""
+    of a `quarantine.jsonl`. Up to 5 % of the samples keep their places as rows without weight, so
+    all other rows of all batches stay the same."""
+    relabel: Annotated[str | None, MAY_CHANGE, OnlyWith("stream.urls=null")] = None
+    """File of samples with another class: a key, a comma, and `label=NUMBER` or `class=NAME` per
+    line. All batches stay the same but for these labels."""
     filter: Annotated[str | None, MAY_CHANGE, OnlyWith("stream.urls=null")] = None
     """Expression over columns of the index that is true for the samples to use, such as
     `min(width, height) >= 64 and size < 5_000_000`. Columns: `width`, `height`, `size` (bytes) and

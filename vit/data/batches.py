@@ -23,6 +23,7 @@ from torch import Tensor
 from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys
 from vit.data.augment.table import table_layout
+from vit.data.changes import HOLE, NO_CHANGES, Changes
 from vit.data.decode.crops import decode_center, decode_views
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order
@@ -49,7 +50,8 @@ class Batch:
     labels: Tensor
     """(B,) int64."""
     weights: Tensor
-    """(B,) float32: 1, or 0 for a row that the loss and metrics must ignore."""
+    """(B,) float32: 0 for a row that the loss and metrics must ignore, otherwise 1. If samples are
+    excluded from the global batch, the other weights are larger, so that their sum is equal."""
     table: Tensor
     """(B, K) float32: parameters for `vit.data.augment.apply.Augment`; K = 0 in evaluation."""
     ids: Tensor
@@ -176,8 +178,11 @@ class Samples:
     """(B,) copy numbers: which copy of its image each row shows (repeated augmentation)."""
     entries: NDArray[Any]
     """(B,) records with fields `label`, `width` and `height`, the stored image's size in pixels."""
+    weights: NDArray[np.float32]
+    """(B,) weights of the rows; see `Batch`."""
     groups: list[list[int]]
-    """The rows that show each distinct image, which is decoded only once."""
+    """The rows that show each distinct image, which is decoded only once. Rows without weight are
+    in no group."""
     read: Callable[[int], bytes]
     """Returns the encoded image of a row."""
     key: Callable[[int], str]
@@ -241,7 +246,9 @@ class AugmentedBatches(Batches):
         keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
         crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
         stored_sizes = list(zip(widths.tolist(), heights.tolist(), strict=True))
-        weights = np.ones(len(samples.ids), dtype=np.float32)
+        weights = samples.weights
+        for row in np.flatnonzero(weights == 0).tolist():
+            rows.images[row] = 0  # slots are reused
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
@@ -320,27 +327,51 @@ class FromShards:
 
 
 class TrainBatches(FromShards, AugmentedBatches):
-    """This rank's rows of each training batch, read from shards with an index."""
+    """This rank's rows of each training batch, read from shards with an index.
+
+    changes: the excluded and relabeled samples, which keep their places.
+    """
+
+    def __init__(self, *arguments: Any, changes: Changes = NO_CHANGES, **options: Any):
+        super().__init__(*arguments, **options)
+        self.changes = changes
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """See `Batches.fill`. `first` and the number of rows must be multiples of `row_unit`."""
         first_row = self.first_row + first
         ids, copies = self.order.rows_and_copies(position, first_row, first_row + len(rows.labels))
+        entries = self.split.index[ids]
+        labels = self.changes.changed(ids, entries["label"])
+        is_used = labels != HOLE
+        entries["label"] = np.where(is_used, labels, 0)
         # Prefetch before the first read, so that a remote split fetches all blocks concurrently.
-        self.split.prefetch(ids)
+        self.split.prefetch(ids[is_used])
         if first == 0:
             self._read_ahead(position)
 
         samples = Samples(
             ids=ids,
             copies=copies,
-            entries=self.split.index[ids],
-            groups=_rows_by_sample(ids),
+            entries=entries,
+            weights=(is_used * self._used_weight(position)).astype(np.float32),
+            groups=_rows_by_sample(ids, is_used),
             read=lambda row: self.read(int(ids[row])),
             key=lambda row: self.split.key(int(ids[row])),
             describe=lambda row: self.describe(int(ids[row])),
         )
         return self.make_rows(position, first_row, rows, samples)
+
+    def _used_weight(self, position: int) -> float:
+        """Return the weight with which the rows that are used have the mean of the whole batch.
+
+        The step divides the sum of the losses by the number of all rows.
+        """
+        holes = self.changes.holes
+        if not len(holes):
+            return 1.0
+        num_rows = self.order.global_batch_size
+        ids = self.order.rows(position, 0, num_rows)
+        return num_rows / max(num_rows - int(np.isin(ids, holes).sum()), 1)
 
     def _read_ahead(self, position: int) -> None:
         later = position + self.split.read_ahead_batches
@@ -435,8 +466,8 @@ def write_rows(
     rows.ids.numpy()[:] = ids
 
 
-def _rows_by_sample(ids: NDArray[np.int64]) -> list[list[int]]:
+def _rows_by_sample(ids: NDArray[np.int64], is_used: NDArray[np.bool_]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
-    for row, sample in enumerate(ids.tolist()):
-        groups.setdefault(sample, []).append(row)
+    for row in np.flatnonzero(is_used).tolist():
+        groups.setdefault(int(ids[row]), []).append(row)
     return list(groups.values())

@@ -123,7 +123,7 @@ def choose_train_set(
 
 def create_train_batches(
     config: Config,
-    split: Any,
+    train_set: TrainSet,
     order: Order,
     image_format: ImageFormat,
     world: World,
@@ -131,20 +131,21 @@ def create_train_batches(
     rows: range,
     num_batches: int,
 ) -> AugmentedBatches:
-    """Return this rank's batches of `split`, taken from a `TrainSet`; see `TrainBatches`."""
+    """Return this rank's batches of `train_set`. Arguments: see `TrainBatches`."""
     if config.stream.urls is not None:
         streamed: AugmentedBatches = _stream().create_batches(
-            config, split, order, image_format, world
+            config, train_set.split, order, image_format, world
         )
         return streamed
     return TrainBatches(
-        split,
+        train_set.split,
         order,
         config.augment,
         image_format,
         rows=rows,
         num_batches=num_batches,
         on_bad_image=config.loader.on_bad_image,
+        changes=train_set.changes,
     )
 
 

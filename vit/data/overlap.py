@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.data.select import CHUNK_ROWS
+from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.split_slice import parse_name
 from vit.data.sources import TrainSet
@@ -45,7 +46,18 @@ def image_keys(index: Any) -> NDArray[np.uint64]:
 
 def _sources(train_set: TrainSet) -> list[tuple[Split, NDArray[np.integer] | None]]:
     """Return each source with the numbers of its selected samples, or None if all are selected."""
-    return [*zip_longest(train_set.split.splits, (share.chosen for share in train_set.shares))]
+    sources = [*zip_longest(train_set.split.splits, (share.chosen for share in train_set.shares))]
+    holes = train_set.changes.holes
+    if not len(holes):
+        return sources
+    firsts = first_samples(split.num_samples for split, _ in sources)
+    return [
+        (
+            split,
+            np.setdiff1d(np.arange(split.num_samples) if chosen is None else chosen, holes - first),
+        )
+        for first, (split, chosen) in zip(firsts, sources, strict=False)
+    ]
 
 
 def _same_numbers(

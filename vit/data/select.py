@@ -1,13 +1,15 @@
 """Select the training samples of a split with exclusion lists, a filter, and a random subset.
 
-The index is read in chunks of rows. Excluded samples and samples that do not match the filter are
-removed. A subset consists of the samples with the smallest hash of (subset seed, sample number),
+The index is read in chunks of rows. Samples that do not match the filter are removed. Excluded
+samples are removed if they are many, and otherwise keep their places (`vit.data.changes`). A subset
+consists of the samples with the smallest hash of (subset seed, sample number),
 among all samples or per class. A larger subset therefore contains every smaller one. Sample numbers
 are sorted, so that neighbors in the shards stay neighbors.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 from collections import Counter, defaultdict
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from vit.config.base import Selection
 from vit.config.row_filter import RowFilter
+from vit.data.changes import HOLE, NO_CHANGES, Changes
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.split_slice import SplitSlice
@@ -31,6 +34,9 @@ from vit.system.hashing import are_ranked, fold, fold_numbers
 
 CHUNK_ROWS = 1 << 20
 """The number of index rows that are in memory at the same time."""
+HOLES_AT_MOST = 0.05
+"""The largest fraction of excluded samples that keep their places. Each of them wastes the
+computation of a row, so more samples are removed, which changes all batches."""
 MAX_NAMED = 3
 QUARANTINE = ".jsonl"
 """The suffix of data_prep's list of skipped samples, which the split may lack."""
@@ -41,12 +47,23 @@ class Chosen:
     """The selected samples of a split."""
 
     num_samples: int
+    """The number of samples with a place in the order."""
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
-    """(num_samples,) sample numbers in ascending order; None if all samples are selected."""
+    """(num_samples,) sample numbers in ascending order; None if all samples have a place."""
     summary: str
     """The numbers of selected and excluded samples as text; "" if there was no selection."""
     identity: str
-    """The length and a hash of `numbers`; "" if all samples are selected."""
+    """The length and a hash of `numbers` and `changes`; "" if all samples are selected."""
+    changes: Changes = NO_CHANGES
+
+    @property
+    def used(self) -> NDArray[np.integer] | None:
+        """The numbers of the samples that are trained on; None if all of them are."""
+        holes = self.changes.holes
+        if not len(holes):
+            return self.numbers
+        numbers = np.arange(self.num_samples) if self.numbers is None else self.numbers
+        return np.setdiff1d(numbers, holes)
 
 
 def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
@@ -59,14 +76,19 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     if all(getattr(selection, key) == value for key, value in Selection()):
         return Chosen(total, None, "", "")
     is_left = np.ones(total, np.bool_)
+    is_excluded = np.zeros(total, np.bool_)
     parts: list[str] = []
-    if selection.exclude is not None:
-        note = _exclude(Path(selection.exclude), split, is_left, name)
-        parts.append(f"{total - int(is_left.sum()):,} by {name}exclude{note}")
     if selection.filter is not None:
-        before = int(is_left.sum())
         _filter(selection.filter, split, is_left, name)
-        parts.append(f"{before - int(is_left.sum()):,} by {name}filter")
+        parts.append(f"{total - int(is_left.sum()):,} by {name}filter")
+    if selection.exclude is not None:
+        note = _exclude(Path(selection.exclude), split, is_excluded, name)
+        num_excluded = int((is_left & is_excluded).sum())
+        keep_places = num_excluded <= HOLES_AT_MOST * int(is_left.sum())
+        if not keep_places:
+            is_left &= ~is_excluded
+        how = "rows without weight" if keep_places else "which changes all batches"
+        parts.append(f"{num_excluded:,} by {name}exclude ({how}{note})")
     numbers = np.flatnonzero(is_left).astype(np.min_scalar_type(total))
     labels = split.index["label"]
     has_subset = selection.fraction is not None or selection.samples_per_class is not None
@@ -77,46 +99,66 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         if selection.fraction is not None:
             setting = f"fraction={selection.fraction:g}"
         parts.append(f"{before - len(numbers):,} by {name}{setting}")
-    summary = (
-        f"{len(numbers):,} of {total:,} samples of {_name(split)}; excluded: {', '.join(parts)}"
-    )
-    if not len(numbers):
+    new_labels = dict.fromkeys(numbers[is_excluded[numbers]].tolist(), HOLE)
+    used = numbers[~is_excluded[numbers]]
+    summary = f"{len(used):,} of {total:,} samples of {_name(split)}"
+    if parts:
+        summary += f"; excluded: {', '.join(parts)}"
+    if not len(used):
         raise ShardError(f"{summary}; no sample is left for training")
+    if selection.relabel is not None:
+        relabeled, note = _read_relabel(Path(selection.relabel), split, name)
+        new_labels = relabeled | new_labels
+        summary += f"; {len(relabeled):,} relabeled by {name}relabel{note}"
+    changes = Changes.of(new_labels)
+    if len(used) < total:
+        num_classes, num_left = (
+            np.count_nonzero(count_labels(labels, samples, split.num_classes))
+            for samples in (range(total), used)
+        )
+        if num_lost := num_classes - num_left:
+            summary += f"; no image is left in {num_lost:,} of {num_classes:,} classes"
+    note = f", {changes.identity()}" if len(changes.numbers) else ""
     if len(numbers) == total:
-        return Chosen(total, None, summary, "")
-    num_classes, num_left = (
-        np.count_nonzero(count_labels(labels, samples, split.num_classes))
-        for samples in (range(total), numbers)
-    )
-    num_lost = num_classes - num_left
-    if num_lost:
-        summary += f"; no image is left in {num_lost:,} of {num_classes:,} classes"
+        return Chosen(total, None, summary, f"{total:,} samples{note}" if note else "", changes)
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
-    identity = f"{len(numbers):,} of {total:,} samples ({digest})"
-    return Chosen(len(numbers), numbers, summary, identity)
+    identity = f"{len(numbers):,} of {total:,} samples ({digest}){note}"
+    return Chosen(len(numbers), numbers, summary, identity, changes)
 
 
-def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) -> str:
+def _exclude(path: Path, split: Split, is_excluded: NDArray[np.bool_], name: str) -> str:
     keys, labels = _read_exclude(path, split, name)
-    numbers = _numbers_of_keys(split, keys) if keys else {}
+    # data_prep does not write the samples in its own list of skipped samples, so allow missing
+    # keys in that list.
+    may_lack = bool(labels) or path.suffix == QUARANTINE
+    numbers, note = _find(keys, split, f"{name}exclude={path}", may_lack)
     for samples in numbers.values():
-        is_left[samples] = False
+        is_excluded[samples] = True
     if labels:
         for start in range(0, split.num_samples, CHUNK_ROWS):
             chunk = split.index[start : start + CHUNK_ROWS]["label"]
-            is_left[start : start + CHUNK_ROWS] &= ~np.isin(chunk, list(labels))
+            is_excluded[start : start + CHUNK_ROWS] |= np.isin(chunk, list(labels))
+    return note
+
+
+def _find(
+    keys: list[str], split: Split, setting: str, may_lack_all: bool
+) -> tuple[dict[str, list[int]], str]:
+    """Return the sample numbers of `keys`, and a note about keys that do not exist.
+
+    Raises ShardError if none exists, because the list was then made for another data set.
+    """
+    numbers = _numbers_of_keys(split, keys) if keys else {}
     missing = [key for key in keys if key not in numbers]
     if not missing:
-        return ""
-    # data_prep does not write the samples in its own list of skipped samples, so allow missing
-    # keys in that list. Any other list without a matching key was made for another data set.
-    if not numbers and not labels and path.suffix != QUARANTINE:
+        return numbers, ""
+    if not numbers and not may_lack_all:
         raise ShardError(
-            f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)}"
+            f"{setting}: none of its {len(missing):,} keys is in {_name(split)}"
             f" ({_some(missing)}); expected keys such as {split.key(0)!r}, without the shard name"
             " and extension"
         )
-    return f" ({len(missing):,} of its keys do not exist: {_some(missing)})"
+    return numbers, f"; {len(missing):,} of its keys do not exist: {_some(missing)}"
 
 
 def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> None:
@@ -158,7 +200,7 @@ def _subset(
     return numbers[np.sort(np.concatenate(taken))]
 
 
-# --- files of samples to exclude ------------------------------------------------------------------
+# --- files of samples to exclude or relabel -------------------------------------------------------
 
 
 def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[int]]:
@@ -166,26 +208,17 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
 
     Raises ShardError, which lists the invalid lines.
     """
-    try:
-        lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
-    except OSError as error:
-        raise ShardError(f"{name}exclude={path}: cannot be read ({error.strerror})") from None
     keys = dict[str, None]()
     labels = set[int]()
     problems = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
+    for number, text in _lines(path, f"{name}exclude"):
         try:
-            if not text or text.startswith("#"):
-                continue
             if path.suffix == QUARANTINE:
                 entry = json.loads(text)
                 if entry.get("split", split.name) == split.name:
                     keys[str(entry["key"])] = None
-            elif text.startswith("label="):
-                labels.add(range(split.num_classes).index(int(text.removeprefix("label="))))
-            elif text.startswith("class="):
-                labels.add(split.class_names.index(text.removeprefix("class=")))
+            elif text.startswith(("label=", "class=")):
+                labels.add(_label_of(text, split))
             else:
                 keys[text] = None
         except (ValueError, KeyError, AttributeError):
@@ -197,6 +230,50 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
             f" of a {QUARANTINE} file; {_some(problems)}"
         )
     return list(keys), labels
+
+
+def _read_relabel(path: Path, split: Split, name: str) -> tuple[dict[int, int], str]:
+    """Return the new label of each sample in the file `path`, and a note about missing keys.
+
+    Raises ShardError, which lists the invalid lines.
+    """
+    labels = dict[str, int]()
+    problems = []
+    for number, text in _lines(path, f"{name}relabel"):
+        try:
+            key, word = next(csv.reader([text]))
+            labels[key.strip()] = _label_of(word.strip(), split)
+        except ValueError:
+            problems.append(f"line {number} is {text[:60]!r}")
+    if problems:
+        raise ShardError(
+            f"{name}relabel={path}: expected a key, a comma, and label=NUMBER (0 to"
+            f" {split.num_classes - 1}) or class=NAME of an existing class in each line;"
+            f" {_some(problems)}"
+        )
+    numbers, note = _find(list(labels), split, f"{name}relabel={path}", may_lack_all=False)
+    return {sample: labels[key] for key, samples in numbers.items() for sample in samples}, note
+
+
+def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
+    """Yield the numbers and texts of lines that are neither empty nor comments."""
+    try:
+        lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
+    except OSError as error:
+        raise ShardError(f"{setting}={path}: cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, 1):
+        if (text := line.strip()) and not text.startswith("#"):
+            yield number, text
+
+
+def _label_of(text: str, split: Split) -> int:
+    """Parse label=NUMBER or class=NAME. Raises ValueError for anything else."""
+    kind, _, value = text.partition("=")
+    if kind == "label":
+        return range(split.num_classes).index(int(value))
+    if kind == "class":
+        return split.class_names.index(value)
+    raise ValueError(text)
 
 
 def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.base import Selection
+from vit.data.changes import HOLE, NO_CHANGES, Changes
 from vit.data.order import Share, shares_of
 from vit.data.select import Chosen, choose, count_labels
 from vit.data.shards.index_file import first_samples
@@ -41,6 +42,8 @@ class TrainSet(NamedTuple):
     """The lines that describe the selection; () for one complete split."""
     identity: str = ""
     """A fingerprint of the selection, which must not change when a run is resumed."""
+    changes: Changes = NO_CHANGES
+    """The samples that keep their places, but are excluded or relabeled."""
 
 
 def train_set_of(split: Split, selection: Selection) -> TrainSet:
@@ -53,6 +56,7 @@ def train_set_of(split: Split, selection: Selection) -> TrainSet:
         () if chosen.numbers is None else (share,),
         (chosen.summary,) if chosen.summary else (),
         chosen.identity,
+        chosen.changes,
     )
 
 
@@ -94,7 +98,9 @@ def train_set_of_sources(
             f" {each.summary or f'{whole} of {split.root} {split.name!r}'}{by_number}"
         )
         identities.append(f"{num_draws:,} draws of {each.identity or whole}")
-    return TrainSet(sources, sum(draws), tuple(shares), tuple(summary), "; ".join(identities))
+    return TrainSet(
+        sources, sum(draws), tuple(shares), tuple(summary), "; ".join(identities), sources.changes
+    )
 
 
 def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64]:
@@ -102,12 +108,16 @@ def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64
 
     With weighted sources, these are averages over epochs and may be fractional.
     """
-    labels = train_set.split.index["label"]
+    changes = train_set.changes
+    labels = train_set.split.index["label"].copy()
+    labels[changes.numbers] = changes.labels
     counts = np.zeros(num_classes)
     for share in train_set.shares or (Share(train_set.num_draws, train_set.num_draws),):
         numbers: range | NDArray[np.integer] = range(share.first, share.first + share.num_samples)
         if share.chosen is not None:
             numbers = share.first + share.chosen.astype(np.int64)
+        if len(changes.holes):
+            numbers = np.setdiff1d(numbers, changes.holes)
         source_counts = count_labels(labels, numbers, num_classes)
         counts += source_counts * (share.num_draws / share.num_samples)
     return counts
@@ -148,6 +158,13 @@ class Sources:
             for number, pair in enumerate(zip(splits, chosen, strict=True))
         ]
         self.index = _Rows(self.splits, maps, self.firsts)
+        new_labels = dict[int, int]()
+        for first, each, label_map in zip(self.firsts, chosen, maps, strict=False):
+            changes = each.changes
+            mapped = np.where(changes.labels == HOLE, HOLE, label_map[changes.labels])
+            new_labels |= zip((changes.numbers + first).tolist(), mapped.tolist(), strict=True)
+        self.changes = Changes.of(new_labels)
+        """The changed samples of all sources, with labels of the evaluation split."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -274,8 +291,10 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
         return np.arange(split.num_classes, dtype=np.int32)
     label_of = {name: label for label, name in enumerate(names)}
     label_map = np.array([label_of.get(name, -1) for name in split.class_names], np.int32)
-    numbers = range(split.num_samples) if chosen.numbers is None else chosen.numbers
+    used = chosen.used
+    numbers = range(split.num_samples) if used is None else used
     counts = count_labels(split.index["label"], numbers, split.num_classes)
+    counts[chosen.changes.labels[chosen.changes.labels != HOLE]] += 1
     missing = np.flatnonzero((counts > 0) & (label_map < 0)).tolist()
     if not missing:
         return label_map

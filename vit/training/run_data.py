@@ -80,7 +80,7 @@ def open_data(config: Config, world: World) -> RunData:
         place = {"rank": world.rank, "world_size": world.size}
         batches = create_train_batches(
             config,
-            split,
+            train_set,
             order,
             train_format,
             world,

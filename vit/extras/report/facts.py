@@ -106,6 +106,34 @@ def config_facts(
     return rows
 
 
+def twin_facts(history: History, run_dir: Path, config: Config) -> list[tuple[str, str]]:
+    """Return the first run beside `run_dir` that differs only in changed samples, if any.
+
+    Such a run has the same settings except `data.exclude` and `data.relabel`, which it lacks.
+    """
+    chosen = str(history.attempts[-1].start.get("chosen")) if history.attempts else ""
+    count = re.search(r"([\d,]+) changed", chosen)
+    if count is None:
+        return []
+    own = _settings_of_samples(config)
+    for path in sorted(run_dir.parent.glob("*/config.yaml")):
+        with suppress(ValueError, OSError):  # not a config, or of another release
+            other = config_io.load_config(path)
+            is_plain = other.data.exclude is None and other.data.relabel is None
+            if path.parent != run_dir and is_plain and _settings_of_samples(other) == own:
+                images = f"{count[1]} excluded or relabeled images"
+                return [("equal to", f"{path.parent.name}, but for {images}")]
+    return []
+
+
+def _settings_of_samples(config: Config) -> dict[str, Any]:
+    """Return all settings but those in which a run and its twin may differ."""
+    settings = config_io.to_dict(config)
+    for section, name in (("data", "exclude"), ("data", "relabel"), ("run", "dir")):
+        settings[section].pop(name)
+    return settings
+
+
 def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
     """Return facts about the hardware of the last attempt."""
     if not history.attempts:

@@ -180,6 +180,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
             config_text = shown((run_dir / CONFIG_FILE).read_text(errors="replace"))
     else:
         config_facts = facts.config_facts(source, config, plan)
+        config_facts += facts.twin_facts(history, run_dir, config)
         settings = facts.setting_rows(config)
     best_by = config.eval.best_by if config else VAL
     evaluations = facts.evaluation_rows(history, plan, best_by)

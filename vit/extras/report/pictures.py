@@ -146,6 +146,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
         source.train_format,
         rows=range(share),
         on_bad_image=config.loader.on_bad_image,
+        changes=train.changes,
     )
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)

@@ -160,6 +160,7 @@ class Replay:
             config.augment,
             source.train_format,
             on_bad_image=config.loader.on_bad_image,
+            changes=train.changes,
             num_batches=step,
         )
         self._values = self._recorded_values()

@@ -197,6 +197,7 @@ class StreamBatches(AugmentedBatches):
                 [(sample.label, sample.width, sample.height) for sample in parts],
                 [("label", np.int64), ("width", np.int64), ("height", np.int64)],
             ),
+            weights=np.ones(len(parts), np.float32),
             groups=[[row] for row in range(len(parts))],
             read=lambda row: parts[row].data,
             key=lambda row: parts[row].key,

@@ -1,0 +1,53 @@
+"""Samples that keep their place in all batches, but are not trained on or have another label.
+
+`data.exclude` and `data.relabel` change only the named samples: every other row of every batch,
+with its crop and its random numbers, is equal to that of a run without these settings. So two runs
+differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+HOLE = -1
+"""The label of a sample that keeps its place, but has no weight."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """New labels of some samples. `HOLE` excludes a sample."""
+
+    numbers: NDArray[np.int64]
+    """(n,) sample numbers in ascending order."""
+    labels: NDArray[np.int64]
+    """(n,) new labels."""
+
+    @staticmethod
+    def of(labels: dict[int, int]) -> Changes:
+        """Create the changes from a dict of sample numbers and new labels."""
+        numbers = np.array(sorted(labels), np.int64)
+        return Changes(numbers, np.array([labels[number] for number in numbers.tolist()], np.int64))
+
+    @property
+    def holes(self) -> NDArray[np.int64]:
+        """The numbers of the excluded samples."""
+        return self.numbers[self.labels == HOLE]
+
+    def changed(self, ids: NDArray[np.int64], labels: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Return the labels of the samples `ids`, whose labels in the index are `labels`."""
+        if not len(self.numbers):
+            return labels
+        places = np.searchsorted(self.numbers, ids) % len(self.numbers)
+        return np.where(self.numbers[places] == ids, self.labels[places], labels)
+
+    def identity(self) -> str:
+        """Return a fingerprint of at least one change."""
+        content = np.stack([self.numbers, self.labels]).astype("<i8").tobytes()
+        return f"{len(self.numbers):,} changed ({hashlib.sha256(content).hexdigest()[:16]})"
+
+
+NO_CHANGES = Changes.of({})
