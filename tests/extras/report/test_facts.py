@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import write_config
 
+from vit.config import io as config_io
 from vit.config.io import load_config
 from vit.extras.report import facts
 from vit.extras.report.history import read_history
@@ -114,3 +115,31 @@ def test_checkpoints_are_listed_with_their_hashes(tmp_path):
     assert "All 7" in listed
     assert "With train.exact_over_ranks" not in listed
     assert "Checkpoints" not in shown(tmp_path, train_line(10))
+
+
+def test_a_run_with_excluded_images_names_the_run_that_it_otherwise_equals(shards, tmp_path):
+    changed = f"data.exclude={tmp_path / 'list.txt'}"
+    runs = {
+        "a_other": ["optim.lr=0.5"],
+        "b_first": [],
+        "c_without": [changed],
+        "d_other": [changed, "train.seed=3"],
+    }
+    configs = {}
+    for name, settings in runs.items():
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        recipe = write_config(run_dir, shards)
+        settings = [*settings, f"run.dir={run_dir}"]
+        configs[name] = load_config(recipe, settings)
+        values = config_io.to_dict(configs[name])
+        (run_dir / "config.yaml").write_text(config_io.dump_yaml(values))
+        record(run_dir, {**START, "chosen": "60 samples, 1,234 changed (0123456789abcdef)"})
+
+    def twin(name: str) -> list[tuple[str, str]]:
+        history = read_history(tmp_path / name / "metrics.jsonl")
+        return facts.twin_facts(history, tmp_path / name, configs[name])
+
+    images = "1,234 excluded or relabeled images"
+    assert twin("c_without") == [("equal to", f"b_first, but for {images}")]
+    assert twin("d_other") == []
