@@ -172,9 +172,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL to one rank or to all ranks. The signal is sent `delay_s` seconds after the metrics
-    contain `step`, or after the start if `step` is -1. takes_folder: whether a run at a URL also
-    loses its local folder."""
+    """A SIGKILL to one rank or to all ranks. The signal is sent `delay_s` seconds after `step`
+    appears in the metrics, or after the start if `step` is -1. takes_folder: whether the local
+    folder of a run at a URL is also deleted."""
 
     ranks: int
     step: int

@@ -371,7 +371,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
         "size": {"height": cover_h, "width": cover_w}
         if view.squash
         else {"shortest_edge": cover_h},
-        "resample": {"bilinear": 2, "bicubic": 3}[view.interpolation],  # Pillow's numbers
+        "resample": {"bilinear": 2, "bicubic": 3}[view.interpolation],  # Pillow's constants
         "do_center_crop": (height, width) != (cover_h, cover_w) or not view.squash,
         "crop_size": {"height": height, "width": width},
         "do_convert_rgb": True,

@@ -261,8 +261,8 @@ class _Line(NamedTuple):
 def _plan_line(
     original: int, resized: int, cropped: int, interpolation: str, can_stop: bool
 ) -> _Line:
-    """Plan an axis of `original` pixels, resized to `resized` pixels, for the central `cropped`
-    pixels.
+    """Plan the resize of one axis from `original` to `resized` pixels, of which only the central
+    `cropped` pixels are kept.
 
     can_stop: whether the resize takes a scale argument, which lets it stop after the visible
     pixels.
